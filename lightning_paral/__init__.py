@@ -1,0 +1,26 @@
+"""Data-parallel strategies for PyTorch Lightning, selected by name.
+
+import lightning_paral
+Trainer(strategy="paral_ddp")
+"""
+
+from lightning_paral._version import __version__
+from lightning_paral.config import Offload
+from lightning_paral.errors import ConfigurationError, ParalError, ProcessGroupError, UnusedParametersError
+from lightning_paral.registry import STRATEGIES, register_strategies
+from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
+
+__all__ = [
+    "STRATEGIES",
+    "ConfigurationError",
+    "Offload",
+    "ParalDDPStrategy",
+    "ParalError",
+    "ParalZeROStrategy",
+    "ProcessGroupError",
+    "UnusedParametersError",
+    "__version__",
+    "register_strategies",
+]
+
+register_strategies()

@@ -1,0 +1,5 @@
+"""`python -m lightning_paral ...` and `torchrun ... -m lightning_paral ...` are the command `paral`."""
+
+from lightning_paral.cli import main
+
+main()

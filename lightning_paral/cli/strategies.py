@@ -1,0 +1,22 @@
+"""`paral strategies`: the table of names."""
+
+import argparse
+from collections.abc import Mapping
+
+from tabulate import tabulate
+
+from lightning_paral.registry import STRATEGIES
+
+
+def print_strategies(arguments: list[str]) -> None:
+    """Print name, class with arguments and description of every strategy this package registers."""
+    argparse.ArgumentParser(prog="paral strategies", description=print_strategies.__doc__).parse_args(arguments)
+    rows = [
+        (entry.name, f"{entry.strategy.__name__}({_written(entry.arguments)})", entry.description)
+        for entry in STRATEGIES
+    ]
+    print(tabulate(rows, headers=("name", "class", "what it does"), maxcolwidths=(None, None, 60)))
+
+
+def _written(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{option}={value!r}" for option, value in arguments.items())

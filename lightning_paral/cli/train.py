@@ -1,0 +1,52 @@
+"""`paral fit | validate | test | predict`: LightningCLI for any model and data module, with our strategies known."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy
+
+TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
+
+
+class StrategyFirstTrainer(Trainer):
+    """Lightning's Trainer; a strategy given as a string is tried as a class before it is taken for a name."""
+
+    # jsonargparse tries the members of a union in order, and Lightning's is `str | Strategy`: `--trainer.strategy
+    # package.Class` would always be a name.
+    def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
+        super().__init__(*args, strategy=strategy, **kwargs)
+
+
+class AnyModelCLI(LightningCLI):
+    """LightningCLI for any model, which also resumes from checkpoints that were saved without it."""
+
+    def _parse_ckpt_path(self) -> None:
+        # Lightning lets the checkpoint's hyper-parameters replace the configured model. Saved outside of a LightningCLI
+        # they name no class, which ends in a parser error: then the configuration alone says what the model is.
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
+        if path and Path(path).is_file():
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            if "_class_path" not in checkpoint.get("hyper_parameters", {}):
+                return
+        super()._parse_ckpt_path()
+
+
+def run_trainer_command() -> None:
+    """Run what the command line says. Modules in the current folder can be named in `class_path`."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    AnyModelCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        trainer_class=StrategyFirstTrainer,
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+    )

@@ -1,0 +1,87 @@
+"""The DDP communication hook that averages gradient buckets with one of our all-reduce functions.
+
+Each bucket is reduced while the backward pass computes the next ones: on CPU in a thread of its own, on CUDA on a
+stream of its own. See torch/nn/parallel/distributed.py, `register_comm_hook`.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_paral.comm.reduction import AllReduce
+
+
+class BucketReducer:
+    """Averages gradient buckets over a group, one after the other and beside the backward pass.
+
+    Args:
+        all_reduce: the algorithm.
+        group: the ranks whose gradients are averaged.
+        device: where the gradients live.
+        wire_dtype: floating-point dtype gradients cross the wire in; `None` for their own.
+    """
+
+    def __init__(
+        self, all_reduce: AllReduce, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None
+    ) -> None:
+        self._all_reduce = all_reduce
+        self._group = group
+        self._wire_dtype = wire_dtype
+        self._start: Callable[[Tensor], torch.futures.Future[Tensor]]
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._start = self._start_on_stream
+        else:
+            # One thread: buckets are reduced in the order they become ready, which is the same on all ranks.
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paral-all-reduce")
+            self._start = self._start_in_thread
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Make `model` hand its gradient buckets to this reducer."""
+        model.register_comm_hook(state=self, hook=_reduce_bucket)
+
+    def start(self, gradients: Tensor) -> "torch.futures.Future[Tensor]":
+        """Begin to average `gradients` in place; the future holds them when they are done. *Collective*."""
+        return self._start(gradients)
+
+    def shutdown(self) -> None:
+        """Release the thread. A reduction that hangs ends by the timeout of its process group, not here."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _average(self, gradients: Tensor) -> Tensor:
+        return self._all_reduce(gradients, self._group, op=dist.ReduceOp.AVG, wire_dtype=self._wire_dtype)
+
+    def _start_in_thread(self, gradients: Tensor) -> "torch.futures.Future[Tensor]":
+        assert self._thread is not None
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def reduce() -> None:
+            try:
+                done.set_result(self._average(gradients))
+            except BaseException as error:  # the training thread waits on `done`, so it has to hear of everything
+                done.set_exception(error)  # type: ignore[arg-type]
+
+        self._thread.submit(reduce)
+        return done
+
+    def _start_on_stream(self, gradients: Tensor) -> "torch.futures.Future[Tensor]":
+        assert self._stream is not None
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradients.device])
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(self._stream):
+            gradients.record_stream(self._stream)
+            done.set_result(self._average(gradients))
+        return done
+
+
+def _reduce_bucket(reducer: BucketReducer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return reducer.start(bucket.buffer())

@@ -1,0 +1,98 @@
+"""What all all-reduce functions share: their arguments, checked once, and the arithmetic of SUM and AVG."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral.errors import ConfigurationError
+
+WireDtype = Literal["bf16", "fp16"]
+WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class AllReduce(Protocol):
+    """An all-reduce: replace `tensor` on every rank of `group` by the sum or average over its ranks."""
+
+    def __call__(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None = None,
+        *,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Reduce `tensor` in place and return it. *Collective* over `group`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One all-reduce to be done: a flat view of the tensor, the group and this rank's place in it."""
+
+    flat: Tensor
+    """Shape `[length]`, contiguous, in the dtype of the tensor; the result is written here."""
+
+    group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    average: bool
+    wire_dtype: torch.dtype
+    """Dtype of the messages; that of `flat` unless the caller asked for a narrower one."""
+
+    @property
+    def narrow_wire(self) -> bool:
+        """Whether messages are cast on their way out and in."""
+        return self.wire_dtype != self.flat.dtype
+
+    def prepare(self) -> None:
+        """Scale the contributions first where their sum could overflow the wire although the average would not."""
+        if self.average and self.narrow_wire and self.wire_dtype == torch.float16:
+            self.flat.div_(self.world_size)
+
+    def finish(self, summed: Tensor) -> None:
+        """Turn a finished sum into the result of the operation, in place. Integer averages round towards zero."""
+        if not self.average or (self.narrow_wire and self.wire_dtype == torch.float16):
+            return
+        rounding_mode = None if summed.is_floating_point() else "trunc"
+        summed.div_(self.world_size, rounding_mode=rounding_mode)
+
+    def scratch(self, num_elements: int) -> Tensor:
+        """Return an uninitialised buffer for messages, shape `[num_elements]`."""
+        return torch.empty(num_elements, dtype=self.wire_dtype, device=self.flat.device)
+
+
+def plan_reduction(
+    tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType, wire_dtype: torch.dtype | None
+) -> Reduction:
+    """Check the arguments of an all-reduce.
+
+    Raises:
+        ConfigurationError: an operation other than SUM and AVG, a tensor that is not contiguous, or a wire dtype for a
+            tensor that is not floating point.
+    """
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ConfigurationError(f"all-reduce knows ReduceOp.SUM and ReduceOp.AVG, but got {op!r}.")
+    if not tensor.is_contiguous():
+        raise ConfigurationError(
+            f"all-reduce works in place on contiguous tensors, but got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}. Pass `tensor.contiguous()`."
+        )
+    if wire_dtype is not None and not (tensor.is_floating_point() and wire_dtype.is_floating_point):
+        raise ConfigurationError(
+            f"A wire dtype narrows floating-point tensors, but got wire_dtype={wire_dtype} for a tensor of "
+            f"{tensor.dtype}. Leave wire_dtype out."
+        )
+    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    if wire_dtype is None or wire_dtype.itemsize >= tensor.dtype.itemsize:
+        wire_dtype = tensor.dtype
+    return Reduction(
+        flat=tensor.detach().view(-1),
+        group=group,
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        average=op == dist.ReduceOp.AVG,
+        wire_dtype=wire_dtype,
+    )

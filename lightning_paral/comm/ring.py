@@ -1,0 +1,122 @@
+"""Ring all-reduce: reduce-scatter, then all-gather, around a ring of neighbours.
+
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput.
+69(2), 2009. The tensor is cut into as many chunks as there are ranks. In each of 2(N-1) steps every rank sends one
+chunk to its right and receives one from its left: N-1 steps add the received chunk, so that every rank ends up with one
+finished chunk, and N-1 steps pass the finished chunks on.
+"""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral.comm.chunks import SEGMENT_BYTES, balanced_cuts, num_segments
+from lightning_paral.comm.point_to_point import Exchange, exchange, run_pipeline, wait
+from lightning_paral.comm.reduction import plan_reduction
+
+_GATHERING = 1
+
+
+def ring_all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    wire_dtype: torch.dtype | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> Tensor:
+    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
+
+    Cost: each rank sends 2(N-1) chunks of ceil(length / N) elements, the optimum, whatever N is; no rank is a master.
+    Memory: one chunk of received messages, and with a narrower wire one of those to be sent.
+
+    Args:
+        tensor: contiguous, any shape and length, floating point or integer; reduced in place.
+        group: ranks that take part; the default group if left out.
+        op: `ReduceOp.SUM` or `ReduceOp.AVG`.
+        wire_dtype: floating-point dtype of the messages. Additions are done in the dtype of `tensor`; what travels (the
+            partial sums and the result) is rounded to `wire_dtype`.
+        segment_bytes: size of the parts, in the dtype of `tensor`, that a chunk is sent in: adding one overlaps the
+            transfer of the next.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        ConfigurationError: other operations, tensors that are not contiguous, a wire dtype for integers.
+    """
+    reduction = plan_reduction(tensor, group, op, wire_dtype)
+    flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
+    if world_size == 1:
+        return tensor
+    reduction.prepare()
+
+    chunk_cuts = balanced_cuts(0, flat.numel(), world_size)
+    chunk_length = chunk_cuts[1]
+    segments = num_segments(chunk_length * flat.element_size(), segment_bytes)
+    cuts = [balanced_cuts(chunk_cuts[i], chunk_cuts[i + 1] - chunk_cuts[i], segments) for i in range(world_size)]
+    slot_cuts = balanced_cuts(0, chunk_length, segments)
+    received = reduction.scratch(chunk_length)
+    outgoing = reduction.scratch(chunk_length) if reduction.narrow_wire else None
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    last_sum = world_size - 2
+    sending: deque[list[dist.Work]] = deque()
+
+    def segment_of(chunk: int, segment: int) -> Tensor:
+        chunk %= world_size
+        return flat[cuts[chunk][segment] : cuts[chunk][segment + 1]]
+
+    def slot(buffer: Tensor, segment: int, like: Tensor) -> Tensor:
+        return buffer[slot_cuts[segment] : slot_cuts[segment] + like.numel()]
+
+    def receive_in_place(stage: int) -> list[dist.Work]:
+        step, segment = divmod(stage, segments)
+        target = segment_of(rank - step - 1, segment)
+        return exchange([], [(target, left)], reduction.group, _GATHERING).receives
+
+    num_stages = 2 * (world_size - 1) * segments
+    # Gloo tells a sender that its receiver is ready, and that word queues behind what is on its way already. So
+    # finished chunks, which need no buffer, are asked for at once. They cannot come before what they replace was sent:
+    # they are made from it.
+    asked_for: deque[list[dist.Work]] = deque()
+    if flat.device.type == "cpu" and outgoing is None:
+        asked_for.extend(receive_in_place(stage) for stage in range(num_stages // 2, num_stages))
+
+    def post(stage: int) -> tuple[Exchange, Tensor]:
+        step, segment = divmod(stage, segments)
+        message = segment_of(rank - step, segment)
+        if outgoing is not None:
+            if len(sending) == segments:
+                wait(sending.popleft())  # the message that left from the same slot
+            message = slot(outgoing, segment, like=message).copy_(message)
+        target = segment_of(rank - step - 1, segment)
+        # A finished chunk lands in its place; one that is to be added or widened lands beside it.
+        arriving = target if step > last_sum and outgoing is None else slot(received, segment, like=target)
+        if step > last_sum and asked_for:
+            sent = exchange([(message, right)], [], reduction.group, _GATHERING).sends
+            posted = Exchange(receives=asked_for.popleft(), sends=sent)
+        else:
+            posted = exchange([(message, right)], [(arriving, left)], reduction.group)
+        sending.append(posted.sends)
+        return posted, arriving
+
+    def complete(stage: int, posted: tuple[Exchange, Tensor]) -> None:
+        step, segment = divmod(stage, segments)
+        messages, arrived = posted
+        wait(messages.receives)
+        target = segment_of(rank - step - 1, segment)
+        if step <= last_sum:
+            target.add_(arrived)
+            if step == last_sum:
+                reduction.finish(target)
+                if reduction.narrow_wire:
+                    # The others receive this chunk rounded; without this its owner alone would keep the exact sum.
+                    target.copy_(target.to(reduction.wire_dtype))
+        elif reduction.narrow_wire:
+            target.copy_(arrived)
+
+    run_pipeline(num_stages, depth=segments, post=post, complete=complete)
+    wait(*sending)
+    return tensor

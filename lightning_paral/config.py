@@ -1,0 +1,53 @@
+"""What users write in Python or YAML to group the options of a feature."""
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_paral.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where ZeRO keeps what need not stay on the device: `Offload("cpu")`, `Offload("nvme", path="/local/scratch")`.
+
+    Raises:
+        ConfigurationError: a value out of its range, or NVMe without a path.
+    """
+
+    device: Literal["cpu", "nvme"] = "cpu"
+    """`"cpu"` is the host's memory, `"nvme"` a file system on a fast local disk."""
+
+    _: KW_ONLY
+
+    path: str | Path | None = None
+    """For `"nvme"`: an existing folder. Each run makes its own subfolder there, and removes it."""
+
+    ratio: float = 1.0
+    """Of the optimizer, at stage 3: the part offloaded, 0 to 1; the rest stays on the device."""
+
+    pin_memory: bool | None = None
+    """Lock the host's copies into memory, for faster transfers. `None`: on CUDA only."""
+
+    buffer_count: int = 5
+    """For `"nvme"`: buffers between disk and memory. The optimizer needs one per state, gradient and parameter: 4."""
+
+    buffer_numel: int = 100_000_000
+    """For parameters on `"nvme"`: elements per buffer; at least those of the largest parameter's share on a rank."""
+
+    max_in_cpu_numel: int = 1_000_000_000
+    """For parameters on `"nvme"`: elements that may stay in the host's memory all the time."""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "nvme"):
+            raise ConfigurationError(f"Offload(device={self.device!r}) is not known. Choose 'cpu' or 'nvme'.")
+        if self.device == "nvme" and self.path is None:
+            raise ConfigurationError(
+                "Offload('nvme') needs a folder on the disk to use: Offload('nvme', path='/local/scratch'), or, with a "
+                "strategy selected by name, the environment variable PARAL_NVME_PATH."
+            )
+        if not 0.0 <= self.ratio <= 1.0:
+            raise ConfigurationError(f"Offload(ratio={self.ratio!r}) is not between 0 (nothing) and 1 (everything).")
+        for option in ("buffer_count", "buffer_numel", "max_in_cpu_numel"):
+            if getattr(self, option) < 1:
+                raise ConfigurationError(f"Offload({option}={getattr(self, option)!r}) has to be at least 1.")

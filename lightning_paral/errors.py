@@ -1,0 +1,17 @@
+"""The few kinds of error this package raises; every one derives from `ParalError`."""
+
+
+class ParalError(Exception):
+    """Base of all errors raised by lightning_paral."""
+
+
+class ConfigurationError(ParalError, ValueError):
+    """Bad input, found before training starts: what is wrong, what was given, what to do."""
+
+
+class ProcessGroupError(ParalError, RuntimeError):
+    """The ranks could not be joined, or one of them did not answer in time."""
+
+
+class UnusedParametersError(ParalError, RuntimeError):
+    """Parameters took no part in the loss of the previous step, so their gradients never arrived."""

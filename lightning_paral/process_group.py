@@ -1,0 +1,177 @@
+"""The process group of a run: which backend, joined or made, bound to which device, and destroyed by whom."""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_paral.errors import ConfigurationError, ProcessGroupError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_PORT_IN_USE = ("EADDRINUSE", "address already in use")
+_TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective operation timeout")
+
+# Rank 0's store outlives the groups made through it: a rank that begins its next fit early would otherwise connect to
+# the store of the fit before, which rank 0 is about to close. Keyed by its address; counts the groups made through it.
+_stores: dict[tuple[str, int, int, int], tuple[Store, int]] = {}
+
+
+class ProcessGroup:
+    """The default process group during one run of the Trainer."""
+
+    def __init__(self, made_here: bool) -> None:
+        self._made_here = made_here
+
+    def release(self) -> None:
+        """Destroy the group if we made it; leave it alone if it was there before."""
+        if self._made_here and dist.is_initialized():
+            dist.destroy_process_group()
+        self._made_here = False
+
+
+def backend_for(device: torch.device, requested: str | None = None) -> str:
+    """Return `requested`, or the backend for tensors on `device` that gives CPU tensors and objects a path as well.
+
+    Raises:
+        ConfigurationError: a backend that this build of torch lacks or that cannot carry tensors of `device`.
+    """
+    backend = requested or ("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
+    by_device = dict(part.split(":", 1) for part in backend.split(",")) if ":" in backend else {device.type: backend}
+    for name in by_device.values():
+        if not dist.is_backend_available(name):
+            built = [known for known in ("gloo", "nccl", "xccl", "ucc", "mpi") if dist.is_backend_available(known)]
+            raise ConfigurationError(
+                f"process_group_backend={backend!r} needs {name!r}, which this build of torch does not have. "
+                f"It has: {', '.join(built)}."
+            )
+    if device.type not in by_device or (by_device[device.type] == "nccl" and device.type != "cuda"):
+        raise ConfigurationError(
+            f"process_group_backend={backend!r} cannot carry tensors on {device.type!r}. "
+            f"Leave it out to get {backend_for(device)!r}."
+        )
+    return backend
+
+
+def check_device(device: torch.device) -> None:
+    """Raise a `ConfigurationError` if this process is to use a device that does not exist or cannot form a group."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"lightning_paral trains on CPU and CUDA, but the accelerator gave {str(device)!r}, for which "
+            "torch.distributed has no backend. Set `accelerator='cpu'` or `accelerator='gpu'` on a CUDA machine."
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"This rank is to use {device}, but it sees {torch.cuda.device_count()} CUDA device(s). "
+            "Lower `devices`, or check CUDA_VISIBLE_DEVICES."
+        )
+
+
+def check_local_rank(local_rank: int, num_devices: int) -> None:
+    """Raise a `ConfigurationError` if more processes were started on this host than the Trainer has devices."""
+    if local_rank >= num_devices:
+        raise ConfigurationError(
+            f"This process was started as local rank {local_rank}, but Trainer(devices=...) gives this host "
+            f"{num_devices} device(s). Start {num_devices} per host or set devices={local_rank + 1} or more."
+        )
+
+
+def check_port_is_free(environment: ClusterEnvironment) -> None:
+    """Raise a `ConfigurationError` if rank 0, about to be started on this host, could not listen on MASTER_PORT."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", environment.main_port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"MASTER_PORT={environment.main_port} cannot be listened on: {error.strerror}. Another run may be "
+                "using it. Choose a free port, or unset MASTER_PORT to have one chosen."
+            ) from None
+
+
+def join_process_group(
+    environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
+) -> ProcessGroup:
+    """Join the default process group if there is one, else make it with all ranks. *Collective* over the world.
+
+    Args:
+        environment: says who this rank is, how many there are and where rank 0 listens.
+        device: this rank's device; bound to the group on CUDA, so that NCCL starts at once and barriers know it.
+        backend: what `torch.distributed.init_process_group` takes; chosen from `device` if `None`.
+        timeout: how long ranks are waited for, here and in every operation of the group.
+
+    Raises:
+        ConfigurationError: a group exists but is not the one the Trainer describes, or the port is taken.
+        ProcessGroupError: not all ranks arrived in time.
+    """
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if dist.is_initialized():
+        _check_fits(rank, world_size)
+        return ProcessGroup(made_here=False)
+    backend = backend_for(device, backend)
+    address, port = environment.main_address, environment.main_port
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    try:
+        dist.init_process_group(
+            backend,
+            store=_next_store(address, port, rank, world_size, timeout),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise _explained(error, rank, world_size, address, port, timeout) from error
+    return ProcessGroup(made_here=True)
+
+
+def name_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
+    """Where `error` says that a collective timed out, add to its message which timeout passed and how to set it."""
+    message = str(error)
+    if error.args and any(sign in message for sign in _TIMED_OUT) and option not in message:
+        error.args = (
+            f"{message}\nA collective did not finish within timeout={timeout}, set by `{option}`: some rank failed, "
+            "hangs, or took longer. Look for the first error among all ranks; if one is just slow, raise the timeout.",
+            *error.args[1:],
+        )
+
+
+def _check_fits(rank: int, world_size: int) -> None:
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ConfigurationError(
+            f"A process group exists in which this process is rank {dist.get_rank()} of {dist.get_world_size()}, but "
+            f"the Trainer's devices and num_nodes make it rank {rank} of {world_size}. Make them agree, or leave it "
+            "to the strategy to make the group."
+        )
+
+
+def _next_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a fresh namespace in the store of the run, made at first use. Rank 0 listens, unless torchrun does."""
+    key = (address, port, rank, world_size)
+    if key in _stores:
+        store, num_groups = _stores[key]
+    else:
+        url = f"tcp://{address}:{port}" if ":" not in address else f"tcp://[{address}]:{port}"
+        store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
+        num_groups = 0
+    store.set_timeout(timeout)
+    _stores[key] = (store, num_groups + 1)
+    return PrefixStore(f"lightning_paral/{num_groups}", store)
+
+
+def _explained(error: Exception, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Exception:
+    message = str(error)
+    if any(sign in message for sign in _PORT_IN_USE):
+        return ConfigurationError(
+            f"Rank 0 cannot listen on MASTER_PORT={port}: it is in use on {address}. Choose a free port."
+        )
+    return ProcessGroupError(
+        f"Rank {rank} of {world_size} could not join the others at MASTER_ADDR={address}, MASTER_PORT={port} "
+        f"(timeout={timeout}): {message}\nCheck that all {world_size} ranks were started, that they reach this "
+        "address, and, where a host has several interfaces, that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the "
+        "right one."
+    )

@@ -1,0 +1,118 @@
+"""The table of strategy names, and how Lightning's Trainer comes to know them."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_paral.config import Offload
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredStrategy:
+    """One name that `Trainer(strategy=...)` takes."""
+
+    name: str
+    strategy: type[Strategy]
+    description: str
+    """One line for people, without a full stop."""
+    arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What `strategy` is constructed with."""
+
+
+STRATEGIES = (
+    RegisteredStrategy(
+        name="paral_ddp",
+        strategy=ParalDDPStrategy,
+        description="A replica per rank; gradients averaged during backward by the backend's own all-reduce",
+    ),
+    RegisteredStrategy(
+        name="paral_ddp_ring",
+        strategy=ParalDDPStrategy,
+        arguments=MappingProxyType({"all_reduce": "ring"}),
+        description="paral_ddp with our point-to-point ring all-reduce, on any backend",
+    ),
+    RegisteredStrategy(
+        name="paral_zero1",
+        strategy=ParalZeROStrategy,
+        arguments=MappingProxyType({"stage": 1}),
+        description="ZeRO-1: each rank holds its part of the optimizer state",
+    ),
+    RegisteredStrategy(
+        name="paral_zero2",
+        strategy=ParalZeROStrategy,
+        arguments=MappingProxyType({"stage": 2}),
+        description="ZeRO-2: each rank holds its part of the optimizer state and gradients",
+    ),
+    RegisteredStrategy(
+        name="paral_zero3",
+        strategy=ParalZeROStrategy,
+        arguments=MappingProxyType({"stage": 3}),
+        description="ZeRO-3: each rank holds its part of the optimizer state, gradients and parameters",
+    ),
+    RegisteredStrategy(
+        name="paral_zero1_offload",
+        strategy=ParalZeROStrategy,
+        arguments=MappingProxyType({"stage": 1, "offload_optimizer": Offload("cpu")}),
+        description="paral_zero1 with the optimizer on the host",
+    ),
+    RegisteredStrategy(
+        name="paral_zero2_offload",
+        strategy=ParalZeROStrategy,
+        arguments=MappingProxyType({"stage": 2, "offload_optimizer": Offload("cpu")}),
+        description="paral_zero2 with the optimizer on the host",
+    ),
+    RegisteredStrategy(
+        name="paral_zero3_offload",
+        strategy=ParalZeROStrategy,
+        arguments=MappingProxyType(
+            {"stage": 3, "offload_optimizer": Offload("cpu"), "offload_parameters": Offload("cpu")}
+        ),
+        description="paral_zero3 with optimizer and parameters on the host",
+    ),
+    RegisteredStrategy(
+        name="paral_zero3_nvme",
+        strategy=ParalZeROStrategy,
+        arguments=MappingProxyType({"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}),
+        description="paral_zero3 with optimizer and parameters on NVMe, in the folder PARAL_NVME_PATH",
+    ),
+)
+
+
+def register_strategies() -> None:
+    """Make Lightning's Trainer know all names of `STRATEGIES`. Calling it again changes nothing."""
+    for entry in STRATEGIES:
+        StrategyRegistry.register(
+            entry.name, entry.strategy, description=entry.description, override=True, **entry.arguments
+        )
+    # The Trainer looks a name up in what this returns, before any code of ours runs; an instance attribute is the one
+    # place from which a misspelt name of ours can be answered better than by Lightning's own list.
+    StrategyRegistry.available_strategies = lambda: _KnownNames(StrategyRegistry)  # type: ignore[method-assign]
+
+
+class _KnownNames(list[str]):
+    """Names of strategies; asking for one that is not among them but meant as ours is an error with the nearest."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+
+    def __contains__(self, name: object) -> bool:
+        known = super().__contains__(name)
+        if not known and isinstance(name, str) and name.startswith("paral"):
+            raise ConfigurationError(explain_unknown_name(name))
+        return known
+
+
+def explain_unknown_name(name: str) -> str:
+    """Say which names are near to the misspelt `name`, and where names come from."""
+    names = [entry.name for entry in STRATEGIES]
+    near = difflib.get_close_matches(name, names, n=3) or names
+    return (
+        f"There is no strategy named {name!r}. Did you mean {' or '.join(map(repr, near))}? `paral strategies` lists "
+        "them all; they exist in every process that has run `import lightning_paral`."
+    )

@@ -1,0 +1,6 @@
+"""The strategies. Each shows, in this order: process group, model wrapping, sampler injection, checkpoint."""
+
+from lightning_paral.strategies.ddp import ParalDDPStrategy
+from lightning_paral.strategies.zero import ParalZeROStrategy
+
+__all__ = ["ParalDDPStrategy", "ParalZeROStrategy"]

@@ -1,0 +1,206 @@
+"""Distributed data parallel: a replica per rank, gradients averaged by an all-reduce of your choice."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
+from lightning_paral.comm.ddp_hook import BucketReducer
+from lightning_paral.comm.reduction import WIRE_DTYPES
+from lightning_paral.errors import ConfigurationError, UnusedParametersError
+from lightning_paral.process_group import DEFAULT_TIMEOUT
+from lightning_paral.strategies.portable import PortableStrategy
+
+AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
+
+_DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
+_UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
+_INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
+
+
+class ParalDDPStrategy(PortableStrategy, DDPStrategy):
+    """One process per device, each with the whole model; gradients are averaged while the backward pass still runs.
+
+    Selected by name, `Trainer(strategy="paral_ddp")`, or as an object where options are wanted,
+    `Trainer(strategy=ParalDDPStrategy(all_reduce="ring", wire_dtype="bf16"))`. Follows Li et al., "PyTorch
+    Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704.
+
+    Args:
+        all_reduce: how gradients are averaged. `"native"` is the backend's own; `"ring"`, `"reduce_broadcast"` and
+            `"all_to_all"` are those of `lightning_paral.comm`, on any backend. `"auto"` takes the backend's own, which
+            was as fast as our ring or faster wherever both were measured (README, "Measured"), except on gloo with a
+            `wire_dtype`: there the ring is faster, for gloo's own cannot add in fp32 what it carries narrower.
+        wire_dtype: gradients cross the wire as `"bf16"` or `"fp16"` and are added in their own dtype (fp32); halves the
+            traffic of fp32 gradients. `None`: in their own dtype.
+        gradient_as_bucket_view: let `.grad` be a view into the communication bucket, which saves a copy of all
+            gradients. On by default, unlike in torch.
+        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
+        timeout: how long ranks are waited for, when joining and in every collective.
+        start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
+        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
+            `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
+        model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
+        ddp_options: every other option of `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`,
+            `static_graph` and `find_unused_parameters`.
+
+    Raises:
+        ConfigurationError: an unknown `all_reduce`, `wire_dtype` or option, or two ways to reduce gradients at once.
+    """
+
+    strategy_name = "paral_ddp"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        all_reduce: AllReduceName = "auto",
+        wire_dtype: WireDtype | None = None,
+        gradient_as_bucket_view: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        **ddp_options: Any,
+    ) -> None:
+        _check_choice("all_reduce", all_reduce, get_args(AllReduceName))
+        _check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
+        _check_hook(ddp_comm_hook, all_reduce, wire_dtype)
+        _check_options(ddp_options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **ddp_options,
+        )
+        self._all_reduce = all_reduce
+        self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
+        self._reducer: BucketReducer | None = None
+        self._static_graph_learnt = False
+
+    # Process group: `PortableStrategy`.
+
+    # Model wrapping
+
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.
+        assert isinstance(self.model, DistributedDataParallel)
+        self._static_graph_learnt = False
+        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        all_reduce = self._choose_all_reduce()
+        if all_reduce is not None:
+            self._reducer = BucketReducer(all_reduce, self.model.process_group, self.root_device, self._wire_dtype)
+            self._reducer.register(self.model)
+
+    def _choose_all_reduce(self) -> AllReduce | None:
+        """Return the function that averages gradients, or `None` to leave them to DDP's own reducer."""
+        name = self._all_reduce
+        if name == "auto":
+            name = "ring" if self._wire_dtype is not None and self.root_device.type == "cpu" else "native"
+        if name == "native" and self._wire_dtype is None:
+            return None
+        return ALL_REDUCE[name]
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients locally in backward passes inside this context."""
+        # A static graph is learnt from the first backward pass, in which torch's reducer asserts that it may reduce
+        # (torch 2.13). Reducing once too often changes no sum: the average of an average is itself.
+        if self._ddp_kwargs.get("static_graph") and not self._static_graph_learnt:
+            yield
+            self._static_graph_learnt = True
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the training step in the replica.
+
+        Raises:
+            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+        """
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if _UNUSED_PARAMETERS not in str(error):
+                raise
+            assert self.model is not None
+            raise UnusedParametersError(_explain_unused(str(error), self.model, self.global_rank)) from error
+
+    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+
+    # Checkpoint: one ordinary Lightning file written by rank 0; its keys are those of the unwrapped module.
+
+    def teardown(self) -> None:
+        """Unwrap the model, stop reducing, and release the process group."""
+        super().teardown()
+        if self._reducer is not None:
+            self._reducer.shutdown()
+            self._reducer = None
+
+
+def _check_choice(option: str, given: object, choices: tuple[object, ...]) -> None:
+    if given not in choices:
+        raise ConfigurationError(f"{option}={given!r} is not known. Choose from: {', '.join(map(repr, choices))}.")
+
+
+def _check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
+    if hook is not None and (all_reduce != "auto" or wire_dtype is not None):
+        raise ConfigurationError(
+            f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={all_reduce!r} and "
+            f"wire_dtype={wire_dtype!r} were given as well. Give one or the other."
+        )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for option in options:
+        if option not in _DDP_OPTIONS:
+            near = difflib.get_close_matches(option, _DDP_OPTIONS | {"all_reduce", "wire_dtype", "timeout"}, n=3)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigurationError(
+                f"ParalDDPStrategy has no option {option!r}, nor has torch's DistributedDataParallel.{hint}"
+            )
+
+
+def _explain_unused(message: str, model: Module, rank: int) -> str:
+    """Name the parameters whose indices DDP reports. It numbers those that require a gradient, in order."""
+    assert isinstance(model, DistributedDataParallel)
+    names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+    found = _INDICES_WITHOUT_GRADIENT.search(message)
+    unused = [names[int(index)] for index in found.group(1).split()] if found else ["(torch does not say which)"]
+    return (
+        f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "
+        f"gradients never came: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "
+        "them anew each step), or `static_graph=True` where they are the same in every step: "
+        "`strategy=ParalDDPStrategy(find_unused_parameters=True)`. Otherwise make the loss depend on them, or freeze "
+        "them with `requires_grad_(False)`."
+    )

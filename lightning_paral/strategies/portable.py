@@ -1,0 +1,94 @@
+"""What all our strategies share: one process group per run, on CPU as on CUDA, checked before anything is launched."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+
+from lightning_paral.launcher import CheckedSubprocessLauncher
+from lightning_paral.process_group import (
+    ProcessGroup,
+    backend_for,
+    check_device,
+    check_local_rank,
+    join_process_group,
+    name_timeout,
+)
+
+
+class PortableStrategy(ParallelStrategy):
+    """Mixin, placed before the Lightning base: `class ParalDDPStrategy(PortableStrategy, DDPStrategy)`.
+
+    It keeps one thing, the process group of the current run, and reads what the Lightning bases hold.
+    """
+
+    _process_group: ProcessGroup | None = None
+    _process_group_backend: str | None
+    _timeout: timedelta | None
+    num_nodes: int
+    num_processes: int
+    set_world_ranks: Callable[[], None]
+
+    def _configure_launcher(self) -> None:
+        # The last thing a Trainer does to its strategy while it is being built, and in every process.
+        check_local_rank(self.local_rank, self.num_processes)
+        check_device(self.root_device)
+        backend_for(self.root_device, self._process_group_backend)
+        super()._configure_launcher()
+        if type(self._launcher).__name__ == "_SubprocessScriptLauncher":
+            assert self.cluster_environment is not None
+            self._launcher = CheckedSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_distributed(self) -> None:
+        """Join or make the process group. *Collective* over the world."""
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        assert self._timeout is not None
+        self._process_group = join_process_group(
+            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
+        )
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. *Collective*; does nothing before the group is made and after it is released."""
+        if dist.is_initialized():
+            on_cuda = self.root_device.type == "cuda"
+            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce `tensor` over the ranks, in place, and return it; anything but a tensor is returned as it is.
+
+        *Collective* over `group` (all ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA run,
+        and waits for no extra barrier. Integer averages round towards zero.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+        if average:
+            operation = dist.ReduceOp.SUM  # gloo has no AVG
+        else:
+            operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        dist.all_reduce(tensor, op=operation, group=group)
+        if average:
+            rounding_mode = None if tensor.is_floating_point() or tensor.is_complex() else "trunc"
+            tensor.div_(dist.get_world_size(group), rounding_mode=rounding_mode)
+        return tensor
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Name the timeout in the message of a collective that ran into it."""
+        super().on_exception(exception)
+        if self._timeout is not None:
+            name_timeout(exception, self._timeout, f"{type(self).__name__}(timeout=...)")
+
+    def teardown(self) -> None:
+        """Undo the setup, and destroy the process group if this run made it."""
+        try:
+            super().teardown()
+        finally:
+            if self._process_group is not None:
+                self._process_group.release()
+                self._process_group = None

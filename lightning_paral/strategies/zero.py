@@ -1,0 +1,417 @@
+"""ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks."""
+
+import atexit
+import logging
+import os
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.config import Offload
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.process_group import DEFAULT_TIMEOUT
+from lightning_paral.strategies.portable import PortableStrategy
+from lightning_paral.zero import nvme, settings
+from lightning_paral.zero.accumulation import allow_accumulation_schedules
+from lightning_paral.zero.engine import build_inference_engine, build_training_engine
+from lightning_paral.zero.gradients import PartitionedGradients, warn_of_hidden_gradients
+from lightning_paral.zero.ops import check_compiler, load_operator
+from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
+from lightning_paral.zero.options import as_offload, check_precision, check_stage
+from lightning_paral.zero.partition import Belongings, FirstValues, count_trained, rejoin, scalars_as_bytes, true_shapes
+from lightning_paral.zero.precision import ZeROPrecision
+from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
+from lightning_paral.zero.runtime import check_installed, choose_accelerator, join_deepspeed, leave_deepspeed
+
+
+class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
+    """One process per device, each with its part of optimizer state, gradients and parameters; DeepSpeed's ZeRO.
+
+    Selected by name, `Trainer(strategy="paral_zero2")`, or as an object where options are wanted,
+    `Trainer(strategy=ParalZeROStrategy(stage=3, offload_optimizer=Offload("cpu")))`. Follows Rajbhandari et al.,
+    "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054. Accumulation, clipping,
+    precision and hooks are Lightning's, as under `paral_ddp`.
+
+    `precision="bf16-mixed"` and `"16-mixed"` are autocast over fp32 weights; `"bf16-true"` and `"16-true"` keep
+    low-precision weights with fp32 master copies in the optimizer.
+
+    Args:
+        stage: what is divided: 1 the optimizer state, 2 gradients, too, 3 parameters, too.
+        offload_optimizer: keep optimizer state and fp32 parameters on the host, and update them there. torch's Adam
+            and AdamW are replaced by `DeepSpeedCPUAdam` with the same hyper-parameters. `"cpu"` is short for
+            `Offload("cpu")`, `"nvme"` for an `Offload` to the folder named by the environment's PARAL_NVME_PATH.
+        offload_parameters: at stage 3, keep parameters on the host or on NVMe while they are not used.
+        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: DeepSpeed decides.
+        reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
+        gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
+        deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
+        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
+        timeout: how long ranks are waited for, when joining and in every collective.
+        logging_level: DeepSpeed's own messages below this level of `logging` are left out.
+
+    Raises:
+        ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
+    """
+
+    strategy_name = "paral_zero"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: Offload | Literal["cpu", "nvme"] | None = None,
+        offload_parameters: Offload | Literal["cpu", "nvme"] | None = None,
+        overlap_comm: bool | None = None,
+        reduce_bucket_numel: int | None = None,
+        gather_bucket_numel: int | None = None,
+        deepspeed_config: dict[str, Any] | str | Path | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        logging_level: int = logging.ERROR,
+    ) -> None:
+        check_installed()
+        self.stage = stage
+        self.offload_optimizer = as_offload(offload_optimizer)
+        self.offload_parameters = as_offload(offload_parameters)
+        check_stage(stage, self.offload_optimizer, self.offload_parameters)
+        self._overlap_comm = overlap_comm
+        self._reduce_bucket_numel = reduce_bucket_numel
+        self._gather_bucket_numel = gather_bucket_numel
+        self._users_config = settings.load_config(deepspeed_config)
+        self._logging_level = logging_level
+        settings.merge(self._zero_section(pin_memory=False), self._users_config.get("zero_optimization", {}))
+        # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
+        DDPStrategy.__init__(
+            self,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        # What DeepSpeedStrategy's saving and loading reads.
+        self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+        self.remote_device = None
+        self.load_full_weights = False
+        self.exclude_frozen_parameters = False
+        # Of one run:
+        self._belongings: Belongings | None = None
+        self._gradients: PartitionedGradients | None = None
+        self._failed = False
+        self._undo = ExitStack()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """What converts, autocasts, and runs backward and step."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # The Trainer makes Lightning's DeepSpeedPrecision for every DeepSpeedStrategy.
+        if type(plugin) is DeepSpeedPrecision:
+            plugin = ZeROPrecision(plugin.precision)  # type: ignore[arg-type]
+        if plugin is not None and not isinstance(plugin, ZeROPrecision):
+            raise ConfigurationError(
+                f"{type(plugin).__name__} cannot be used under ZeRO. Set Trainer(precision=...) to one of "
+                f"{', '.join(settings.PRECISIONS)} instead."
+            )
+        self._precision_plugin = plugin
+
+    # Process group
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device; with an index on CPU, too, which DeepSpeed asks for."""
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        choose_accelerator(self.root_device)
+        check_precision(self._zero_precision.precision, self.root_device)
+        self._zero_precision.device_type = self.root_device.type
+        if self.offload_optimizer is not None:
+            check_compiler("offload_optimizer", needs_aio=False)
+        for option, offload in self._nvme_offloads():
+            check_compiler(option, needs_aio=True)
+            assert offload.path is not None
+            nvme.check_folder(offload.path)
+
+    def setup_environment(self) -> None:
+        """Set up the device and join the process group. *Collective* over the world."""
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """Join or make the process group and hand it to DeepSpeed. *Collective* over the world."""
+        super().setup_distributed()
+        self._undo.callback(_restore_environment, {name: os.environ.get(name) for name in _RANK_VARIABLES})
+        self._set_node_environment_variables()
+        join_deepspeed(self._logging_level)
+        self._undo.callback(leave_deepspeed)
+        self.config = self._make_config()
+
+    # Model wrapping
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Build a model of stage 3 partitioned: each rank keeps its part of a parameter as soon as it has values."""
+        if self.stage < 3:
+            yield
+            return
+        import deepspeed
+
+        linear = torch.nn.functional.linear
+        try:
+            with deepspeed.zero.Init(config_dict_or_path=self.config), FirstValues():
+                yield
+        finally:
+            torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make optimizer and engine. *Collective* over the world."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        rejoin(self.lightning_module)
+        self._belongings = Belongings(self.lightning_module)
+        allow_accumulation_schedules(trainer)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        hooks = hooks_of(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._setup_training(trainer)
+        else:
+            self._setup_evaluation()
+        self._forward_redirection = OutermostCallOnly(new_hooks(self.lightning_module, hooks))
+        self.barrier()
+
+    def _setup_training(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._warn_of_whole_model(module)
+        self._prepare_offload(module)
+        engine = build_training_engine(module, self._make_optimizer(), self._sized_config(module), self.root_device)
+        self.model = engine
+        self.optimizers = [engine.optimizer]
+        self._gradients = self._zero_precision.gradients = PartitionedGradients(engine)
+        warn_of_hidden_gradients(module)
+
+    def _setup_evaluation(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.optimizers, self.lr_scheduler_configs = [], []
+        if self.stage == 3:
+            self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
+        else:
+            self.model_to_device()
+
+    def _make_optimizer(self) -> Optimizer:
+        # Never assigned to `self.optimizers`: Lightning's wrapper inherits from the optimizer's class, and when it
+        # goes, `DeepSpeedCPUAdam.__del__` frees the C++ state of the optimizer it wrapped.
+        module = self.lightning_module
+        assert module is not None
+        with true_shapes(module):
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        optimizer = without_idle_groups(check_one(optimizers, module))
+        return optimizer if self.offload_optimizer is None else offloadable(optimizer)
+
+    def _prepare_offload(self, module: Module) -> None:
+        if self.offload_optimizer is not None:
+            load_operator("cpu_adam", "offload_optimizer")
+        offloads = self._nvme_offloads()
+        if not offloads:
+            return
+        load_operator("async_io", offloads[0][0])
+        share = count_trained(module.parameters()) * self.num_processes / self.world_size
+        for option, offload in offloads:
+            # fp32 parameters, gradients and two moments; parameters as they are computed with.
+            assert offload.path is not None
+            nvme.check_space(offload.path, int(share * (16 if option == "offload_optimizer" else 4)))
+
+    def _make_config(self) -> dict[str, Any]:
+        zero = self._zero_section(pin_memory=self.root_device.type == "cuda")
+        run = self.broadcast(nvme.new_run_name())
+        for option, offload in self._nvme_offloads():
+            assert offload.path is not None
+            folder = Path(offload.path) / run
+            folder.mkdir(exist_ok=True)
+            self._undo.callback(nvme.remove_run, folder)
+            atexit.register(nvme.remove_run, folder)
+            zero["offload_optimizer" if option == "offload_optimizer" else "offload_param"]["nvme_path"] = str(folder)
+        ours = {"zero_optimization": zero} | settings.precision_section(self._zero_precision.precision)
+        return settings.complete(ours, self._users_config)
+
+    def _sized_config(self, module: Module) -> dict[str, Any]:
+        num_elements = count_trained(module.parameters())
+        on_cuda = self.root_device.type == "cuda"
+        zero = settings.fill_in(self.config["zero_optimization"], self.stage, num_elements, on_cuda)
+        return self.config | {"zero_optimization": zero}
+
+    def _zero_section(self, pin_memory: bool) -> dict[str, Any]:
+        return settings.zero_section(
+            self.stage,
+            self.offload_optimizer,
+            self.offload_parameters,
+            self._overlap_comm,
+            self._reduce_bucket_numel,
+            self._gather_bucket_numel,
+            pin_memory,
+        )
+
+    def _nvme_offloads(self) -> list[tuple[str, Offload]]:
+        offloads = {"offload_optimizer": self.offload_optimizer, "offload_parameters": self.offload_parameters}
+        return [(option, offload) for option, offload in offloads.items() if offload and offload.device == "nvme"]
+
+    @property
+    def _zero_precision(self) -> ZeROPrecision:
+        if self._precision_plugin is None:
+            self._precision_plugin = ZeROPrecision("32-true")
+        assert isinstance(self._precision_plugin, ZeROPrecision)
+        return self._precision_plugin
+
+    def _warn_of_whole_model(self, module: Module) -> None:
+        whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
+        if self.stage == 3 and whole:
+            size_mb = sum(parameter.numel() * parameter.element_size() for parameter in whole) / 1e6
+            rank_zero_warn(
+                f"{type(module).__name__} was built outside `configure_model`: every rank holds all parameters "
+                f"({size_mb:,.1f} MB) on the host until they are partitioned, and again at the end of the fit. Build "
+                "them in `configure_model` to have them partitioned one by one."
+            )
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Accumulation is Lightning's."""
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate in backward passes inside this context; the gradients' own bookkeeping sees to it."""
+        # Not `engine.no_sync`: it is refused from stage 2 on, where gradients are divided as soon as they are there.
+        yield
+
+    # Reading what is divided: for hooks of the user's. Collective, all of them.
+
+    def gradient_norm(self) -> Tensor:
+        """Return the global 2-norm of the gradients before they are clipped by norm. *Collective* over the world.
+
+        Raises:
+            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+        """
+        return self._fit_gradients().norm()
+
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return the gradient of `parameter`, averaged over the ranks, fp32, `None` if frozen. *Collective*.
+
+        Raises:
+            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+        """
+        return self._fit_gradients().full(parameter)
+
+    def full_parameter(self, parameter: Parameter) -> Tensor:
+        """Return a copy of `parameter` in its own shape, in fp32 where a master copy exists. *Collective*."""
+        import deepspeed
+
+        if self._gradients is not None and parameter.requires_grad:
+            full = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if full is not None:
+                copy: Tensor = full.detach().clone()
+                return copy
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape. *Collective*.
+
+        Raises:
+            ValueError: there is no such state yet; states come with the first step.
+        """
+        import deepspeed
+
+        self._fit_gradients()
+        try:
+            state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        except (KeyError, TypeError, AttributeError):
+            state = None
+        if state is None:
+            raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
+        return state
+
+    def _fit_gradients(self) -> PartitionedGradients:
+        if self._gradients is None:
+            raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
+        return self._gradients
+
+    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+
+    # Checkpoint: a folder in DeepSpeed's own format, by `DeepSpeedStrategy`.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save in DeepSpeed's format, a folder with a part of each rank. *Collective* over the world."""
+        if self._gradients is None:
+            raise ConfigurationError(
+                "Under ZeRO checkpoints are saved during trainer.fit; the engine is gone after it."
+            )
+        with scalars_as_bytes():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: the engine has loaded the weights in `load_checkpoint`."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that this rank failed: the others may be anywhere, and no collective would end."""
+        super().on_exception(exception)
+        self._failed = self.world_size > 1
+
+    def teardown(self) -> None:
+        """Give the module back as it was, whole if it was whole, and leave nothing behind. *Collective*.
+
+        After a failure on several ranks the parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
+        """
+        engine: Any = self.model
+        self.model = self.lightning_module
+        self.optimizers = []
+        self._gradients = None
+        self._zero_precision.gradients = None
+        try:
+            if self._belongings is not None:
+                self._belongings.restore(gather=not self._failed)
+                if hasattr(engine, "destroy"):
+                    engine.destroy()
+        finally:
+            self._belongings = None
+            self._failed = False
+            self._undo.close()
+            super().teardown()
+
+
+_RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def _restore_environment(values: dict[str, str | None]) -> None:
+    # Lightning takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

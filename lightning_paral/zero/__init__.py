@@ -1,0 +1,1 @@
+"""What joins DeepSpeed's ZeRO to Lightning. Modules here import deepspeed inside functions, when a run needs it."""

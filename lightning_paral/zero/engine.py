@@ -1,0 +1,46 @@
+"""DeepSpeed's engines around a module: one that trains, one that only gathers parameters."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_paral.zero.partition import scalars_as_bytes
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+def build_training_engine(
+    module: Module, optimizer: Optimizer, config: dict[str, Any], device: torch.device
+) -> "DeepSpeedEngine":
+    """Divide `module` and `optimizer` among the ranks. *Collective* over the world.
+
+    The scheduler stays with Lightning: it keeps setting learning rates in the parameter groups, which are shared.
+    """
+    return _initialize(module, config, device, optimizer, [p for p in module.parameters() if p.requires_grad])
+
+
+def build_inference_engine(module: Module, config: dict[str, Any], device: torch.device) -> "DeepSpeedEngine":
+    """Divide the parameters of `module` at stage 3, to be gathered while they are used. *Collective*."""
+    zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+    return _initialize(module, config | {"zero_optimization": zero}, device, None, [])
+
+
+def _initialize(
+    module: Module, config: dict[str, Any], device: torch.device, optimizer: Optimizer | None, parameters: list[Any]
+) -> "DeepSpeedEngine":
+    import deepspeed
+
+    with scalars_as_bytes():
+        engine, _, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=device.index),
+            config=config,
+            model=module,
+            model_parameters=parameters,
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+    return engine

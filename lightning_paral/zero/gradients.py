@@ -1,0 +1,176 @@
+"""Gradients of which every rank holds its part: when they are whole, how they are clipped, and how to read them."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_paral.errors import ParalError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class GradientsNotReadyError(ParalError, RuntimeError):
+    """Partitioned gradients were asked for while they are still being accumulated, or after they were used."""
+
+
+class PartitionedGradients:
+    """The gradients of one fit.
+
+    A *window* is the backward passes whose gradients make up one step. Its last pass is known in advance under
+    automatic optimization; under manual optimization it turns out to have been the last when the step comes.
+    """
+
+    def __init__(self, engine: "DeepSpeedEngine") -> None:
+        self.engine = engine
+        self.stage = engine.zero_optimization_stage()
+        self._complete = False
+        self._num_passes = 0
+
+    @property
+    def _optimizer(self) -> Any:
+        return self.engine.optimizer
+
+    @property
+    def _offloaded(self) -> bool:
+        return bool(self._optimizer.offload_optimizer if self.stage == 3 else self._optimizer.cpu_offload)
+
+    # A window
+
+    def before_backward(self, ends_window: bool) -> None:
+        """Say that a backward pass follows, and whether it is known to be the last of its window."""
+        if self._complete:
+            self._discard()  # a step was left out, by an overridden `optimizer_step`
+        self.engine.set_gradient_accumulation_boundary(ends_window)
+        self._num_passes += 1
+        self._complete = ends_window
+
+    def end_window(self) -> None:
+        """Finish the gradients of a window whose last pass was not announced. *Collective*."""
+        if self._complete or self._num_passes == 0:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.stage >= 2:
+            self._optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            self.engine.allreduce_gradients()
+        self._complete = True
+
+    def step(self) -> None:
+        """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*."""
+        if self._num_passes == 0:
+            return  # manual optimization: a step without a backward pass changes nothing
+        self.engine.step()
+        if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
+            rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
+        if self._offloaded and self.stage < 3:
+            # DeepSpeed writes only what the next backward yields; parameters without a gradient would keep this one.
+            for partition in self._optimizer.single_partition_of_fp32_groups:
+                partition.grad.zero_()
+        self._optimizer.clip_grad = 0.0
+        self._close()
+
+    def _discard(self) -> None:
+        self._optimizer.zero_grad()
+        if self.stage < 3:
+            for gradients in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+                for group in gradients:
+                    gradients[group] = None
+            self._optimizer.micro_step_id = -1
+            if self._offloaded:
+                self._optimizer.reset_cpu_buffers()
+        self._close()
+
+    def _close(self) -> None:
+        self._complete = False
+        self._num_passes = 0
+
+    # Clipping
+
+    def clip_by_norm(self, max_norm: float) -> None:
+        """Scale gradients in the step that follows so that their global 2-norm is at most `max_norm`."""
+        self._optimizer.clip_grad = max_norm
+
+    def clip_by_value(self, max_value: float) -> None:
+        """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
+        from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
+        self.end_window()
+        limit = max_value * self._loss_scale()
+        optimizer = self._optimizer
+        if self.stage == 3 and self._offloaded:
+            for parameter in self._parameters():
+                # It may be on NVMe: what is read is not what is kept.
+                safe_set_local_grad(parameter, safe_get_local_grad(parameter).clamp_(-limit, limit))
+        elif self._offloaded:
+            for partition in optimizer.single_partition_of_fp32_groups:
+                partition.grad.clamp_(-limit, limit)
+            self._refresh_norms()
+        else:
+            for group in optimizer.averaged_gradients.values():
+                for gradient in group or ():
+                    gradient.clamp_(-limit, limit)
+
+    def _refresh_norms(self) -> None:
+        # Stages 1 and 2 with offload take norms while gradients arrive; clipping by norm may follow clipping by value.
+        optimizer = self._optimizer
+        for group, parameters in enumerate(optimizer.params_in_partition):
+            for parameter, gradient in zip(parameters, optimizer.offload_gradient_dict[group], strict=True):
+                index = optimizer.get_param_id(parameter)
+                if index in optimizer.norm_for_param_grads:
+                    optimizer.norm_for_param_grads[index] = gradient.double().norm(2)
+
+    # Reading
+
+    def norm(self) -> Tensor:
+        """Return the global 2-norm of the averaged gradients, of dtype fp32, before clipping by norm. *Collective*."""
+        self._check_complete()
+        if self.stage == 3:
+            squares = torch.stack([norm.float() ** 2 for norm in self._optimizer._get_norm_groups()])
+            scaled = squares.sum().sqrt()
+        else:
+            scaled = torch.as_tensor(self._optimizer.scaled_global_norm()).float()
+        return scaled / self._loss_scale()
+
+    def full(self, parameter: Parameter) -> Tensor | None:
+        """Return the averaged gradient of `parameter` in its own shape, fp32; `None` if it is frozen. *Collective*."""
+        from deepspeed.utils import safe_get_full_grad
+
+        self._check_complete()
+        if not parameter.requires_grad:
+            return None
+        gradient = safe_get_full_grad(parameter)
+        return None if gradient is None else gradient.float() / self._loss_scale()
+
+    def _check_complete(self) -> None:
+        self.end_window()
+        if not self._complete:
+            raise GradientsNotReadyError(
+                "There are no gradients now: they exist from the last backward pass of a step to the step itself. "
+                "Read them in on_before_optimizer_step or configure_gradient_clipping, or in on_after_backward when "
+                "the step follows."
+            )
+
+    def _loss_scale(self) -> float:
+        return float(self._optimizer.loss_scale)
+
+    def _parameters(self) -> list[Parameter]:
+        groups = self._optimizer.fp16_groups if self.stage == 3 else self._optimizer.bit16_groups
+        return [parameter for group in groups for parameter in group]
+
+
+def warn_of_hidden_gradients(module: LightningModule) -> None:
+    """Say once that hooks of the user's which may read `.grad` find `None` there."""
+    hooks = [hook for hook in ("on_after_backward", "on_before_optimizer_step") if is_overridden(hook, module)]
+    if hooks:
+        rank_zero_warn(
+            f"{type(module).__name__} overrides {' and '.join(hooks)}. Under ZeRO each rank holds its part of the "
+            "gradients only: `parameter.grad` is None. Read whole gradients with "
+            "`self.trainer.strategy.full_gradient(parameter)`, their norm with `.gradient_norm()`, and clip with "
+            "`self.clip_gradients(optimizer, ...)`."
+        )

@@ -1,0 +1,190 @@
+"""Parameters that DeepSpeed has partitioned or is about to: their true shapes, their first values, the way back."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+
+from lightning_paral.errors import ConfigurationError
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Whether `parameter` is one of ZeRO stage 3 of which this rank holds a part only, now."""
+    return hasattr(parameter, "ds_id") and parameter.ds_status.name == "NOT_AVAILABLE"
+
+
+@contextmanager
+def true_shapes(module: Module) -> Iterator[None]:
+    """Let partitioned parameters show their true shapes, without any memory, and NaN as values.
+
+    DeepSpeed leaves an empty tensor in their place: `parameter.dim() > 1`, which so many optimizers' groups are made
+    by, would be false for all of them.
+    """
+    parameters: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
+    hidden = [(parameter, parameter.data) for parameter in parameters]
+    for parameter, empty in hidden:
+        parameter.data = empty.new_full((), torch.nan).expand(parameter.ds_shape)
+    try:
+        yield
+    finally:
+        for parameter, empty in hidden:
+            parameter.data = empty
+
+
+class _ScalarsAsBytes(TorchFunctionMode):
+    """DeepSpeed broadcasts parameters as bytes, by `tensor.view(torch.uint8)`, which torch refuses for a scalar."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.view and len(args) == 2 and args[1] is torch.uint8 and args[0].dim() == 0:
+            args = (args[0].view(1), torch.uint8)
+        return func(*args, **(kwargs or {}))
+
+
+def scalars_as_bytes() -> TorchFunctionMode:
+    """Return a context in which 0-dimensional parameters can be broadcast by DeepSpeed."""
+    return _ScalarsAsBytes()
+
+
+class FirstValues(TorchFunctionMode):
+    """A context for `configure_model` in which partitioned parameters are whole while code touches them.
+
+    `zero.Init` partitions a module's parameters as soon as its constructor ends. Code that then sets their first
+    values, `nn.init.normal_(self.head.weight)`, would write into an empty tensor: without an error, and without effect.
+    *Collective* over the world: all ranks run the same `configure_model`. A parameter that was touched stays whole
+    until another one is, so that its `.data` can be written, too; rank 0's values count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: Any = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            touched = [
+                value for value in (*args, *kwargs.values()) if isinstance(value, Parameter) and is_partitioned(value)
+            ]
+            if touched:
+                self._gather(touched)
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._release()
+
+    def _gather(self, parameters: list[Parameter]) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        self._release()
+        with torch._C.DisableTorchFunction(), _ScalarsAsBytes():
+            self._whole = GatheredParameters(parameters, modifier_rank=0)
+            self._whole.__enter__()
+
+    def _release(self) -> None:
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            with torch._C.DisableTorchFunction(), _ScalarsAsBytes():
+                whole.__exit__(None, None, None)
+
+
+_HARMLESS = {
+    getattr(Tensor, attribute).__get__
+    for attribute in ("requires_grad", "device", "dtype", "is_leaf", "grad", "layout")
+} | {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+
+
+def rejoin(module: Module) -> None:
+    """Give parameters partitioned in a run before the process group of this one.
+
+    Raises:
+        ConfigurationError: they were partitioned among another number of ranks.
+    """
+    from deepspeed.comm import get_rank, get_world_group, get_world_size
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    partitioned: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    for parameter in partitioned:
+        if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
+            raise ConfigurationError(
+                f"{type(module).__name__} was partitioned by a run with {parameter.ds_zero_partition_world_size} ranks "
+                f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
+            )
+        parameter.ds_process_group = get_world_group()
+        # Its methods are closures over the `zero.Init` that made it.
+        for cell in parameter.all_gather.__closure__ or ():
+            if isinstance(cell.cell_contents, Init):
+                cell.cell_contents.ds_process_group = get_world_group()
+
+
+class Belongings:
+    """What modules and parameters held before DeepSpeed took them, to give them back as they were.
+
+    DeepSpeed leaves hooks, methods and references on every module and parameter, which keep its buffers alive and
+    break the next engine.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._modules = [(part, _contents(part)) for part in module.modules()]
+        self._parameters = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
+        self._whole = not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+    def restore(self, gather: bool) -> None:
+        """Take away what DeepSpeed added. Parameters that were whole are whole again, on the host.
+
+        *Collective* over the world if `gather`. Otherwise partitioned parameters stay as they are.
+        """
+        partitioned = any(hasattr(parameter, "ds_id") for parameter, _ in self._parameters)
+        unpartition = self._whole and (gather or not partitioned)
+        if unpartition:
+            for parameter, names in self._parameters:
+                parameter.data = _whole_on_host(parameter)
+                parameter.grad = None
+                for name in set(vars(parameter)) - names:
+                    delattr(parameter, name)
+        for part, contents in self._modules:
+            _restore_contents(part, contents, unpartition)
+
+
+def _whole_on_host(parameter: Any) -> Tensor:
+    if is_partitioned(parameter):
+        parameter.all_gather()
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    whole: Tensor = parameter.data.detach().to("cpu", copy=True).view(shape)
+    return whole
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _contents(part: Module) -> tuple[set[str], dict[str, set[int]], type]:
+    return set(vars(part)), {name: set(getattr(part, name)) for name in _HOOKS}, type(part._parameters)
+
+
+def _restore_contents(part: Module, contents: tuple[set[str], dict[str, set[int]], type], unpartition: bool) -> None:
+    names, hooks, kind = contents
+    for name, kept in hooks.items():
+        installed = getattr(part, name)
+        for key in set(installed) - kept:
+            del installed[key]
+    if not unpartition:
+        return
+    for name in set(vars(part)) - names:
+        if name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters")):
+            delattr(part, name)
+    if type(part._parameters) is not kind:
+        plain = kind(part._parameters.items())
+        del part._parameters
+        part._parameters = plain
+
+
+def count_trained(parameters: Iterable[Parameter]) -> int:
+    """Return the number of elements in parameters that require a gradient, partitioned or not."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)

@@ -1,0 +1,100 @@
+"""Precision under ZeRO: autocast over fp32 weights, or low-precision weights; backward and step go to the engine."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.zero.gradients import PartitionedGradients
+
+_DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
+
+
+class ZeROPrecision(DeepSpeedPrecision):
+    """What `Trainer(precision=...)` says, as every other strategy understands it.
+
+    Unlike Lightning's `DeepSpeedPrecision`, mixed precision is autocast: weights and inputs stay as they are.
+    """
+
+    device_type = "cpu"
+    gradients: PartitionedGradients | None = None
+    """Those of the current fit."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the forward computes in, where it may."""
+        return _DTYPES[self.precision[:2]]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the forward runs under autocast."""
+        return self.precision.endswith("-mixed")
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point inputs for low-precision weights; leave them to autocast otherwise."""
+        if self.is_mixed:
+            return data
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.dtype)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Run steps under autocast, or with the default dtype of the weights."""
+        if self.is_mixed:
+            return torch.autocast(self.device_type, self.dtype)
+        return nullcontext() if self.dtype == torch.float32 else _DtypeContextManager(self.dtype)
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
+        assert self.gradients is not None
+        engine = self.gradients.engine
+        automatic = model.automatic_optimization
+        self.gradients.before_backward(ends_window=automatic and not model.trainer.fit_loop._should_accumulate())
+        if is_overridden("backward", model):
+            needs_scale = engine.optimizer.needs_scaler()
+            model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
+        else:
+            engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run `closure`, the hooks, then the step of the partitioned optimizer. *Collective*."""
+        assert self.gradients is not None
+        if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
+            raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
+        closure_result = closure()
+        if model.automatic_optimization and closure_result is None:
+            raise ConfigurationError(
+                "training_step returned None, but under ZeRO all ranks have to run every backward pass together. "
+                "Return a loss that is zero, such as `0 * sum(outputs)`, to skip a batch."
+            )
+        self.gradients.end_window()
+        self._after_closure(model, optimizer)
+        self.gradients.step()
+        return closure_result
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip by value now, or by the global norm in the step that follows. *Collective*."""
+        assert self.gradients is not None
+        if clip_val is None or clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.gradients.clip_by_value(float(clip_val))
+        else:
+            self.gradients.clip_by_norm(float(clip_val))

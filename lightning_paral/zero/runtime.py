@@ -1,0 +1,126 @@
+"""DeepSpeed as a runtime: which release, for which accelerator, on whose process group, and without its chatter."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from lightning_paral.errors import ConfigurationError
+
+MINIMUM_VERSION = "0.19.8"
+_LOGGER = "DeepSpeed"
+
+
+def check_installed() -> None:
+    """Raise a `ConfigurationError` if DeepSpeed is missing or too old. Does not import it."""
+    try:
+        installed = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        raise ConfigurationError(
+            "The paral_zero strategies need DeepSpeed, which is not installed: "
+            f"pip install 'deepspeed>={MINIMUM_VERSION}'"
+        ) from None
+    if Version(installed) < Version(MINIMUM_VERSION):
+        raise ConfigurationError(
+            f"The paral_zero strategies need DeepSpeed {MINIMUM_VERSION} or later, but {installed} is installed: "
+            f"pip install 'deepspeed>={MINIMUM_VERSION}'"
+        )
+
+
+def choose_accelerator(device: torch.device) -> None:
+    """Make DeepSpeed use the Trainer's kind of device, whatever else this machine has. Does not import it.
+
+    Raises:
+        ConfigurationError: DeepSpeed was imported before and has settled on another kind.
+    """
+    wanted = "cuda" if device.type == "cuda" else "cpu"
+    settled = _settled_accelerator()
+    if settled is not None and settled != wanted:
+        raise ConfigurationError(
+            f"The Trainer's device is {str(device)!r}, but DeepSpeed was imported before and has settled on "
+            f"{settled!r}, for the whole process. Make the Trainer before anything imports deepspeed, or set "
+            f"DS_ACCELERATOR={wanted} in the environment."
+        )
+    os.environ["DS_ACCELERATOR"] = wanted
+
+
+def _settled_accelerator() -> str | None:
+    if "deepspeed.accelerator.real_accelerator" not in sys.modules:
+        return None
+    chosen = sys.modules["deepspeed.accelerator.real_accelerator"].ds_accelerator
+    return None if chosen is None else str(chosen._name)
+
+
+@contextmanager
+def quiet_deepspeed(level: int) -> Iterator[None]:
+    """Let DeepSpeed log at `level` and above only. It prints, too; what it prints while importing goes to the log."""
+    logger = logging.getLogger(_LOGGER)
+    logger.setLevel(level)
+    yield
+    # Its import sets the level anew.
+    logger.setLevel(level)
+
+
+def join_deepspeed(level: int) -> None:
+    """Let DeepSpeed use the default process group. *Collective* over it."""
+    with quiet_deepspeed(level):
+        import deepspeed
+        from deepspeed.ops import op_builder  # noqa: F401
+    # TorchBackend compiles shared-memory collectives for CPU as soon as they could be, used by inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["shm_comm"] = False
+    leave_deepspeed()
+    if dist.get_backend() == "gloo":
+        from lightning_paral.zero.gloo import GlooBackend
+
+        deepspeed.comm.comm.cdb = GlooBackend("gloo", deepspeed.comm.comm.default_pg_timeout, None)
+    else:
+        deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+    _agree_on_counters()
+
+
+def _agree_on_counters() -> None:
+    # Stage 3 numbers modules and parameters from counters of the process, and compares the numbers between ranks. Ranks
+    # with another past, of a smaller world or a failed run, would not agree.
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    (num_modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    counters = torch.tensor([num_modules[0], Init.param_id], device=device)
+    dist.all_reduce(counters, op=dist.ReduceOp.MAX)
+    num_modules[0], Init.param_id = counters.tolist()
+
+
+def leave_deepspeed() -> None:
+    """Forget the process groups that DeepSpeed keeps in module globals, which a next run must not meet."""
+    if "deepspeed" not in sys.modules:
+        return
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    groups._WORLD_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._ALL_TO_ALL_GROUP = {}
+    groups.mesh_device = None
+    # Left behind by a failure inside `zero.Init` or a forward.
+    partition_parameters.zero_init_context = 0
+    partition_parameters.top_level_context = None
+    parameter_offload.FWD_MODULE_STACK.clear()
+    _forget_autocast()
+
+
+def _forget_autocast() -> None:
+    # DeepSpeed keeps `torch_autocast` in module globals and never resets them: a later fp32 run would be taken for one.
+    from deepspeed.runtime import torch_autocast
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None

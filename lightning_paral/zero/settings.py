@@ -1,0 +1,148 @@
+"""DeepSpeed's configuration: what the strategy's arguments and the Trainer say, and what the user adds."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_paral.config import Offload
+from lightning_paral.errors import ConfigurationError
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+"""What `Trainer(precision=...)` may be under ZeRO."""
+
+_OWNED = {
+    "train_batch_size": "the batch size of your dataloader decides",
+    "train_micro_batch_size_per_gpu": "the batch size of your dataloader decides",
+    "gradient_accumulation_steps": "use Trainer(accumulate_grad_batches=...)",
+    "gradient_clipping": "use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
+    "optimizer": "return the optimizer from configure_optimizers",
+    "scheduler": "return the scheduler from configure_optimizers",
+}
+
+# Whatever the user says instead is as good.
+_DEFAULTS: dict[str, Any] = {
+    "steps_per_print": 2**62,
+    "zero_allow_untested_optimizer": True,
+    "wall_clock_breakdown": False,
+}
+
+
+def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """Return the user's DeepSpeed configuration, from a dict or a JSON file, checked for what the Trainer owns."""
+    if config is None:
+        return {}
+    if isinstance(config, str | Path):
+        path = Path(config)
+        if not path.is_file():
+            raise ConfigurationError(f"deepspeed_config={str(config)!r} is not a file. Give a JSON file or a dict.")
+        try:
+            config = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(f"deepspeed_config={str(path)!r} is not JSON: {error}.") from error
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(
+            f"deepspeed_config has to be a dict or a JSON file of one, not {type(config).__name__}."
+        )
+    for key, remedy in _OWNED.items():
+        if config.get(key, "auto") != "auto":  # "auto" is how configurations written for others leave it open
+            raise ConfigurationError(
+                f"deepspeed_config sets {key}={config[key]!r}, which belongs to Lightning: {remedy}, and take it out."
+            )
+    return {key: value for key, value in config.items() if key not in _OWNED}
+
+
+def zero_section(
+    stage: int,
+    offload_optimizer: Offload | None,
+    offload_parameters: Offload | None,
+    overlap_comm: bool | None,
+    reduce_bucket_numel: int | None,
+    gather_bucket_numel: int | None,
+    pin_memory: bool,
+) -> dict[str, Any]:
+    """Return the section `zero_optimization`, without the paths of an NVMe offload, which are those of a run."""
+    section: dict[str, Any] = {"stage": stage}
+    if overlap_comm is not None:
+        section["overlap_comm"] = overlap_comm
+    if reduce_bucket_numel is not None:
+        section["reduce_bucket_size"] = reduce_bucket_numel
+    if gather_bucket_numel is not None:
+        section["stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"] = gather_bucket_numel
+    if offload_optimizer is not None:
+        section["offload_optimizer"] = {
+            "device": offload_optimizer.device,
+            "pin_memory": _pinned(offload_optimizer, pin_memory),
+            "buffer_count": offload_optimizer.buffer_count,
+            "ratio": offload_optimizer.ratio,
+        }
+    if offload_parameters is not None:
+        section["offload_param"] = {
+            "device": offload_parameters.device,
+            "pin_memory": _pinned(offload_parameters, pin_memory),
+            "buffer_count": offload_parameters.buffer_count,
+            "buffer_size": offload_parameters.buffer_numel,
+            "max_in_cpu": offload_parameters.max_in_cpu_numel,
+        }
+    return section
+
+
+def precision_section(precision: str) -> dict[str, Any]:
+    """Return the sections of a precision: autocast over fp32 weights, or low-precision weights with fp32 masters."""
+    if precision.endswith("-mixed"):
+        dtype = "float16" if precision.startswith("16") else "bfloat16"
+        # No "safe" modules: gradients are averaged and parameters gathered in fp32, as under DDP. DeepSpeed would do
+        # both in `dtype` for the parameters of linear layers, tied ones included, wherever they are used.
+        return {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}}
+    if precision == "bf16-true":
+        return {"bf16": {"enabled": True}}
+    if precision == "16-true":
+        return {"fp16": {"enabled": True}}
+    return {}
+
+
+def fill_in(section: dict[str, Any], stage: int, num_elements: int, on_cuda: bool) -> dict[str, Any]:
+    """Return `section` with sizes for what is not set, from the number of elements the model trains."""
+    bucket = max(2, min(50_000_000, num_elements + num_elements % 2))
+    sizes: dict[str, Any] = {"reduce_bucket_size": bucket}
+    if stage == 3:
+        # A parameter is let go after its forward, and gathered again for its backward: the paper's 3(N-1)/N.
+        # CPU has no second stream to gather ahead on, and gathering ahead sent a sixth more (DeepSpeed 0.19.8).
+        ahead = min(bucket, num_elements // 8) if on_cuda else 0
+        sizes |= {"stage3_prefetch_bucket_size": ahead, "stage3_max_reuse_distance": 0}
+    else:
+        # Each gradient goes to the rank that needs it: the paper's 2(N-1)/N. DeepSpeed would all-reduce them: 3(N-1)/N.
+        sizes |= {"allgather_bucket_size": bucket, "use_multi_rank_bucket_allreduce": False}
+    return sizes | section
+
+
+def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return both configurations as one.
+
+    Raises:
+        ConfigurationError: both set the same key to different values.
+    """
+    merged = dict(ours)
+    for key, value in users.items():
+        name = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping) and isinstance(merged.get(key, {}), Mapping):
+            merged[key] = merge(merged.get(key, {}), value, name)
+        elif key in merged and merged[key] != value and key != "lower_precision_safe_modules":
+            raise ConfigurationError(
+                f"deepspeed_config sets {name}={value!r}, but the strategy's arguments and the Trainer say "
+                f"{merged[key]!r}. Make them agree, or take it out of deepspeed_config."
+            )
+        else:
+            merged[key] = value
+    return merged
+
+
+def complete(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration that DeepSpeed gets."""
+    config = _DEFAULTS | merge(ours, users)
+    # Lightning clips, accumulates and draws batches; DeepSpeed wants a number for each.
+    return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+
+
+def _pinned(offload: Offload, default: bool) -> bool:
+    return default if offload.pin_memory is None else offload.pin_memory

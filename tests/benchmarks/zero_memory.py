@@ -1,0 +1,129 @@
+"""Bytes of parameters, gradients and optimizer state each rank holds, next to the ZeRO paper's formula.
+
+    python -m tests.benchmarks.zero_memory
+
+Counted from the live tensors, in `precision="bf16-true"`, for which the paper gives its formulas (arXiv:1910.02054,
+figure 1, K = 12): between two backward passes of an accumulation window, when a rank holds all it has to hold.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from lightning_paral import ParalZeROStrategy
+from tests.models import FEATURES, Regression, quiet_trainer, regression_data
+from tests.rank_pool import RankPool
+
+WIDTH = 64
+NUM_LAYERS = 96
+NUM_ELEMENTS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) + FEATURES * WIDTH + WIDTH + 2 * WIDTH + 2
+
+
+class Deep(Regression):
+    """Parameters in 96 equal layers, so that a part of the model is a part of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(FEATURES, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))]
+        self.hidden = nn.Sequential(*layers)
+        self.out = nn.Linear(WIDTH, 2)
+        self.held: dict[str, int] = {}
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 1:  # states come with the first step
+            self.held.setdefault("optimizer", count_bytes(_optimizer_state(self.trainer.strategy)))
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 1 and "gradients" not in self.held:
+            self.held["gradients"] = count_bytes(_gradients(self.trainer.strategy, self))
+            self.held["parameters"] = count_bytes(_parameters(self))
+
+
+def bytes_held(stage: int) -> dict[str, int]:
+    """Return what this rank held, by kind. *Collective* over the default group."""
+    num_ranks = dist.get_world_size()
+    model = Deep()
+    strategy = ParalZeROStrategy(
+        stage=stage,
+        deepspeed_config={"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {},
+    )
+    trainer = quiet_trainer(
+        max_epochs=1, devices=num_ranks, strategy=strategy, precision="bf16-true", accumulate_grad_batches=2
+    )
+    trainer.fit(model, regression_data(4, num_ranks))
+    return model.held
+
+
+def bytes_by_formula(stage: int, num_ranks: int) -> dict[str, float]:
+    """Return what a rank holds according to the paper."""
+    divided = {"optimizer": stage >= 1, "gradients": stage >= 2, "parameters": stage >= 3}
+    per_element = {"optimizer": 12, "gradients": 2, "parameters": 2}
+    return {kind: NUM_ELEMENTS * per_element[kind] / (num_ranks if divided[kind] else 1) for kind in per_element}
+
+
+def count_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of the storages behind `tensors`, each once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor is not None
+    }
+    return sum(storages.values())
+
+
+def _parameters(module: nn.Module) -> Iterator[Tensor | None]:
+    for parameter in module.parameters():
+        yield parameter.data
+        yield getattr(parameter, "ds_tensor", None)
+
+
+def _gradients(strategy: Any, module: nn.Module) -> Iterator[Tensor | None]:
+    optimizer = strategy.optimizers[0]
+    for parameter in module.parameters():
+        yield parameter.grad
+        yield getattr(parameter, "grad_accum", None)
+    if strategy.stage == 3:
+        yield optimizer.grad_partitions_flat_buffer
+    else:
+        for held in (optimizer.all_grad_tensors, optimizer.averaged_gradients):
+            for group in held.values():
+                yield from group or ()
+
+
+def _optimizer_state(strategy: Any) -> Iterator[Tensor]:
+    optimizer = strategy.optimizers[0]
+    yield from (
+        optimizer.fp32_partitioned_groups_flat if strategy.stage == 3 else optimizer.single_partition_of_fp32_groups
+    )
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
+
+
+def main() -> None:
+    """Print the table."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    pool = RankPool()
+    rows = []
+    for num_ranks in (1, 2, 4):
+        for stage in (1, 2, 3):
+            ranks = pool.run(num_ranks, bytes_held, stage)
+            formula = bytes_by_formula(stage, num_ranks)
+            row: list[Any] = [num_ranks, stage]
+            for kind in ("parameters", "gradients", "optimizer"):
+                row += [max(held[kind] for held in ranks) / 1e6, formula[kind] / 1e6]
+            rows.append(row)
+    print(f"{NUM_ELEMENTS:,} parameters, bf16-true; MB on the rank that holds most, and by the formula")
+    headers = ("ranks", "stage", "parameters", "formula", "gradients", "formula", "optimizer", "formula")
+    print(tabulate(rows, headers=headers, floatfmt=".3f"))
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Modules nobody wrote for ZeRO train as in one process at every stage."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_paral import ParalZeROStrategy
+from tests.models import quiet_trainer
+from tests.zero_models import LENGTH, MODULES, VOCABULARY, Fitted, WholeBatches, assert_same_fit, fit, token_loader
+
+NUM_BATCHES = 5
+STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
+
+
+def fit_module(name: str, num_ranks: int, **options: Any) -> Any:
+    return fit(MODULES[name], NUM_BATCHES, num_ranks, gradient_clip_val=0.5, **options)
+
+
+def fit_on_rank(name: str, strategy: str) -> Any:
+    return fit_module(name, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("name", MODULES)
+def test_module_trains_as_in_one_process(on_ranks, name: str, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_on_rank, name, strategy), fit_module(name, 1))
+
+
+def fit_whole_batches(num_ranks: int, **options: Any) -> Any:
+    loader = DataLoader(WholeBatches(NUM_BATCHES, num_ranks), batch_size=None)
+    return fit(MODULES["TiedLanguageModel"], NUM_BATCHES, num_ranks, loader=loader, **options)
+
+
+def fit_whole_batches_on_rank(strategy: str) -> Any:
+    return fit_whole_batches(2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_loader_without_batch_size(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_whole_batches_on_rank, strategy), fit_whole_batches(1))
+
+
+class BuiltLate(Fitted):
+    """Everything that a `configure_model` does to first values, in the ways people do it."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "embedding"):
+            return
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.hidden = nn.Sequential(nn.Linear(LENGTH * 16, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.3)
+        nn.init.xavier_uniform_(self.hidden[0].weight)
+        self.hidden[0].bias.data.fill_(0.1)
+        with torch.no_grad():
+            self.hidden[2].weight.mul_(2.0)
+        self.hidden.apply(self.shift)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    @staticmethod
+    def shift(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.bias.data.add_(0.05)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (tokens,) = batch
+        hidden = self.hidden(self.embedding(tokens).flatten(1))
+        return nn.functional.cross_entropy(self.gain * self.head(hidden), tokens[:, 0])
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        assert len(matrices) == 3
+        assert len(others) == 3
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others}], lr=5e-3)
+
+
+def losses_of_late_model(
+    num_ranks: int, strategy: Callable[[], Any] = lambda: "auto"
+) -> tuple[list[float], list[tuple[int, ...]]]:
+    torch.manual_seed(5)
+    model = BuiltLate()
+    for _ in range(2):  # the second fit takes the parameters as the first left them: partitioned, under stage 3
+        trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy())
+        trainer.fit(model, token_loader(NUM_BATCHES, num_ranks))
+    return model.losses, [tuple(p.shape) for p in model.parameters()]
+
+
+def losses_of_late_model_on_rank() -> tuple[list[float], list[tuple[int, ...]]]:
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    return losses_of_late_model(2, lambda: ParalZeROStrategy(stage=3, deepspeed_config=config))
+
+
+def test_configure_model_is_partitioned_and_sets_the_same_first_values(on_ranks) -> None:
+    expected, _ = losses_of_late_model(1)
+
+    ranks = on_ranks(2, losses_of_late_model_on_rank)
+
+    losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
+    assert all(shape == (0,) for _, shapes in ranks for shape in shapes)

@@ -1,0 +1,85 @@
+"""What the GPU tests run on each rank: `python -m tests.gpu.checks CHECK FOLDER [ARGUMENTS]` under torchrun."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_paral import ParalDDPStrategy
+from lightning_paral.comm import ALL_REDUCE
+from tests.models import Regression, fit_regression, quiet_trainer, regression_data
+
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+
+
+def parity(algorithm: str) -> float:
+    """Largest difference of the weights after 20 steps to the same training in one process on CPU."""
+    options = {"accelerator": "gpu", "strategy": ParalDDPStrategy(all_reduce=algorithm)}
+    _, weights = fit_regression(20, 3, WORLD_SIZE, **options)
+    _, expected = _in_one_process()
+    return max((weights[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def _in_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")] + ["RANK", "LOCAL_RANK", "WORLD_SIZE"]:
+        os.environ.pop(name, None)
+    return fit_regression(20, 3, 1, strategy="auto")
+
+
+class InGroup(Callback):
+    """Calls a function while the process group of a fit exists."""
+
+    def __init__(self, function: object) -> None:
+        self.function = function
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.result = self.function(trainer, pl_module.device)
+
+
+def _in_group(function: object) -> object:
+    callback = InGroup(function)
+    trainer = quiet_trainer(
+        accelerator="gpu", devices=WORLD_SIZE, strategy="paral_ddp", max_steps=1, callbacks=[callback]
+    )
+    trainer.fit(Regression(), regression_data(1, WORLD_SIZE))
+    return callback.result
+
+
+def all_reduce(algorithm: str) -> object:
+    """Largest error to a float64 sum over several lengths, and whether all ranks hold the same bits."""
+
+    def check(trainer: Trainer, device: torch.device) -> tuple[float, bool]:
+        worst, identical = 0.0, True
+        for length in (1, 5, 1000, 3_000_001):
+            terms = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(WORLD_SIZE)]
+            tensor = terms[dist.get_rank()].to(device)
+            ALL_REDUCE[algorithm](tensor)
+            exact = torch.stack(terms).double().sum(dim=0)
+            worst = max(worst, (tensor.cpu().double() - exact).abs().max().item())
+            others = [torch.empty_like(tensor) for _ in range(WORLD_SIZE)]
+            dist.all_gather(others, tensor)
+            identical = identical and all(torch.equal(other, tensor) for other in others)
+        return worst, identical
+
+    return _in_group(check)
+
+
+def cpu_path() -> object:
+    """The mean of the ranks as a CPU tensor, and the ranks gathered as objects."""
+
+    def check(trainer: Trainer, device: torch.device) -> tuple[float, list[int]]:
+        gathered: list[int] = [0] * WORLD_SIZE
+        dist.all_gather_object(gathered, dist.get_rank())
+        return trainer.strategy.reduce(torch.tensor(float(dist.get_rank()))).item(), gathered
+
+    return _in_group(check)
+
+
+if __name__ == "__main__":
+    check, folder, *arguments = sys.argv[1:]
+    rank = os.environ["RANK"]
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(globals()[check](*arguments)))

@@ -1,0 +1,147 @@
+"""Ranks that stay: processes spawned once per test session, which run test functions as the ranks of a world.
+
+Each worker looks to Lightning like one started by torchrun, so that a Trainer in it spawns nothing and a fit costs
+hundredths of a second. A world of any size up to the number of workers is made from the first of them.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.multiprocessing as multiprocessing
+
+START_SECONDS = 120.0
+LINGER_SECONDS = 3.0  # for the other ranks to report, once one has failed
+
+
+class RankError(AssertionError):
+    """A rank raised, died, or did not answer in time; the message holds every rank's own traceback."""
+
+
+class RankPool:
+    """Runs functions on the ranks of a world, each in its own process."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.mkdtemp(prefix="rank-pool-")
+        self._num_worlds = 0
+        self._world: tuple[int, str] | None = None
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call `function(*args)` on ranks 0 to `world_size - 1`; return what each returned, by rank.
+
+        `function` lives at the top level of a module. Raises `RankError` if any rank fails or `timeout` seconds pass;
+        all workers are then ended, and the next call starts new ones.
+        """
+        started = self._grow_to(world_size)
+        if self._world is None or self._world[0] != world_size:
+            self._num_worlds += 1
+            self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
+        for rank in range(world_size):
+            self._workers[rank][1].send((rank, *self._world, function, args))
+        try:
+            return self._collect(world_size, timeout + (START_SECONDS if started else 0.0))
+        except BaseException:
+            self._end_workers()
+            raise
+
+    def close(self) -> None:
+        """End all workers."""
+        self._end_workers()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _grow_to(self, num_workers: int) -> bool:
+        missing = range(len(self._workers), num_workers)
+        for _ in missing:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        return len(missing) > 0
+
+    def _collect(self, world_size: int, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < world_size and time.monotonic() < deadline:
+            waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in results | failures}
+            for connection in wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic()))):
+                rank = waiting[connection]
+                try:
+                    succeeded, outcome = connection.recv()
+                except EOFError:
+                    succeeded, outcome = False, "the process died"
+                (results if succeeded else failures)[rank] = outcome
+                if not succeeded:
+                    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
+        if failures or len(results) < world_size:
+            for rank in set(range(world_size)) - set(results) - set(failures):
+                failures[rank] = "no answer in time"
+            raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        return [results[rank] for rank in range(world_size)]
+
+    def _end_workers(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join(timeout=10)
+        self._workers = []
+        self._world = None
+
+
+def _serve(connection: Connection) -> None:
+    """The life of a worker: join the world asked for, call the function, report; until the pool closes the pipe."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
+    import torch
+
+    torch.set_num_threads(1)
+    world = None
+    while True:
+        try:
+            rank, world_size, store, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if world != (world_size, store):
+                _join(rank, world_size, store)
+                world = (world_size, store)
+            connection.send((True, _undone(function, args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+def _undone(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call `function(*args)`, then forget what it did to the environment, such as a seed, and to the current folder."""
+    environment, folder = dict(os.environ), os.getcwd()
+    try:
+        return function(*args)
+    finally:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _join(rank: int, world_size: int, store: str) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),
+    )
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
+    )

@@ -1,0 +1,26 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_paral.comm.chunks import balanced_cuts, num_segments
+
+
+@given(start=st.integers(0, 100), length=st.integers(0, 10_000), num_parts=st.integers(1, 64))
+def test_cuts_cover_the_run_in_parts_that_differ_by_at_most_one(start: int, length: int, num_parts: int) -> None:
+    cuts = balanced_cuts(start, length, num_parts)
+    sizes = [end - begin for begin, end in pairwise(cuts)]
+
+    assert (cuts[0], cuts[-1]) == (start, start + length)
+    assert len(sizes) == num_parts
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(num_bytes=st.integers(0, 2**34))
+def test_messages_are_near_the_size_aimed_at(num_bytes: int) -> None:
+    num = num_segments(num_bytes, segment_bytes=1024 * 1024)
+
+    assert num >= 1
+    assert num_bytes / num <= 1.5 * 1024 * 1024
+    assert num == 1 or num_bytes / num >= 0.75 * 1024 * 1024

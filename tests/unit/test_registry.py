@@ -1,0 +1,37 @@
+import importlib
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+import lightning_paral
+from lightning_paral import STRATEGIES, ConfigurationError
+
+
+@pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.name)
+def test_trainer_builds_each_strategy_from_its_name(entry, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PARAL_NVME_PATH", str(tmp_path))
+    strategy = Trainer(strategy=entry.name, accelerator="cpu", devices=1, logger=False).strategy
+
+    assert type(strategy) is entry.strategy
+    assert StrategyRegistry[entry.name]["description"] == entry.description
+
+
+def test_importing_twice_changes_nothing() -> None:
+    before = dict(StrategyRegistry)
+
+    importlib.reload(lightning_paral)
+    lightning_paral.register_strategies()
+
+    assert dict(StrategyRegistry) == before
+
+
+def test_lightnings_own_names_still_work() -> None:
+    assert type(Trainer(strategy="ddp", accelerator="cpu", devices=1, logger=False).strategy) is DDPStrategy
+    with pytest.raises(ValueError, match="You selected an invalid strategy name"):
+        Trainer(strategy="no_such_strategy")
+
+
+def test_misspelt_name_is_answered_with_the_nearest_ones_and_the_import() -> None:
+    with pytest.raises(ConfigurationError, match=r"paral_dpd.*paral_ddp.*import lightning_paral"):
+        Trainer(strategy="paral_dpd", accelerator="cpu")
