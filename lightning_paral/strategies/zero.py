@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import Offload
+from lightning_paral.config import Offload, Sampling
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -64,6 +64,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
+        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -88,9 +89,14 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         logging_level: int = logging.ERROR,
+        split: Literal["batch", "global"] = "batch",
+        remainder: Literal["drop", "wrap"] = "wrap",
+        shard_iterable: bool = True,
     ) -> None:
         check_installed()
+        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         self.stage = stage
+        self.forward_has_collectives = stage == 3
         self.offload_optimizer = as_offload(offload_optimizer)
         self.offload_parameters = as_offload(offload_parameters)
         check_stage(stage, self.offload_optimizer, self.offload_parameters)
@@ -362,7 +368,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
         return self._gradients
 
-    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+    # Sampler injection: `PortableStrategy`.
 
     # Checkpoint: a folder in DeepSpeed's own format, by `DeepSpeedStrategy`.
 
