@@ -6,6 +6,7 @@ Trainer(strategy="paral_ddp")
 
 from lightning_paral._version import __version__
 from lightning_paral.config import Offload
+from lightning_paral.data import GatherPredictions
 from lightning_paral.errors import ConfigurationError, ParalError, ProcessGroupError, UnusedParametersError
 from lightning_paral.registry import STRATEGIES, register_strategies
 from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
@@ -13,6 +14,7 @@ from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
 __all__ = [
     "STRATEGIES",
     "ConfigurationError",
+    "GatherPredictions",
     "Offload",
     "ParalDDPStrategy",
     "ParalError",

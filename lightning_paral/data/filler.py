@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 # What `Module.__init__` makes, apart from buffers, belongs to torch and to the engines, not to the step.
 _OF_TORCH = set(vars(Module()))
@@ -82,6 +82,8 @@ def _names(attributes: dict[str, Any]) -> list[str]:
 
 def _keep(value: Any) -> Any:
     """Copy what can change in place: tensors and containers, down to their items."""
+    if isinstance(value, Parameter):
+        return None  # engines keep lists of those, and gather and free them
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

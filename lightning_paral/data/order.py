@@ -102,6 +102,18 @@ class Order:
         except (TypeError, NotImplementedError):
             return None
 
+    def num_batches_after(self, num_samples: int) -> int | None:
+        """Return how many batches are left after the first samples of an epoch; `None` where they differ in size."""
+        num_batches = self.num_batches()
+        batch_size = getattr(self.batches, "batch_size", None) if self.batched else 1
+        if num_batches is None or not isinstance(batch_size, int):
+            return None
+        try:
+            length = len(getattr(self.batches, "sampler", self.batches))
+        except (TypeError, NotImplementedError):
+            length = num_batches * batch_size
+        return 0 if num_samples >= length else max(0, num_batches - num_samples // batch_size)
+
 
 def checksum(batches: list[Any]) -> int:
     """Return a checksum of the first indices of the first batches, the same in every process."""

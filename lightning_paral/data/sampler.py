@@ -149,9 +149,8 @@ class RankBatchSampler:
         """
         self.set_epoch(epoch)
         self._repetition = position["repetition"]
-        num_batches, batch_size = self.order.num_batches(), getattr(self.order.batches, "batch_size", None)
-        if num_batches is not None and isinstance(batch_size, int) and not self._repetition:
-            left = max(0, num_batches - position["samples"] // batch_size)
+        left = self.order.num_batches_after(position["samples"])
+        if left is not None and not self._repetition:
             num_steps = len(self) - self.share.num_steps(left)
         self._skip = position["samples"], num_steps
         return num_steps
