@@ -72,17 +72,20 @@ class ShardedIterable(IterableDataset[Any]):
         randomness = OrderRandomness(derive_seed(self._seed.value, self._number, self._epoch, self._num_iterations))
         num_samples_to_skip = self._skip if not self._num_iterations else 0
         self._num_iterations += 1
+        beginning: list[Any] = []
         with randomness.drawing():
             stream = iter(self.dataset)
+            if num_samples_to_skip >= self.turn_size:
+                first, part, size = self._read_turn(stream, keep=True)
+                beginning = part or first
+                num_samples_to_skip -= size
             for _ in islice(stream, num_samples_to_skip):
                 pass
-        beginning: list[Any] = []
         for turn in count():
             mine = turn % num_workers == number
             with randomness.drawing():
                 first, part, size = self._read_turn(stream, mine or not turn)
-            if not turn:
-                beginning = part or first
+            beginning = beginning or part or first
             if size == self.turn_size or self._is_whole(size):
                 yield from part if mine else ()
             elif mine:
@@ -124,7 +127,7 @@ class ShardedIterable(IterableDataset[Any]):
             return part + beginning[:missing]
         if self.share.ending == "wrap":
             return part or beginning
-        if not turn:
+        if not turn and not self._skip:
             raise too_few_batches(self.dataset, self.share.world_size)
         return []
 

@@ -109,7 +109,7 @@ class Order:
         if num_batches is None or not isinstance(batch_size, int):
             return None
         try:
-            length = len(getattr(self.batches, "sampler", self.batches))
+            length = len(getattr(self.batches, "sampler", self.batches))  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = num_batches * batch_size
         return 0 if num_samples >= length else max(0, num_batches - num_samples // batch_size)
