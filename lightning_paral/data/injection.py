@@ -1,6 +1,7 @@
 """What replaces Lightning's sampler injection in a run: each loader is handed on with the batches of this rank."""
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_paral.config import Sampling
 from lightning_paral.data import loader as loaders
@@ -110,11 +111,15 @@ class Injection:
             seed=self._seed,
             number=number,
             batched=loader.batch_sampler is not None,
-            compare=partial(self._compare, batches) if share.world_size > 1 else None,
+            compare=partial(self._compare, batches.sampler if type(batches) is BatchSampler else batches)
+            if share.world_size > 1
+            else None,
             samplers=loaders.samplers(loader),
         )
         if share.ending != "fill":
             _check_training(order, share, loader.batch_size)
+        elif not order.batched:
+            share = dataclasses.replace(share, split="batch")
         sampler = RankBatchSampler(order, share)
         if mode == RunningStage.PREDICTING and order.batched:
             # For prediction writers, which ask for the indices of a batch.
@@ -133,7 +138,7 @@ class Injection:
                     f"split='global' divides each batch of {name} among {share.world_size} ranks, but the loader's "
                     f"batch_size={loader.batch_size}. Make it a multiple of the number of ranks, or set split='batch'."
                 )
-            share = Share(rank=share.rank, world_size=share.world_size, split="batch", ending="fill")
+            share = dataclasses.replace(share, split="batch")
         if share.world_size > 1:
             rank_zero_info(
                 f"{name} is an iterable dataset: each of {share.world_size} ranks x {max(1, loader.num_workers)} "

@@ -159,15 +159,20 @@ def in_agreement(
     With `share.ending` `"drop"` all ranks end with the first that runs out. Otherwise they end with the last: until
     then the others start again (`"wrap"`) or yield fillers (`"fill"`).
     """
-    last: Any = None
+    first_pass, last = True, None
     while True:
-        batch = next(batches, Filler(last))
-        ended = isinstance(batch, Filler)
-        if not (all_have(not ended) if share.ending == "drop" else any_has(not ended)):
+        batch = next(batches, _END)
+        first_pass = first_pass and batch is not _END
+        if not (all_have(first_pass) if share.ending == "drop" else any_has(first_pass)):
             return
-        if ended and share.ending == "wrap":
+        if batch is not _END:
+            last = batch
+        elif share.ending == "wrap":
             batches = restart()
             batch = next(batches, None)
-        elif not ended:
-            last = batch
+        else:
+            batch = Filler(last)
         yield batch
+
+
+_END = object()

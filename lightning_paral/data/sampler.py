@@ -80,7 +80,7 @@ class RankBatchSampler:
         # Steps drawn by an iteration that was given up, as `DataLoader` workers draw ahead, do not count.
         del self._num_samples[self._starts[-1] :]
         self._num_samples.extend([0] * num_steps)
-        if self.share.split == "batch" or not self.order.batched:
+        if self.share.split == "batch":
             yield from self._draw_whole(num_samples)
         else:
             yield from self._draw_parts(num_samples)

@@ -1,7 +1,8 @@
 """Streams: what the ranks and their workers keep of one, without any process."""
 
+import threading
 from collections.abc import Iterator
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,22 +133,26 @@ def test_stream_resumes_behind_the_samples_seen() -> None:
 
 
 def agreed(lengths: list[int], ending: str) -> list[list[object]]:
-    """What ranks yield whose own streams are of these lengths; the answers they get are those of a collective."""
+    """What ranks yield whose own streams are of these lengths; each is a thread."""
+    flags, barrier = [False] * len(lengths), threading.Barrier(len(lengths), timeout=20)
 
     def run(rank: int) -> list[object]:
-        steps = count()
-        share = Share(rank=rank, world_size=len(lengths), split="batch", ending=ending)
-        return list(
-            in_agreement(
-                iter(range(lengths[rank])),
-                lambda: iter(range(lengths[rank])),
-                share,
-                any_has=lambda flag: next(steps) < max(lengths),
-                all_have=lambda flag: next(steps) < min(lengths),
-            )
-        )
+        def all_flags(flag: bool) -> list[bool]:
+            flags[rank] = flag
+            barrier.wait()
+            seen = list(flags)
+            barrier.wait()
+            return seen
 
-    return [run(rank) for rank in range(len(lengths))]
+        def restart() -> Iterator[int]:
+            return iter(range(lengths[rank]))
+
+        share = Share(rank=rank, world_size=len(lengths), split="batch", ending=ending)
+        any_has, all_have = (lambda flag: any(all_flags(flag))), (lambda flag: all(all_flags(flag)))
+        return list(in_agreement(restart(), restart, share, any_has, all_have))
+
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        return list(threads.map(run, range(len(lengths))))
 
 
 def test_streams_that_shard_themselves_end_together() -> None:
