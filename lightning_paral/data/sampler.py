@@ -116,23 +116,29 @@ class RankBatchSampler:
                 yield left[0]
 
     def _draw_parts(self, num_samples: int) -> Iterator[Any]:
-        rank, world_size = self.share.rank, self.share.world_size
+        rank, world_size, record = self.share.rank, self.share.world_size, self._num_samples.append
+        # The rank after the one that drew the last sample comes first: batches of one sample reach all ranks in turn.
+        start = (rank - num_samples) % world_size
         for chunk in self.order.draw(self._epoch, self._repetition, num_samples):
             for batch in chunk:
                 size = len(batch)
-                # The rank after the one that drew the last sample comes first: batches of one sample reach them all.
-                part = batch[(rank - num_samples) % world_size :: world_size]
                 num_samples += size
+                part = batch[start::world_size]
                 if size % world_size:
-                    step = len(self._num_samples)
-                    self.loss_weights[step] = len(part) * world_size / size
-                    if size < world_size:
-                        self.uneven.add(step)
-                    if not part:
-                        self.fillers.add(step)
-                        part = batch[:1]
-                self._num_samples.append(num_samples)
+                    part = self._weigh(len(self._num_samples), part, batch)
+                    start = (rank - num_samples) % world_size
+                record(num_samples)
                 yield part
+
+    def _weigh(self, step: int, part: list[Any], batch: list[Any]) -> list[Any]:
+        """Note what a part of a batch that does not divide by the ranks counts; return it, or a filler for none."""
+        self.loss_weights[step] = len(part) * self.share.world_size / len(batch)
+        if len(batch) < self.share.world_size:
+            self.uneven.add(step)
+        if part:
+            return part
+        self.fillers.add(step)
+        return batch[:1]
 
     def position(self, num_steps: int) -> dict[str, int]:
         """Return where in the order `num_steps` of this epoch lead, in terms that hold at any world size."""
