@@ -45,6 +45,7 @@ class ExactEvaluation:
         def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
             assert loop._combined_loader is not None
             batch, is_filler, results.alone = resolve(batch, loop._combined_loader)
+            results.alone |= dataloader_iter is not None  # no telling in which steps
             if not is_filler:
                 evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                 return

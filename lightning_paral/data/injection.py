@@ -15,6 +15,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_paral.config import Sampling
@@ -26,6 +27,11 @@ from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batche
 from lightning_paral.errors import ConfigurationError
 
 Source = RankBatchSampler | ShardedIterable
+_STEPS = {
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
 
 
 class Injection:
@@ -48,6 +54,7 @@ class Injection:
         self._sampling = sampling
         self._seed = Seed(seed)
         self._device = device
+        self._run_fillers = run_fillers
         self._training: list[Source] = []
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
@@ -81,11 +88,25 @@ class Injection:
         elif self._sampling.shard_iterable and not loaders.shards_itself(loader):
             changed, source = self._shard(loader, share, number)
         else:
-            return self._agree(loader, share)
+            return self._bared(self._agree(loader, share), mode)
         source.set_epoch(self._epoch)
         if training and not loaders.resumes_itself(loader):
             self._training.append(source)
-        return changed
+        return self._bared(changed, mode)
+
+    def _bared(self, loader: loaders.Loader, mode: RunningStage) -> loaders.Loader:
+        """Return the loader without fillers, for a step that draws its batches itself, from a `dataloader_iter`."""
+        step = _STEPS.get(mode)
+        module = self._trainer.lightning_module
+        if step is None or not is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            return loader
+        if self._run_fillers and self._trainer.world_size > 1:
+            raise ConfigurationError(
+                f"{type(module).__name__}.{step} takes a `dataloader_iter` and draws its batches itself, but under "
+                f"{type(self._trainer.strategy).__name__} ranks that run out of data have to join in the steps of the "
+                "others. Let it take `batch, batch_idx`."
+            )
+        return loaders.with_iteration(loader, loaders.bare)
 
     @property
     def _epoch(self) -> int:

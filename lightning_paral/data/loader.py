@@ -78,6 +78,13 @@ def possibly_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[
         yield batch if isinstance(batch, Filler) else Uneven(batch)
 
 
+def bare(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+    """Yield `batches` without fillers and without marks."""
+    for batch in batches:
+        if not isinstance(batch, Filler):
+            yield batch.batch if isinstance(batch, Uneven) else batch
+
+
 def with_iteration(
     loader: Loader,
     iterate: Callable[[Iterator[Any], Callable[[], Iterator[Any]]], Iterator[Any]],

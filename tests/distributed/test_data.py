@@ -232,6 +232,7 @@ def evaluate_in_corners() -> dict[str, Any]:
     results["limited"] = validate(DataLoader(Indices(20), 2), Recorder(), limit_val_batches=0.5)
     results["stream"] = validate(DataLoader(Stream(7), 2), Recorder(log_steps=True))
     results["divided stream"] = validate(DataLoader(Stream(7, divided=True), 1), Recorder(), shard_iterable=False)
+    results["drawn by the step"] = validate(DataLoader(Indices(7), 2), DrawsItself())
     results["longest"] = validate(
         CombinedLoader({"a": DataLoader(Indices(5), 1), "b": DataLoader(Indices(2), 1)}, "max_size"), Pairs()
     )
@@ -247,6 +248,13 @@ def evaluate_in_corners() -> dict[str, Any]:
     )
     results["in fit"] = model.metrics, model.evaluated
     return results
+
+
+class DrawsItself(Recorder):
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
+        batch, _, _ = next(dataloader_iter)
+        self.evaluated.setdefault(0, []).append(batch.tolist())
+        self.log("mean", batch.mean(), sync_dist=True, on_step=True, on_epoch=True, batch_size=len(batch))
 
 
 class Pairs(Recorder):
@@ -266,6 +274,7 @@ def test_evaluation_in_corners(on_ranks) -> None:
         assert rank["one sample"][0] == [{"mean_epoch": 0.0, "own": 0.0}]
         assert rank["stream"][0][0]["mean_epoch"] == pytest.approx(3.0)
         assert rank["divided stream"][0][0]["mean"] == pytest.approx(3.0)
+        assert rank["drawn by the step"][0] == [{"mean_epoch": 3.0}]
         assert rank["longest"][0] == [{"mean": 2.0}]
         assert rank["shortest"][0] == [{"mean": 0.5}]
         metrics, _ = rank["in fit"]
@@ -278,6 +287,7 @@ def test_evaluation_in_corners(on_ranks) -> None:
         range(12)
     )
     assert sorted(together("stream")) == sorted(together("divided stream")) == list(range(7))
+    assert sorted(together("drawn by the step")) == list(range(7))
     pairs = {name: {pair for rank in ranks for pair in rank[name][1].get(0, [])} for name in ("longest", "shortest")}
     assert pairs["longest"] == {(0.0, 0.0), (1.0, 1.0), (2.0, None), (3.0, None), (4.0, None)}
     assert pairs["shortest"] == {(0.0, 0.0), (1.0, 1.0)}
@@ -364,6 +374,18 @@ def fail(loader: Any, **options: Any) -> str:
     with pytest.raises(ConfigurationError) as raised:
         fit(loader, 2, **options)
     return str(raised.value)
+
+
+def fail_to_draw() -> str:
+    trainer = quiet_trainer(devices=2, strategy="paral_zero3")
+    with pytest.raises(ConfigurationError) as raised:
+        trainer.validate(DrawsItself(), DataLoader(Indices(7), 2))
+    return str(raised.value)
+
+
+def test_step_that_draws_itself_cannot_join_in_collectives(on_ranks) -> None:
+    for message in on_ranks(2, fail_to_draw):
+        assert "DrawsItself.validation_step takes a `dataloader_iter`" in message
 
 
 def fail_in_every_way() -> list[str]:
