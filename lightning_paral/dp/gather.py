@@ -63,11 +63,11 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    kinds = {type(output) for output in outputs}
-    if len(kinds) > 1:
+    if len({type(output) for output in outputs}) > 1:
         raise ConfigurationError(
-            f"The replicas of paral_dp returned values of different kinds, {' and '.join(sorted(map(str, kinds)))}, "
-            "from one step. Return the same kind for every batch, or use paral_ddp."
+            "The replicas of paral_dp returned values of different kinds from one step: "
+            f"{', '.join(type(output).__name__ for output in outputs)}. Return the same kind for every batch, or use "
+            "paral_ddp."
         )
     if isinstance(first, Tensor):
         return _gather_tensors(outputs, sizes, device)

@@ -47,7 +47,8 @@ class LogRecord:
         if isinstance(value, Metric):
             arguments["value"] = original = self._original_of(value)
             self.batch_values[id(original)] = value._forward_cache
-        self.calls.append(LogCall(arguments, arguments.get("batch_size") or self._num_samples))
+        given = arguments.get("batch_size")
+        self.calls.append(LogCall(arguments, self._num_samples if given is None else given))
 
 
 def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[dict[str, Any]]:

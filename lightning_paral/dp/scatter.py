@@ -55,7 +55,9 @@ def _num_samples(batch: Any) -> int | None:
     """Return the common first dimension of the batch's tensors, `None` if there is none."""
     sizes = {path: size for path, size in _tensors(batch, "batch") if size is not None}
     if len(set(sizes.values())) > 1:
-        first_of_size = {size: path for path, size in reversed(sizes.items())}
+        first_of_size: dict[int, str] = {}
+        for path, size in sizes.items():
+            first_of_size.setdefault(size, path)
         found = ", ".join(f"{path} has {size}" for size, path in first_of_size.items())
         raise ConfigurationError(
             f"paral_dp divides tensors along their first dimension, but in this batch it is not the same for all: "
