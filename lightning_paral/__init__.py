@@ -8,13 +8,14 @@ from lightning_paral._version import __version__
 from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError, ParalError, ProcessGroupError, UnusedParametersError
 from lightning_paral.registry import STRATEGIES, register_strategies
-from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalZeROStrategy
 
 __all__ = [
     "STRATEGIES",
     "ConfigurationError",
     "Offload",
     "ParalDDPStrategy",
+    "ParalDPStrategy",
     "ParalError",
     "ParalZeROStrategy",
     "ProcessGroupError",

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalZeROStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,11 @@ class RegisteredStrategy:
 
 
 STRATEGIES = (
+    RegisteredStrategy(
+        name="paral_dp",
+        strategy=ParalDPStrategy,
+        description="One process, a thread per device; for trying things out: paral_ddp is faster",
+    ),
     RegisteredStrategy(
         name="paral_ddp",
         strategy=ParalDDPStrategy,

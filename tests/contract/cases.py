@@ -20,6 +20,8 @@ class Case:
     tolerance: float = 1e-5
     """Largest difference to one process, absolute for weights and relative for losses."""
     world_sizes: tuple[int, ...] = (1, 2, 4)
+    num_devices_per_process: tuple[int, ...] = ()
+    """For a strategy that has all its devices in one process, and no ranks: the numbers of devices to try."""
 
 
 def zero3_nvme() -> ParalZeROStrategy:
@@ -30,6 +32,7 @@ def zero3_nvme() -> ParalZeROStrategy:
 
 
 CASES = (
+    Case("paral_dp", lambda: "paral_dp", world_sizes=(), num_devices_per_process=(1, 2, 3, 4)),
     Case("paral_ddp", lambda: "paral_ddp"),
     Case("paral_ddp_ring", lambda: "paral_ddp_ring"),
     Case("ddp_reduce_broadcast", lambda: ParalDDPStrategy(all_reduce="reduce_broadcast")),

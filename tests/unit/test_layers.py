@@ -14,6 +14,7 @@ LAYERS = (
     "__init__",
     "registry",
     "strategies",
+    "dp",
     "zero",
     "checkpoint",
     "memory",
