@@ -5,17 +5,19 @@ Trainer(strategy="paral_ddp")
 """
 
 from lightning_paral._version import __version__
-from lightning_paral.config import Offload
+from lightning_paral.config import ActivationCheckpointing, Offload
 from lightning_paral.errors import ConfigurationError, ParalError, ProcessGroupError, UnusedParametersError
 from lightning_paral.registry import STRATEGIES, register_strategies
-from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 __all__ = [
     "STRATEGIES",
+    "ActivationCheckpointing",
     "ConfigurationError",
     "Offload",
     "ParalDDPStrategy",
     "ParalError",
+    "ParalFSDPStrategy",
     "ParalZeROStrategy",
     "ProcessGroupError",
     "UnusedParametersError",

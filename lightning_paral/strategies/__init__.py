@@ -1,6 +1,7 @@
 """The strategies. Each shows, in this order: process group, model wrapping, sampler injection, checkpoint."""
 
 from lightning_paral.strategies.ddp import ParalDDPStrategy
+from lightning_paral.strategies.fsdp import ParalFSDPStrategy
 from lightning_paral.strategies.zero import ParalZeROStrategy
 
-__all__ = ["ParalDDPStrategy", "ParalZeROStrategy"]
+__all__ = ["ParalDDPStrategy", "ParalFSDPStrategy", "ParalZeROStrategy"]

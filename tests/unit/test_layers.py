@@ -15,6 +15,7 @@ LAYERS = (
     "registry",
     "strategies",
     "zero",
+    "fsdp",
     "checkpoint",
     "memory",
     "data",

@@ -1,0 +1,51 @@
+"""Which ranks shard together and which replicate one another."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_paral.errors import ConfigurationError
+
+SHARD = "data_parallel"
+"""The one dimension of a mesh without replicas; also what Lightning calls it."""
+HYBRID = ("data_parallel_replicate", "data_parallel_shard")
+
+
+def check_replicate(replicate: int, world_size: int) -> None:
+    """Raise a `ConfigurationError` if `world_size` ranks cannot make `replicate` equal shard groups."""
+    if replicate < 1 or world_size % replicate:
+        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        arithmetic = f": {world_size} / {replicate} = {world_size / replicate:.2f} ranks per shard group" if replicate else ""
+        raise ConfigurationError(
+            f"replicate={replicate} does not divide the {world_size} ranks{arithmetic}. "
+            f"Choose one of {', '.join(fitting)}; 1 shards over all ranks."
+        )
+
+
+def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
+    """Return the mesh of all ranks: sharded over all, or `replicate` groups of neighbours. *Collective* over the world."""
+    world_size = dist.get_world_size()
+    check_replicate(replicate, world_size)
+    if replicate == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
+    ranks = torch.arange(world_size, device="cpu").view(replicate, -1)
+    # DTensor caches by a mesh's shape and keeps the first mesh of that shape for good (torch 2.13), which finds its
+    # groups by name. Groups made this way are named after their ranks, so the mesh of an earlier fit finds ours.
+    row, column = divmod(dist.get_rank(), ranks.shape[1])
+    groups = [
+        dist.new_group(members.tolist(), use_local_synchronization=True)
+        for members in (ranks[:, column], ranks[row])
+    ]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=HYBRID)
+
+
+def shard_ranks(mesh: DeviceMesh) -> list[int]:
+    """Return the global ranks that together hold one copy of the model, this one among them, in the order of shards."""
+    return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+
+
+def release_mesh(mesh: DeviceMesh) -> None:
+    """Destroy the groups that were made for `mesh`; the default group stays."""
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
