@@ -29,23 +29,24 @@ def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
     if replicate == 1:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(world_size, device="cpu").view(replicate, -1)
-    # DTensor caches by a mesh's shape and keeps the first mesh of that shape for good (torch 2.13), which finds its
-    # groups by name. Groups made this way are named after their ranks, so the mesh of an earlier fit finds ours.
     row, column = divmod(dist.get_rank(), ranks.shape[1])
-    groups = [
-        dist.new_group(members.tolist(), use_local_synchronization=True)
-        for members in (ranks[:, column], ranks[row])
-    ]
+    groups = [_group_of(members.tolist()) for members in (ranks[:, column], ranks[row])]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=HYBRID)
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """Return the group of `ranks`, made at first use; it ends with the default group.
+
+    DTensor keeps the first mesh of a shape for good (torch 2.13) and finds that mesh's groups by name. So the groups of
+    a later fit have to be the same, or at least named the same; groups made this way are named after their ranks.
+    """
+    description = f"lightning_paral: ranks {ranks}"
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc == description:
+            return group
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
 
 
 def shard_ranks(mesh: DeviceMesh) -> list[int]:
     """Return the global ranks that together hold one copy of the model, this one among them, in the order of shards."""
     return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-
-
-def release_mesh(mesh: DeviceMesh) -> None:
-    """Destroy the groups that were made for `mesh`; the default group stays."""
-    for group in mesh.get_all_groups():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

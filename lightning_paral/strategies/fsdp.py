@@ -22,7 +22,7 @@ from lightning_paral.config import ActivationCheckpointing, UnitChoice, check_un
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.gradients import gradient_norm
 from lightning_paral.fsdp.loops import evaluate_without_inference_mode
-from lightning_paral.fsdp.mesh import check_replicate, make_mesh, release_mesh
+from lightning_paral.fsdp.mesh import check_replicate, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
@@ -333,9 +333,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
                 sharded.restore(gather_after_failure(mesh, self._run) if self._failed else gather_over(mesh))
         finally:
             self._failed = False
-            if self._device_mesh is not None:
-                release_mesh(self._device_mesh)
-                self._device_mesh = None
+            self._device_mesh = None
             super().teardown()
             if self.lightning_module is not None and sharded is not None:
                 self.lightning_module._device_mesh = None
