@@ -93,6 +93,8 @@ class RootCalls:
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            setattr(self._root, name, self._then_gather_anew(getattr(self._root, name)))
 
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of automatic optimization: its backward pass comes after it."""
@@ -140,6 +142,16 @@ class RootCalls:
             self._root.reshard()
 
     after_optimizer = after_backward
+
+    def _then_gather_anew(self, toggle: Callable[..., None]) -> Callable[..., None]:
+        """Let what is gathered for the step follow `requires_grad` of the shards, which optimizers hold."""
+
+        def toggle_then_gather(*args: Any, **kwargs: Any) -> None:
+            toggle(*args, **kwargs)
+            self.before_optimizer()
+            self.after_optimizer()
+
+        return toggle_then_gather
 
     def _enter(self) -> None:
         self._depth = 1

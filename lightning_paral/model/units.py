@@ -44,7 +44,9 @@ class Units:
         return (*reversed(self.inner), self.root)
 
 
-def choose_units(root: Module, units: UnitChoice = "auto", min_params: int | None = None) -> Units:
+def choose_units(
+    root: Module, units: UnitChoice = "auto", min_params: int | None = None, *, children: bool = False
+) -> Units:
     """Cut `root` into units. Parameters may be on any device, meta included.
 
     Args:
@@ -53,6 +55,7 @@ def choose_units(root: Module, units: UnitChoice = "auto", min_params: int | Non
             composed, or holding a matrix), and the classes a `transformers` model must not have split. Otherwise
             classes or their names, with subclasses, or a predicate of a submodule's dotted name and itself.
         min_params: instead of `units`, the smallest submodules with at least so many parameters outside smaller ones.
+        children: besides, each network that `root` holds directly.
 
     Parameters shared between units make one unit of their nearest common ancestor that has a `forward`.
 
@@ -72,6 +75,8 @@ def choose_units(root: Module, units: UnitChoice = "auto", min_params: int | Non
         chosen = set(_repeated_blocks(root))
     else:
         chosen = set(_meant(root, units))
+    if children:
+        chosen |= set(_networks(root))
     _join_tied(root, chosen)
     return _cut(root, chosen)
 
@@ -100,6 +105,14 @@ def _repeated_blocks(root: Module) -> Iterator[Module]:
                 yield from search(child)
 
     yield from search(root)
+
+
+def _networks(module: Module) -> Iterator[Module]:
+    for child in module.children():
+        if has_forward(child):
+            yield child
+        else:
+            yield from _networks(child)
 
 
 def _is_block(module: Module) -> bool:

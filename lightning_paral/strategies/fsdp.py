@@ -189,7 +189,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         if fitting:
             self.checkpoint_activations()
-        units = choose_units(module, self._units, self._min_params)
+        # In manual optimization backward passes and steps come between the calls of networks, inside one step.
+        manual = not module.automatic_optimization
+        units = choose_units(module, self._units, self._min_params, children=manual)
         self._show(units)
         sharding = Sharding(
             mesh=self.device_mesh,
