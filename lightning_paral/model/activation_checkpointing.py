@@ -15,7 +15,7 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import choose_units
 
 
-def checkpoint_units(root: Module, options: ActivationCheckpointing, determinism_check: str = "default") -> Callable[[], None]:
+def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:
     """Let each unit of `root` keep its inputs only. Returns what undoes it.
 
     Names, classes and hooks stay as they are: the unit's `forward` is replaced on the instance.
@@ -23,8 +23,6 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing, determinism
     Args:
         root: the whole module.
         options: which units, and where their inputs are kept.
-        determinism_check: as in `torch.utils.checkpoint.checkpoint`; `"none"` where an engine swaps parameters for
-            placeholders, which look like other tensors.
 
     Raises:
         ConfigurationError: there are no units to choose, or one lies inside another.
@@ -43,7 +41,7 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing, determinism
                 "three times. Choose one of the two."
             )
     for unit in units:
-        _checkpoint(unit.module, options.offload_to_cpu, determinism_check)
+        _checkpoint(unit.module, options.offload_to_cpu)
 
     def undo() -> None:
         for unit in units:
@@ -52,7 +50,7 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing, determinism
     return undo
 
 
-def _checkpoint(module: Module, offload_to_cpu: bool, determinism_check: str) -> None:
+def _checkpoint(module: Module, offload_to_cpu: bool) -> None:
     forward = module.forward
 
     @wraps(forward)
@@ -60,9 +58,7 @@ def _checkpoint(module: Module, offload_to_cpu: bool, determinism_check: str) ->
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with _kept_inputs(offload_to_cpu):
-            return checkpoint(
-                forward, *args, use_reentrant=False, determinism_check=determinism_check, **kwargs
-            )
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = recomputed  # type: ignore[method-assign]
 

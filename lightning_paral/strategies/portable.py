@@ -57,13 +57,11 @@ class PortableStrategy(ParallelStrategy):
             self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
         )
 
-    def checkpoint_activations(self, determinism_check: str = "default") -> None:
+    def checkpoint_activations(self) -> None:
         """Let the units of the module keep only their inputs, if that was asked for, until teardown."""
         if self._activation_checkpointing is not None:
             assert self.lightning_module is not None
-            self._undo_checkpointing = checkpoint_units(
-                self.lightning_module, self._activation_checkpointing, determinism_check
-            )
+            self._undo_checkpointing = checkpoint_units(self.lightning_module, self._activation_checkpointing)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. *Collective*; does nothing before the group is made and after it is released."""

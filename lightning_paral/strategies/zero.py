@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import Offload
+from lightning_paral.config import ActivationCheckpointing, Offload
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -64,6 +64,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
+        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -88,6 +89,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         logging_level: int = logging.ERROR,
+        activation_checkpointing: ActivationCheckpointing | None = None,
     ) -> None:
         check_installed()
         self.stage = stage
@@ -99,6 +101,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         self._gather_bucket_numel = gather_bucket_numel
         self._users_config = settings.load_config(deepspeed_config)
         self._logging_level = logging_level
+        self._activation_checkpointing = activation_checkpointing
         settings.merge(self._zero_section(pin_memory=False), self._users_config.get("zero_optimization", {}))
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
         DDPStrategy.__init__(
@@ -208,6 +211,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
     def _setup_training(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        self.checkpoint_activations()
         self._warn_of_whole_model(module)
         self._prepare_offload(module)
         engine = build_training_engine(module, self._make_optimizer(), self._sized_config(module), self.root_device)
