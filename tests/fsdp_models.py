@@ -46,8 +46,8 @@ class Tied(Fitted):
         return next_token_loss(self(batch[0]), batch[0])
 
     def configure_optimizers(self) -> Any:
-        # Some gradients are all but zero; a larger eps keeps Adam from making steps of their rounding errors.
-        return torch.optim.AdamW(self.parameters(), lr=5e-3, eps=1e-6)
+        # Some gradients are all but zero; Adam would make steps of their rounding errors.
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 class TiedBlocks(Tied):
@@ -169,7 +169,10 @@ class UpdatedBuffers(Tied):
     def loss(self, batch: list[Tensor]) -> Tensor:
         self.steps += 1
         self.blocks[1].running.mul_(0.9).add_(self.steps)
-        return super().loss(batch) * (1 + 1 / self.steps) + self.blocks[1].running.mean() * self.head.weight.square().mean()
+        return (
+            super().loss(batch) * (1 + 1 / self.steps)
+            + self.blocks[1].running.mean() * self.head.weight.square().mean()
+        )
 
 
 class GAN(Fitted):
@@ -213,10 +216,6 @@ class GAN(Fitted):
         return torch.optim.AdamW(generator, lr=5e-3), torch.optim.AdamW(self.discriminator.parameters(), lr=5e-3)
 
 
-MODULES = {
-    module.__name__: module
-    for module in (
-        Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GAN, GPT2, T5
-    )
-}  # fmt: skip
+SUITE = (Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GAN)
+MODULES = {module.__name__: module for module in (*SUITE, GPT2, T5)}
 PENALISED = TiedLanguageModel

@@ -6,7 +6,6 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
@@ -15,12 +14,12 @@ _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
 class UnitCalls:
     """Lets any public method of a sharded unit be called, as `forward` can.
 
-    FSDP2 gathers around `forward` alone, and lets go as soon as a nested call ends. Here only the outermost call counts.
+    FSDP2 gathers around `forward` alone, and lets go as soon as a nested call ends. Here the outermost call counts.
     """
 
-    def __init__(self, module: FSDPModule, methods: list[str]) -> None:
-        self._module: Any = module
-        self._state = module._get_fsdp_state()
+    def __init__(self, module: Any, methods: list[str]) -> None:
+        self._module = module
+        self._state = self._module._get_fsdp_state()
         self._entered = False
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
@@ -82,8 +81,8 @@ class RootCalls:
     Between calls, every parameter is sharded: what hooks and callbacks see and change is what is trained.
     """
 
-    def __init__(self, root: FSDPModule, units: list[UnitCalls], inner: set[Module]) -> None:
-        self._root: Any = root
+    def __init__(self, root: Any, units: list[UnitCalls], inner: set[Module]) -> None:
+        self._root = root
         self._units = units
         self._state = root._get_fsdp_state()
         self._state._pre_forward_hook_handle.remove()

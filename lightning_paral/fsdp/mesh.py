@@ -15,7 +15,9 @@ def check_replicate(replicate: int, world_size: int) -> None:
     """Raise a `ConfigurationError` if `world_size` ranks cannot make `replicate` equal shard groups."""
     if replicate < 1 or world_size % replicate:
         fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
-        arithmetic = f": {world_size} / {replicate} = {world_size / replicate:.2f} ranks per shard group" if replicate else ""
+        arithmetic = (
+            f": {world_size} / {replicate} = {world_size / replicate:.2f} ranks per shard group" if replicate else ""
+        )
         raise ConfigurationError(
             f"replicate={replicate} does not divide the {world_size} ranks{arithmetic}. "
             f"Choose one of {', '.join(fitting)}; 1 shards over all ranks."
@@ -23,7 +25,7 @@ def check_replicate(replicate: int, world_size: int) -> None:
 
 
 def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
-    """Return the mesh of all ranks: sharded over all, or `replicate` groups of neighbours. *Collective* over the world."""
+    """Return the mesh of all ranks, sharded over all or in `replicate` groups of neighbours. *Collective* over all."""
     world_size = dist.get_world_size()
     check_replicate(replicate, world_size)
     if replicate == 1:

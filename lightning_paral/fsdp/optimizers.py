@@ -10,7 +10,7 @@ from lightning_paral.fsdp.shard import ShardedModule
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], module: Module, sharded: ShardedModule) -> None:
-    """Raise a `ConfigurationError` if an optimizer was made before `module` was sharded, or cannot take its parameters."""
+    """Raise a `ConfigurationError` if an optimizer was made before `module` was sharded, or cannot update all of it."""
     current = set(module.parameters())
     for optimizer in optimizers:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,6 +1,5 @@
 """Precision under FSDP2: what is gathered, computed with and reduced; clipping and loss scaling over shards."""
 
-from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -115,9 +114,12 @@ def sharding_policy(plugin: Precision, reduce_dtype: torch.dtype | None) -> Mixe
 
 
 def match_inputs(module: Module) -> None:
-    """On CPU, cast what comes into layers that refuse inputs wider than their 16-bit weights, as autocast does on CUDA."""
+    """Cast inputs of layers that, on CPU, refuse any that are wider than their 16-bit weights."""
     for part in module.modules():
-        if isinstance(part, LayerNorm | GroupNorm | _InstanceNorm | Bilinear) and next(part.parameters(), None) is not None:
+        if (
+            isinstance(part, LayerNorm | GroupNorm | _InstanceNorm | Bilinear)
+            and next(part.parameters(), None) is not None
+        ):
             part.register_forward_pre_hook(_cast_to_weight)
 
 
@@ -128,5 +130,3 @@ def _cast_to_weight(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-

@@ -45,14 +45,14 @@ class AveragedGradients:
             flat = torch.cat([gradient.view(-1) for gradient in alike])
             dist.all_reduce(flat)
             flat.div_(dist.get_world_size())
-            for gradient, averaged in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+            for gradient, averaged in zip(alike, torch.split(flat, [g.numel() for g in alike]), strict=True):
                 gradient.copy_(averaged.view_as(gradient))
 
 
 def _on_gradient(parameter: Parameter, hook: object) -> torch.utils.hooks.RemovableHandle:
     trained = parameter.requires_grad
     parameter.requires_grad_(True)  # torch refuses the hook otherwise; the parameter may be unfrozen later
-    handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[arg-type]
+    handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(trained)
     return handle
 
@@ -78,7 +78,7 @@ def _broadcast_flat(bucket: list[Tensor]) -> None:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.broadcast(flat, src=0)
-    for tensor, received in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+    for tensor, received in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(received.view_as(tensor))
 
 

@@ -59,7 +59,7 @@ class ShardedModule:
         self._sharding = sharding
         self._deferred = deferred
         self._belongings = Belongings(self.root)
-        self._sharded: list[FSDPModule] = []
+        self._sharded: list[Any] = []
         self._originals = list(self.root.named_parameters())
         names = {parameter: name for name, parameter in self._originals}
         for unit in units.bottom_up:
@@ -72,11 +72,7 @@ class ShardedModule:
         self._averaged = AveragedGradients(self.replicated) if dist.get_world_size() > 1 else None
         self._install_communication()
         inner = {unit.module for unit in units.inner}
-        calls = [
-            UnitCalls(module, methods)
-            for module in self._sharded[:-1]
-            if (methods := public_methods(module))
-        ]
+        calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         self.calls = RootCalls(self._sharded[-1], calls, inner)
         self._belongings.seal()
@@ -141,7 +137,7 @@ class ShardedModule:
             for module in self._sharded:
                 module.set_custom_reduce_scatter(_DirectReduceScatter())
         if self._sharding.prefetch is not None:
-            in_order = [module for module in self.root.modules() if module in set(self._sharded) and module is not self.root]
+            in_order: list[Any] = [module for module in self.root.modules() if module in self._sharded[:-1]]
             for number, module in enumerate(in_order):
                 ahead, behind = number + 1, max(0, number - self._sharding.prefetch)
                 module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._sharding.prefetch])

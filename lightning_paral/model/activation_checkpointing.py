@@ -1,4 +1,4 @@
-"""Recompute instead of keep: a unit's activations are freed after its forward and computed anew in the backward pass."""
+"""A unit's activations are freed after its forward and computed anew in the backward pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -60,7 +60,7 @@ def _checkpoint(module: Module, offload_to_cpu: bool) -> None:
         with _kept_inputs(offload_to_cpu):
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    module.forward = recomputed  # type: ignore[method-assign]
+    module.forward = recomputed
 
 
 def _kept_inputs(on_cpu: bool) -> AbstractContextManager[Any]:

@@ -285,5 +285,5 @@ def explain_single_unit(units: Units) -> str:
         f"All of {type(root).__name__} is one unit: {_size(units.root)}. Its parameters are gathered all at once, so "
         "sharding spares gradients and optimizer state but not the peak of parameters, and nothing is gathered while "
         f"something else computes. Choose units, for instance {choice} or min_params=100_000; classes with most "
-        f"parameters: {', '.join(largest) or 'none, for all parameters are the root module’s own'}."
+        f"parameters: {', '.join(largest) or 'none, for all parameters are held by the root itself'}."
     )

@@ -92,7 +92,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self.accelerator = accelerator
+        if accelerator is not None:
+            self.accelerator = accelerator
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
@@ -172,16 +173,16 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         evaluate_without_inference_mode(trainer)
-        self._shard(fitting)
+        sharded = self._shard(fitting)
         if fitting:
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, self.lightning_module, self._sharded)
+            check_optimizers(self.optimizers, self.lightning_module, sharded)
         else:
             self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
         self.barrier()
 
-    def _shard(self, fitting: bool) -> None:
+    def _shard(self, fitting: bool) -> ShardedModule:
         module = self.lightning_module
         assert module is not None
         check_module(module)
@@ -201,9 +202,10 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             prefetch=self._prefetch,
             offload=self._offload,
         )
-        self._sharded = ShardedModule(units, sharding, self._deferred)
+        self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
         self._deferred = None
         self._buffers = list(module.buffers()) if self._broadcast_buffers and self.world_size > 1 else []
+        return sharded
 
     def _sync_batchnorm(self, fitting: bool) -> None:
         module = self.lightning_module
@@ -212,7 +214,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             return
         if self.root_device.type == "cpu" and any(isinstance(part, _BatchNorm) for part in module.modules()):
             raise ConfigurationError(
-                "Trainer(sync_batchnorm=True) needs CUDA; torch's SyncBatchNorm takes no CPU tensors. Leave it out on CPU."
+                "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
             )
         self._layer_sync.apply(module)
 

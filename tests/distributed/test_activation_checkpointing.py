@@ -4,8 +4,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from tests.fsdp_models import Tied

@@ -1,22 +1,17 @@
 """What `ParalFSDPStrategy` does beside training as one process does."""
 
-import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_paral import ConfigurationError, ParalFSDPStrategy
-from tests.fsdp_models import PENALISED, Block, OnTheModule, Tied
-from tests.models import fit_regression, quiet_trainer, regression_data
-from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
+from lightning_paral import ParalFSDPStrategy
+from tests.fsdp_models import Block, OnTheModule, Tied
+from tests.models import quiet_trainer
+from tests.zero_models import LENGTH, VOCABULARY, assert_same_fit, fit, token_loader
 
 NUM_BATCHES = 4
 
@@ -58,7 +53,7 @@ def everything(num_ranks: int, strategy: Any) -> list[Any]:
         else:
             results.append(getattr(trainer, name)(model, loader, verbose=False)[0]["loss"])
         assert type(model) is Watched
-        assert dict(model.named_parameters()) == parameters or num_ranks == 0
+        assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
         assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in model.parameters())
         assert len(model._forward_hooks) == hooks
         assert not [attribute for attribute in vars(model) if "fsdp" in attribute]
@@ -76,3 +71,151 @@ def test_all_trainer_functions_run_in_any_order_and_give_the_module_back(on_rank
 
     mean = [sum(values) / 2 for values in zip(*ranks, strict=True)]
     assert mean == pytest.approx(expected, rel=1e-5)
+
+
+class FailsOnce(Tied):
+    """Fails in its third step, the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        loss = super().training_step(batch, batch_idx)
+        if self.num_steps == 3:
+            raise ArithmeticError("the reason")
+        return loss
+
+
+def fit_after_failure(num_ranks: int, strategy: Any) -> Any:
+    torch.manual_seed(5)
+    model = FailsOnce()
+    with pytest.raises(ArithmeticError, match="the reason"):
+        quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy).fit(model, token_loader(4, num_ranks))
+    assert model(torch.zeros(1, LENGTH, dtype=torch.int64)).shape == (1, LENGTH, VOCABULARY)
+    return fit(lambda: model, NUM_BATCHES, num_ranks, strategy=strategy)
+
+
+def fit_after_failure_on_rank() -> Any:
+    return fit_after_failure(2, "paral_fsdp")
+
+
+def test_module_is_whole_and_trains_after_a_failed_fit(on_ranks) -> None:
+    assert_same_fit(on_ranks(2, fit_after_failure_on_rank), fit_after_failure(1, "auto"))
+
+
+class ReadsGradients(OnTheModule):
+    """Logs norms before clipping, reads gradients whole, and clips in a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Tensor] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy, sharded = self.trainer.strategy, isinstance(self.trainer.strategy, ParalFSDPStrategy)
+        gradients = [p.grad for p in self.parameters()]
+        if sharded:
+            assert {type(gradient) for gradient in gradients} == {DTensor, Tensor}
+            self.read.append(strategy.gradient_norm())
+            self.read += [strategy.full_gradient(p).clone() for p in self.parameters()]
+        else:
+            self.read.append(torch.stack([gradient.norm() for gradient in gradients]).norm())
+            self.read += [gradient.clone() for gradient in gradients]
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        clipped = [p.grad for p in self.parameters()]
+        self.read += [g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in clipped]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy, optimizer = self.trainer.strategy, self.optimizers().optimizer
+        if isinstance(strategy, ParalFSDPStrategy):
+            self.read += [strategy.full_optimizer_state(p, "exp_avg") for p in self.parameters()]
+            self.read += [strategy.full_parameter(p) for p in self.parameters()]
+        else:
+            self.read += [optimizer.state[p]["exp_avg"].clone() for p in self.parameters()]
+            self.read += [p.detach().clone() for p in self.parameters()]
+
+
+def read_gradients(num_ranks: int, **options: Any) -> list[Tensor]:
+    models: list[ReadsGradients] = []
+
+    def make() -> ReadsGradients:
+        models.append(ReadsGradients())
+        return models[0]
+
+    fit(make, 2, num_ranks, **options)
+    return models[0].read
+
+
+def read_gradients_on_rank(num_ranks: int, replicate: int) -> list[Tensor]:
+    return read_gradients(num_ranks, strategy=ParalFSDPStrategy(replicate=replicate))
+
+
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(2, 1), (4, 2)])
+def test_hooks_see_and_clip_the_gradients_of_one_process(on_ranks, num_ranks: int, replicate: int) -> None:
+    expected = read_gradients(1)
+
+    for read in on_ranks(num_ranks, read_gradients_on_rank, num_ranks, replicate):
+        for ours, theirs in zip(read, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "keep gathered": {"reshard_after_forward": False},
+    "reshard the root, too": {"reshard_after_forward": True},
+    "reshard to two ranks": {"reshard_after_forward": 2},
+    "prefetch": {"prefetch": 2},
+    "predicate": {"units": lambda name, module: name.startswith("blocks.") and name.count(".") == 1},
+    "class": {"units": Block},
+    "nested": {"units": [Block, "Linear"]},
+    "offload": {"offload": True, "replicate": 2},
+}
+
+
+def fit_with_options(label: str, num_ranks: int) -> Any:
+    return fit(OnTheModule, NUM_BATCHES, num_ranks, gradient_clip_val=0.5, strategy=ParalFSDPStrategy(**OPTIONS[label]))
+
+
+@cache
+def fit_in_one_process() -> Any:
+    return fit(OnTheModule, NUM_BATCHES, 1, gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize("label", OPTIONS)
+def test_options_change_no_number(on_ranks, label: str) -> None:
+    assert_same_fit(on_ranks(4, fit_with_options, label, 4), fit_in_one_process())
+
+
+def fit_with_accumulation(num_ranks: int, **options: Any) -> Any:
+    options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 3, **options}
+    return fit(OnTheModule, 5, num_ranks, **options)
+
+
+def fit_with_accumulation_on_rank(accumulate: Any, replicate: int) -> Any:
+    return fit_with_accumulation(4, strategy=ParalFSDPStrategy(accumulate=accumulate, replicate=replicate))
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("accumulate", ["sharded", "unsharded"])
+def test_accumulation_with_a_partial_window(on_ranks, accumulate: str, replicate: int) -> None:
+    ranks = on_ranks(4, fit_with_accumulation_on_rank, accumulate, replicate)
+
+    assert_same_fit(ranks, fit_with_accumulation(1))
+
+
+def fit_in_precision(strategy: Any, precision: Any) -> list[float]:
+    return fit(OnTheModule, 8, 2, strategy=strategy, precision=precision, gradient_clip_val=0.5)[0]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 1e-2), ("bf16-true", 3e-2)])
+def test_low_precision_is_near_to_that_of_ddp(on_ranks, precision: str, tolerance: float) -> None:
+    ddp = on_ranks(2, fit_in_precision, "paral_ddp", precision)
+    fsdp = on_ranks(2, fit_in_precision, "paral_fsdp", precision)
+    exact = on_ranks(2, fit_in_precision, "paral_fsdp", "32-true")
+
+    for ours, theirs, full in zip(fsdp, ddp, exact, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+        assert ours != full
