@@ -1,13 +1,19 @@
 """Where parameters are gathered: around the outermost call of a unit's methods, and around each step of the root."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.units import Units
+
+_MIXED = "mixed torch.Tensor and DTensor"
 _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
 
 
@@ -75,6 +81,26 @@ def public_methods(module: Module) -> list[str]:
     return list(names)
 
 
+@contextmanager
+def mixing_explained(units: Units) -> Iterator[None]:
+    """Say what it means that sharded and whole tensors met in one operation.
+
+    Raises:
+        ConfigurationError: they met inside the block.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        names = [unit.name for unit in units.inner]
+        raise ConfigurationError(
+            "A weight was used outside of the unit it belongs to, where it is sharded (a DTensor), together with whole "
+            f"tensors. Units: {', '.join(names[:8])}{' and others' if len(names) > 8 else ''}. Use it in a method of "
+            "its unit, or choose units=[...] that leave it to the root, which is whole for all of a step."
+        ) from error
+
+
 class RootCalls:
     """Gathers what belongs to the root while a step runs, and while the module is called outside of steps.
 
@@ -99,7 +125,10 @@ class RootCalls:
         """Run a training step of automatic optimization: its backward pass comes after it."""
         self._enter()
         self._state._pre_forward(self._root, (), {})
-        output = self._state._post_forward(self._root, (), step(*args, **kwargs))
+        output = step(*args, **kwargs)
+        if isinstance(output["loss"] if isinstance(output, dict) else output, DTensor):
+            raise RuntimeError(_MIXED)
+        output = self._state._post_forward(self._root, (), output)
         self._depth = 0
         if output is None:  # no backward pass will come
             self._root.reshard()

@@ -43,10 +43,12 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
     a later fit have to be the same, or at least named the same; groups made this way are named after their ranks.
     """
     description = f"lightning_paral: ranks {ranks}"
-    for group in dist.distributed_c10d._world.pg_map:
+    groups: list[dist.ProcessGroup] = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
         if group.group_desc == description:
             return group
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    return made
 
 
 def shard_ranks(mesh: DeviceMesh) -> list[int]:

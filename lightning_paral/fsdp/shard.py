@@ -56,6 +56,7 @@ class ShardedModule:
 
     def __init__(self, units: Units, sharding: Sharding, deferred: DeferredConstruction | None) -> None:
         self.root = units.root.module
+        self.units = units
         self._sharding = sharding
         self._deferred = deferred
         self._belongings = Belongings(self.root)

@@ -157,7 +157,9 @@ def _meant(root: Module, units: UnitChoice) -> list[Module]:
         for kind in units:
             found = [module for _, module in submodules if _is_of(module, kind)]
             if not found:
-                classes = sorted({type(module).__name__ for _, module in submodules if any(module.parameters())})
+                classes = sorted(
+                    {type(module).__name__ for _, module in submodules if next(module.parameters(), None) is not None}
+                )
                 raise ConfigurationError(
                     f"units names {kind if isinstance(kind, str) else kind.__name__!r}, but no submodule of "
                     f"{type(root).__name__} is of that class. Classes with parameters in it: {_shortened(classes)}."

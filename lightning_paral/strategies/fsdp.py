@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.config import ActivationCheckpointing, UnitChoice, check_unit_choice
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.fsdp.forward import mixing_explained
 from lightning_paral.fsdp.gradients import gradient_norm
 from lightning_paral.fsdp.loops import evaluate_without_inference_mode
 from lightning_paral.fsdp.mesh import check_replicate, make_mesh
@@ -247,7 +248,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         calls = self._sharded.calls
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
-        return run(super().training_step, args, kwargs)
+        with mixing_explained(self._sharded.units):
+            return run(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step with the root's parameters gathered."""
