@@ -25,17 +25,21 @@ class Belongings:
     """
 
     def __init__(self, root: Module) -> None:
-        self._parts = [_Part(part) for part in root.modules()]
+        self._parts = {module: _Part(module) for module in root.modules()}
 
-    def release(self, module: Module) -> None:
-        """Free the whole values of what has been sharded in `module`."""
-        for part in self._parts:
-            if part.is_in(module):
-                part.release()
+    def note(self, modules: list[Module]) -> None:
+        """Take the parameters that `modules` have now for what they had before: they have just got their values."""
+        for module in modules:
+            self._parts[module].note()
+
+    def release(self, modules: list[Module]) -> None:
+        """Free the whole values of what has been sharded in `modules`."""
+        for module in modules:
+            self._parts[module].release()
 
     def seal(self) -> None:
         """Take what each submodule has gained up to now for ours, to be taken away again."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.seal()
 
     def restore(self, gather: "Gather | None") -> None:
@@ -46,7 +50,7 @@ class Belongings:
         if gather is None:
             return
         whole: dict[Parameter, Parameter] = {}
-        for part in self._parts:
+        for part in self._parts.values():
             part.restore(gather, whole)
 
 
@@ -59,8 +63,8 @@ class _Part:
         self._parameters = dict(module._parameters)
         self._gained: tuple[set[str], dict[str, set[int]]] = (set(), {})
 
-    def is_in(self, module: Module) -> bool:
-        return module is self._module
+    def note(self) -> None:
+        self._parameters = dict(self._module._parameters)
 
     def release(self) -> None:
         for name, parameter in self._parameters.items():

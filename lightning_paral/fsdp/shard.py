@@ -66,7 +66,10 @@ class ShardedModule:
         for unit in units.bottom_up:
             _check_dtypes(unit, names)
         for unit in units.bottom_up:
-            self._shard(unit)
+            if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
+                self._sharded.append(unit.module)
+            elif unit is units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
+                self._shard(unit)
         if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
             match_inputs(self.root)
         self.replicated = unshardable(self.root)
@@ -101,6 +104,7 @@ class ShardedModule:
         parts = _own_parts(module)
         if self._deferred is not None:
             self._deferred.fill(parts)
+            self._belongings.note(parts)
         if dist.get_world_size() > 1:
             broadcast(_own_tensors(parts))
         scalars = set(unshardable(module))
@@ -116,8 +120,7 @@ class ShardedModule:
                     # Its kernels want parameters as wide as the running statistics.
                     self._fully_shard(part, MixedPrecisionPolicy(), scalars)
         self._fully_shard(module, self._sharding.policy, scalars)
-        for part in parts:
-            self._belongings.release(part)
+        self._belongings.release(parts)
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
         sharding = self._sharding
