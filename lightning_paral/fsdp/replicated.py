@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Module, Parameter
 
-BUCKET_BYTES = 25 * 1024 * 1024
+LARGE_BYTES = 1024 * 1024
+"""From this size on a tensor is broadcast by itself, smaller ones together."""
 
 
 def unshardable(module: Module) -> list[Parameter]:
@@ -63,11 +64,11 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
     for alike in _by_type(tensors):
         bucket: list[Tensor] = []
         for tensor in alike:
-            if tensor.numel() * tensor.element_size() >= BUCKET_BYTES and tensor.is_contiguous():
+            if tensor.numel() * tensor.element_size() >= LARGE_BYTES and tensor.is_contiguous():
                 dist.broadcast(tensor, src=0)
                 continue
             bucket.append(tensor)
-            if sum(part.numel() * part.element_size() for part in bucket) >= BUCKET_BYTES:
+            if sum(part.numel() * part.element_size() for part in bucket) >= LARGE_BYTES:
                 _broadcast_flat(bucket)
                 bucket = []
         _broadcast_flat(bucket)

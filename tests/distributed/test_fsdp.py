@@ -1,17 +1,20 @@
 """What `ParalFSDPStrategy` does beside training as one process does."""
 
+import logging
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_paral import ParalFSDPStrategy
+from lightning_paral import ConfigurationError, ParalFSDPStrategy
 from tests.fsdp_models import Block, OnTheModule, Tied
 from tests.models import quiet_trainer
-from tests.zero_models import LENGTH, VOCABULARY, assert_same_fit, fit, token_loader
+from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
 
 NUM_BATCHES = 4
 
@@ -219,3 +222,116 @@ def test_low_precision_is_near_to_that_of_ddp(on_ranks, precision: str, toleranc
     for ours, theirs, full in zip(fsdp, ddp, exact, strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance)
         assert ours != full
+
+
+class SavesTheFirstEpoch(Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(Path(self.folder, "epoch-0"))
+
+
+def fit_saving(folder: str, ckpt_path: str | None = None) -> Any:
+    torch.manual_seed(5)
+    model = OnTheModule()
+    trainer = quiet_trainer(
+        max_epochs=2, devices=2, strategy="paral_fsdp", gradient_clip_val=0.5, callbacks=[SavesTheFirstEpoch(folder)]
+    )
+    trainer.fit(model, token_loader(3, 2), ckpt_path=ckpt_path)
+    with pytest.raises(ConfigurationError, match=r"during trainer\.fit"):
+        trainer.save_checkpoint(Path(folder, "late"))
+    return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def test_training_resumes_from_a_checkpoint(on_ranks, tmp_path: Path) -> None:
+    whole = on_ranks(2, fit_saving, str(tmp_path))
+    resumed = on_ranks(2, fit_saving, str(tmp_path), str(tmp_path / "epoch-0"))
+
+    for (losses, weights), (losses_again, weights_again) in zip(whole, resumed, strict=True):
+        assert losses_again == losses[3:]
+        assert all(torch.equal(weight, weights_again[name]) for name, weight in weights.items())
+
+
+class Normalised(Fitted):
+    """A BatchNorm whose statistics are those of rank 0's samples, as under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(LENGTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()
+        )
+        self.norm = nn.LayerNorm(LENGTH)
+        self.out = nn.Linear(16, 1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        inputs = batch[0].float() / VOCABULARY
+        return nn.functional.mse_loss(self.out(self.layers(self.norm(inputs))).squeeze(1).float(), inputs.sum(dim=1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fit_normalised(strategy: Any, precision: Any) -> Any:
+    return fit(Normalised, NUM_BATCHES, 2, strategy=strategy, precision=precision)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 5e-2)])
+def test_batchnorm_is_that_of_ddp(on_ranks, precision: str, tolerance: float) -> None:
+    ddp = on_ranks(2, fit_normalised, "paral_ddp", precision)
+    fsdp = on_ranks(2, fit_normalised, "paral_fsdp", precision)
+
+    expected = ddp[0][1]  # under DDP the other ranks' last update of the statistics is their own
+    for (losses, weights), (ddp_losses, _) in zip(fsdp, ddp, strict=True):
+        assert losses == pytest.approx(ddp_losses, rel=2 * tolerance)
+        if precision == "32-true":
+            torch.testing.assert_close(losses, ddp_losses, rtol=1e-5, atol=0.0)
+    for name, weight in fsdp[0][1].items():
+        assert (weight - expected[name]).abs().max() <= tolerance, name
+    for name in ("layers.1.weight", "layers.1.bias"):
+        assert torch.equal(fsdp[0][1][name], fsdp[1][1][name])
+
+
+class Compiled(Tied):
+    """Compiled blocks, by a backend that compiles nothing: the graph breaks are what matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+def fit_compiled_on_rank() -> Any:
+    return fit(Compiled, NUM_BATCHES, 2, strategy="paral_fsdp")
+
+
+def test_compiled_blocks_train(on_ranks) -> None:
+    assert_same_fit(on_ranks(2, fit_compiled_on_rank), fit(Tied, NUM_BATCHES, 1))
+
+
+def printed_tree() -> list[str]:
+    lines: list[str] = []
+    strategy = ParalFSDPStrategy()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        trainer = quiet_trainer(max_steps=1, devices=2, strategy=strategy)
+        trainer.fit(Tied(), token_loader(1, 2))
+        trainer.fit(Tied(), token_loader(1, 2))
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in lines if line.startswith("FSDP: ")]
+
+
+def test_units_are_printed_once_with_their_sizes(on_ranks) -> None:
+    (tree,), nothing = on_ranks(2, printed_tree)
+
+    assert nothing == []
+    assert tree == (
+        "FSDP: 4 units over 2 ranks\n"
+        "Tied (the root): 320 parameters, 0.0 MB\n"
+        "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 0.0 MB"
+    )

@@ -1,5 +1,6 @@
 """Models built in `configure_model` have the values one process draws, and never much of them at once."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.model import recorder
 from tests.fsdp_models import WIDTH, Block, next_token_loss
-from tests.zero_models import VOCABULARY, Fitted, assert_same_fit, fit
+from tests.models import quiet_trainer
+from tests.zero_models import VOCABULARY, Fitted, assert_same_fit, fit, token_loader
 
 NUM_BATCHES = 3
 
@@ -98,3 +100,48 @@ def test_modules_that_are_sharded_already_are_left_alone(on_ranks) -> None:
     for weights in on_ranks(2, fit_sharded_by_hand):
         for name, weight in weights.items():
             assert (weight - expected[name]).abs().max() <= 1e-5, name
+
+
+UNIT_BYTES = 4 * 1024 * 1024
+NUM_UNITS = 24
+
+
+class Large(Fitted):
+    def configure_model(self) -> None:
+        reset_peak()
+        self.before = resident_bytes("VmRSS")
+        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(NUM_UNITS)))
+
+    def on_validation_start(self) -> None:
+        self.peak = resident_bytes("VmHWM") - self.before
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.total = float(sum(p.full_tensor().double().sum() for p in self.blocks.parameters()))
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_bytes(field: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
+
+
+def peak_of_construction() -> tuple[int, float]:
+    fit_late(BuiltLate, 2, strategy="paral_fsdp")  # what is imported at first use is no tensor
+    torch.manual_seed(1)
+    model = Large()
+    trainer = quiet_trainer(devices=2, strategy="paral_fsdp", limit_val_batches=1)
+    trainer.validate(model, token_loader(1, 2), verbose=False)
+    return model.peak, model.total
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+def test_a_rank_never_holds_much_more_than_its_part_and_a_unit(on_ranks) -> None:
+    torch.manual_seed(1)
+    expected = sum(nn.Linear(1024, 1024, bias=False).weight.double().sum().item() for _ in range(NUM_UNITS))
+
+    for peak, total in on_ranks(2, peak_of_construction):
+        assert peak <= NUM_UNITS * UNIT_BYTES / 2 + 9 * UNIT_BYTES  # gloo's and the allocator's own memory included
+        assert total == pytest.approx(expected, rel=1e-9)
