@@ -2,6 +2,7 @@
 
 from lightning_paral.strategies.ddp import ParalDDPStrategy
 from lightning_paral.strategies.dp import ParalDPStrategy
+from lightning_paral.strategies.fsdp import ParalFSDPStrategy
 from lightning_paral.strategies.zero import ParalZeROStrategy
 
-__all__ = ["ParalDDPStrategy", "ParalDPStrategy", "ParalZeROStrategy"]
+__all__ = ["ParalDDPStrategy", "ParalDPStrategy", "ParalFSDPStrategy", "ParalZeROStrategy"]

@@ -9,7 +9,9 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
+from lightning_paral.config import ActivationCheckpointing
 from lightning_paral.launcher import CheckedSubprocessLauncher
+from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.process_group import (
     ProcessGroup,
     backend_for,
@@ -27,6 +29,8 @@ class PortableStrategy(ParallelStrategy):
     """
 
     _process_group: ProcessGroup | None = None
+    _activation_checkpointing: ActivationCheckpointing | None = None
+    _undo_checkpointing: Callable[[], None] | None = None
     _process_group_backend: str | None
     _timeout: timedelta | None
     num_nodes: int
@@ -52,6 +56,12 @@ class PortableStrategy(ParallelStrategy):
         self._process_group = join_process_group(
             self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
         )
+
+    def checkpoint_activations(self) -> None:
+        """Let the units of the module keep only their inputs, if that was asked for, until teardown."""
+        if self._activation_checkpointing is not None:
+            assert self.lightning_module is not None
+            self._undo_checkpointing = checkpoint_units(self.lightning_module, self._activation_checkpointing)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. *Collective*; does nothing before the group is made and after it is released."""
@@ -89,6 +99,9 @@ class PortableStrategy(ParallelStrategy):
         try:
             super().teardown()
         finally:
+            if self._undo_checkpointing is not None:
+                self._undo_checkpointing()
+                self._undo_checkpointing = None
             if self._process_group is not None:
                 self._process_group.release()
                 self._process_group = None

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import Offload
+from lightning_paral.config import ActivationCheckpointing, Offload
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -74,6 +74,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
+        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -98,6 +99,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         logging_level: int = logging.ERROR,
+        activation_checkpointing: ActivationCheckpointing | None = None,
     ) -> None:
         check_installed()
         self.stage = stage
@@ -111,6 +113,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             users_config=settings.load_config(deepspeed_config),
         )
         self._logging_level = logging_level
+        self._activation_checkpointing = activation_checkpointing
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
         DDPStrategy.__init__(
             self,
@@ -216,6 +219,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
     def _setup_training(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        self.checkpoint_activations()
         self._warn_of_whole_model(module)
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)

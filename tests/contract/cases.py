@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import Offload, ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral import Offload, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,17 @@ CASES = (
     Case("ddp_all_to_all", lambda: ParalDDPStrategy(all_reduce="all_to_all")),
     Case("ddp_small_buckets", lambda: ParalDDPStrategy(all_reduce="ring", bucket_cap_mb=0.0001)),
     Case("ddp_static_graph", lambda: ParalDDPStrategy(static_graph=True)),
+    Case("paral_fsdp", lambda: "paral_fsdp"),
+    Case("paral_fsdp_offload", lambda: "paral_fsdp_offload"),
+    Case("fsdp_class", lambda: ParalFSDPStrategy(units=["Linear"])),
+    Case("fsdp_min_params", lambda: ParalFSDPStrategy(min_params=100)),
+    Case("fsdp_unsharded", lambda: ParalFSDPStrategy(units=["Linear"], accumulate="unsharded"), world_sizes=(2, 4)),
+    Case("fsdp_hybrid", lambda: ParalFSDPStrategy(units=["Linear"], replicate=2), world_sizes=(2, 4)),
+    Case(
+        "fsdp_hybrid_unsharded",
+        lambda: ParalFSDPStrategy(units=["Linear"], replicate=2, accumulate="unsharded"),
+        world_sizes=(4,),
+    ),
     Case("paral_zero1", lambda: "paral_zero1"),
     Case("paral_zero2", lambda: "paral_zero2"),
     Case("paral_zero3", lambda: "paral_zero3"),

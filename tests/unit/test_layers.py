@@ -16,6 +16,7 @@ LAYERS = (
     "strategies",
     "dp",
     "zero",
+    "fsdp",
     "checkpoint",
     "memory",
     "data",
