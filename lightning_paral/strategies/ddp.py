@@ -10,17 +10,19 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
-from lightning_paral.config import Sampling
+from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -54,6 +56,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
             `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
         model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
+        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
         ddp_options: every other option of `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`,
             `static_graph` and `find_unused_parameters`.
@@ -82,6 +85,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
+        activation_checkpointing: ActivationCheckpointing | None = None,
         split: Literal["batch", "global"] = "batch",
         remainder: Literal["drop", "wrap"] = "wrap",
         shard_iterable: bool = True,
@@ -108,6 +112,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
         )
+        self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
@@ -116,6 +121,12 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
     # Process group: `PortableStrategy`.
 
     # Model wrapping
+
+    def setup(self, trainer: Trainer) -> None:
+        """Move the module to its device and wrap it. *Collective* over the world."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.checkpoint_activations()
+        super().setup(trainer)
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.
@@ -161,8 +172,6 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
                 raise
             assert self.model is not None
             raise UnusedParametersError(_explain_unused(str(error), self.model, self.global_rank)) from error
-
-    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
 
     # Sampler injection: `PortableStrategy`.
 

@@ -12,9 +12,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_paral.config import Sampling
+from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
 from lightning_paral.launcher import CheckedSubprocessLauncher
+from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.process_group import (
     ProcessGroup,
     backend_for,
@@ -42,6 +43,8 @@ class PortableStrategy(ParallelStrategy):
     _injection: Injection | None = None
     _data_state: dict[str, Any] | None = None
     _process_group: ProcessGroup | None = None
+    _activation_checkpointing: ActivationCheckpointing | None = None
+    _undo_checkpointing: Callable[[], None] | None = None
     _process_group_backend: str | None
     _timeout: timedelta | None
     num_nodes: int
@@ -68,6 +71,12 @@ class PortableStrategy(ParallelStrategy):
             self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
         )
         self._inject_samplers()
+
+    def checkpoint_activations(self) -> None:
+        """Let the units of the module keep only their inputs, if that was asked for, until teardown."""
+        if self._activation_checkpointing is not None:
+            assert self.lightning_module is not None
+            self._undo_checkpointing = checkpoint_units(self.lightning_module, self._activation_checkpointing)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. *Collective*; does nothing before the group is made and after it is released."""
@@ -129,7 +138,7 @@ class PortableStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, and with it where training is in its data. *Collective* over the world."""
-        if self._injection is not None:
+        if self._injection is not None and "loops" in checkpoint:  # more than weights
             checkpoint[_DATA_STATE] = self._injection.state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -154,6 +163,9 @@ class PortableStrategy(ParallelStrategy):
         try:
             super().teardown()
         finally:
+            if self._undo_checkpointing is not None:
+                self._undo_checkpointing()
+                self._undo_checkpointing = None
             if self._process_group is not None:
                 self._process_group.release()
                 self._process_group = None

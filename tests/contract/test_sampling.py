@@ -8,7 +8,7 @@ import torch
 
 from tests.sampling_models import SIZES, evaluate, train
 
-LABELS = ("paral_ddp", "paral_zero1", "paral_zero2", "paral_zero3")
+LABELS = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
 
 
 @cache
@@ -43,7 +43,7 @@ def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_s
         assert sorted(collected) == sorted(expected["collected"][index])
 
 
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_zero3"])
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero3"])
 def test_fillers_leave_no_trace(on_ranks, label: str) -> None:
     for rank in on_ranks(3, evaluate, label, 3, "batch"):
         num_steps, num_hooks, num_calls = rank["steps"]
