@@ -24,6 +24,7 @@ from torch.utils.data import (
 from lightning_paral import GatherPredictions, ParalDDPStrategy
 from lightning_paral.errors import ConfigurationError
 from tests.models import quiet_trainer
+from tests.sampling_models import SaveAt
 
 
 class Indices(Dataset[int]):
@@ -145,7 +146,9 @@ def fit_on_many_loaders() -> dict[str, Any]:
     results["limited"] = fit(plain, 2, limit_train_batches=2).trained
     results["overfit"] = fit(DataLoader(Indices(12), 2, shuffle=True), 2, overfit_batches=2, max_epochs=2).trained
     multiprocessing.current_process()._config["daemon"] = False  # the ranks of the pool may have no children otherwise
-    workers = DataLoader(Indices(8), 2, shuffle=True, num_workers=1, persistent_workers=True)
+    workers = DataLoader(
+        Indices(8), 2, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
     results["workers"] = fit(workers, 2, max_epochs=3).trained
     results["workers again"] = fit(workers, 2, max_epochs=3).trained
     return results
@@ -357,6 +360,85 @@ def test_streams_are_divided_and_end_together(on_ranks) -> None:
     assert both["global"] == ([[0, 2], [4, 6]] * 2, [[1, 3], [5, 7]] * 2)
     assert both["divided, drop"] == ([[0], [2]], [[1], [3]])
     assert both["divided, wrap"] == ([[0], [2], [4]], [[1], [3], [1]])
+
+
+# Going on inside an epoch
+
+
+class Unseen(Indices):
+    """Refuses to load what was trained on before."""
+
+    def __init__(self, length: int, num_seen: int = 0) -> None:
+        super().__init__(length)
+        self.num_seen = num_seen
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index >= self.num_seen
+        return super().__getitem__(index)
+
+
+class Planning(Recorder):
+    """Asks for the number of steps, for which Lightning makes the loaders before it loads a checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        self.num_steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def interrupt(num_ranks: int, loader: Any, path: str, **options: Any) -> Recorder:
+    callbacks = [SaveAt(3, path)]
+    return fit(loader, num_ranks, Planning(), callbacks=callbacks, max_steps=3, max_epochs=-1, **options)
+
+
+def resume(num_ranks: int, loader: Any, path: str, **options: Any) -> list[Any]:
+    model = Planning()
+    sampling = {key: options.pop(key) for key in ("split",) if key in options}
+    trainer = quiet_trainer(**({"max_epochs": 2} | options), devices=num_ranks, strategy=ParalDDPStrategy(**sampling))
+    trainer.fit(model, loader, ckpt_path=path)
+    return model.trained
+
+
+def interrupt_all(num_ranks: int, folder: str) -> None:
+    interrupt(num_ranks, DataLoader(Indices(20), 2), f"{folder}/indices.ckpt")
+    interrupt(num_ranks, DataLoader(Stream(20), 2), f"{folder}/stream.ckpt")
+    interrupt(num_ranks, DataLoader(Indices(24), 4, shuffle=True), f"{folder}/global.ckpt", split="global")
+
+
+def resume_all(num_ranks: int, folder: str) -> dict[str, Any]:
+    multiprocessing.current_process()._config["daemon"] = False
+    workers = {"num_workers": 1, "multiprocessing_context": "fork"}
+    indices, seen = f"{folder}/indices.ckpt", 3 * 2 * 2
+    return {
+        "indices": resume(num_ranks, DataLoader(Unseen(20, seen), 2), indices, max_epochs=1),
+        "by steps": resume(num_ranks, DataLoader(Indices(20), 2), indices, max_steps=7, max_epochs=-1),
+        "workers": resume(num_ranks, DataLoader(Unseen(20, seen), 2, **workers), indices, max_epochs=1),
+        "stream": resume(num_ranks, DataLoader(Stream(20), 2), f"{folder}/stream.ckpt"),
+        "stream, workers": resume(
+            num_ranks, DataLoader(Stream(20), 2, persistent_workers=True, **workers), f"{folder}/stream.ckpt"
+        ),
+        "global": resume(
+            num_ranks, DataLoader(Indices(24), 4, shuffle=True), f"{folder}/global.ckpt", split="global", max_epochs=1
+        ),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_runs_go_on_behind_what_was_seen_at_any_world_size(on_ranks, tmp_path, world_size: int) -> None:
+    on_ranks(2, interrupt_all, 2, str(tmp_path))
+
+    ranks = on_ranks(world_size, resume_all, world_size, str(tmp_path))
+
+    # 8 of 20 samples are left of the first epoch: 4 batches; a whole one has 10
+    first, whole = -(-4 // world_size), -(-10 // world_size)
+    for rank in ranks:
+        assert len(rank["indices"]) == len(rank["workers"]) == first
+        assert len(rank["by steps"]) == 4
+        assert len(rank["stream"]) == len(rank["stream, workers"]) == first + whole
+        assert len(rank["global"]) == 3
+    for name in ("indices", "workers", "stream", "stream, workers"):
+        assert set(flat([rank[name][:first] for rank in ranks])) == set(range(12, 20)), name
+    assert set(flat([rank["stream"][first:] for rank in ranks])) == set(range(20))
+    assert len(set(flat([rank["global"] for rank in ranks]))) == 12
 
 
 # Bad input
