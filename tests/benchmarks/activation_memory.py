@@ -33,9 +33,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         known = {
-            value.untyped_storage()._cdata
-            for value in tree_flatten((args, kwargs))[0]
-            if isinstance(value, Tensor)
+            value.untyped_storage()._cdata for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)
         }
         for result in tree_flatten(results)[0]:
             if isinstance(result, Tensor) and result.untyped_storage()._cdata not in known:
