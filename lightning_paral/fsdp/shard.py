@@ -65,6 +65,7 @@ class ShardedModule:
         names = {parameter: name for name, parameter in self._originals}
         for unit in units.bottom_up:
             _check_dtypes(unit, names)
+        self._fill_what_is_sharded()
         for unit in units.bottom_up:
             if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
                 self._sharded.append(unit.module)
@@ -98,6 +99,15 @@ class ShardedModule:
         root: Any = self.root
         root.reset_iter_state()
         self._belongings.restore(gather)
+
+    def _fill_what_is_sharded(self) -> None:
+        """Give what the user sharded in `configure_model` its values, module by module."""
+        if self._deferred is None:
+            return
+        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
+            parts = list(module.modules())
+            self._deferred.fill(parts)
+            self._belongings.note(parts)
 
     def _shard(self, unit: Unit) -> None:
         module = unit.module

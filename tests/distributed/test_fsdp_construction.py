@@ -83,22 +83,27 @@ def test_values_are_those_of_one_process(on_ranks, threshold_bytes: int) -> None
     assert_same_fit(on_ranks(2, fit_late_on_rank, threshold_bytes), fit_late(BuiltLate, 1))
 
 
-def fit_sharded_by_hand() -> Any:
+def fit_sharded_by_hand(threshold_bytes: int) -> Any:
     kinds = []
+    before, recorder.DEFERRED_BYTES = recorder.DEFERRED_BYTES, threshold_bytes
 
     class Seen(ShardedByHand):
         def on_train_start(self) -> None:
             kinds.append({type(parameter) for parameter in self.blocks.parameters()})
 
-    _, weights = fit_late(Seen, 2, strategy="paral_fsdp")
+    try:
+        _, weights = fit_late(Seen, 2, strategy="paral_fsdp")
+    finally:
+        recorder.DEFERRED_BYTES = before
     assert kinds == [{DTensor}]
     return {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
 
 
-def test_modules_that_are_sharded_already_are_left_alone(on_ranks) -> None:
+@pytest.mark.parametrize("threshold_bytes", [16, 10**6])
+def test_modules_that_are_sharded_already_are_left_alone(on_ranks, threshold_bytes: int) -> None:
     _, expected = fit_late(BuiltLate, 1)
 
-    for weights in on_ranks(2, fit_sharded_by_hand):
+    for weights in on_ranks(2, fit_sharded_by_hand, threshold_bytes):
         for name, weight in weights.items():
             assert (weight - expected[name]).abs().max() <= 1e-5, name
 
