@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT, StandardLibrary
+from lightning_paral.fsdp.communication import DirectReduceScatter
 from tests.benchmarks.ddp_step import StepTimes, differences
 from tests.models import quiet_trainer
 
@@ -39,12 +40,14 @@ def steps_by_name(dataset: StandardLibrary, num_steps: int, device: torch.device
     return differences(times.ends)
 
 
-def steps_by_hand(dataset: StandardLibrary, num_steps: int, device: torch.device) -> list[float]:
+def steps_by_hand(dataset: StandardLibrary, num_steps: int, device: torch.device, direct: bool) -> list[float]:
     model = GPT()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for module in (*model.blocks, model) if direct else ():
+        module.set_custom_reduce_scatter(DirectReduceScatter())
     register_fsdp_forward_method(model, "loss")
     configured = model.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--direct", action="store_true", help="by hand with our reduce-scatter for gloo, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device(arguments.device, int(os.environ["LOCAL_RANK"]) if arguments.device == "cuda" else None)
@@ -78,7 +82,7 @@ def main() -> None:
     by_name, by_hand = [], []
     for _ in range(arguments.blocks):
         by_name += steps_by_name(dataset, arguments.steps, device)
-        by_hand += steps_by_hand(dataset, arguments.steps, device)
+        by_hand += steps_by_hand(dataset, arguments.steps, device, arguments.direct)
     if dist.get_rank() == 0:
         named, written = statistics.median(by_name), statistics.median(by_hand)
         num_tokens = BATCH_SIZE * CONTEXT * dist.get_world_size()

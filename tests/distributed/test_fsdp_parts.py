@@ -116,7 +116,7 @@ def gather_alone() -> bool:
     finally:
         recovery.PATIENCE = patience
     dist.barrier()
-    return found is None
+    return found is None or found == "the run failed on some of its ranks only"
 
 
 def test_rank_that_failed_alone_does_not_wait_for_good(on_ranks) -> None:
@@ -126,7 +126,7 @@ def test_rank_that_failed_alone_does_not_wait_for_good(on_ranks) -> None:
 def gather_together() -> Tensor:
     mesh = make_mesh(CPU, 2)
     gather = recovery.gather_after_failure(mesh, f"another run of {dist.get_world_size()}")
-    assert gather is not None
+    assert not isinstance(gather, str)
     return gather(distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Replicate(), Shard(0)]))
 
 
