@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 GLOBAL_BATCH_SIZE = 12
 FEATURES = 8
@@ -35,15 +34,12 @@ class Regression(LightningModule):
 
 
 def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
-    """`num_batches` global batches in order, of each of which this rank draws its share."""
+    """Batches in order, such that what `num_ranks` draw in a step is a global batch, `num_batches` of them."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(num_batches * GLOBAL_BATCH_SIZE, FEATURES, generator=generator)
     targets = torch.stack([inputs.sum(dim=1), inputs.prod(dim=1)], dim=1)
     dataset = TensorDataset(inputs, targets)
-    # Lightning's own injection shuffles every training loader, whatever the user's sampler was.
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
-    return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks, sampler=sampler)
+    return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks)
 
 
 def quiet_trainer(**options: Any) -> Trainer:

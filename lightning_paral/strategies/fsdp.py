@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_paral.config import ActivationCheckpointing, UnitChoice, check_unit_choice
+from lightning_paral.config import ActivationCheckpointing, Sampling, UnitChoice, check_unit_choice
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.forward import mixing_explained
 from lightning_paral.fsdp.gradients import gradient_norm
@@ -63,12 +63,14 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
+        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
 
     Raises:
         ConfigurationError: options that contradict each other or are out of their range.
     """
 
     strategy_name = "paral_fsdp"
+    forward_has_collectives = True
 
     def __init__(
         self,
@@ -89,9 +91,13 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         activation_checkpointing: ActivationCheckpointing | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        split: Literal["batch", "global"] = "batch",
+        remainder: Literal["drop", "wrap"] = "wrap",
+        shard_iterable: bool = True,
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
+        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if accelerator is not None:
             self.accelerator = accelerator
@@ -311,7 +317,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
                 return whole(value)
         raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
 
-    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+    # Sampler injection: `PortableStrategy`.
 
     # Checkpoint: a distributed checkpoint with a part of each rank, by `ModelParallelStrategy`.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import ActivationCheckpointing, Offload
+from lightning_paral.config import ActivationCheckpointing, Offload, Sampling
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -75,6 +75,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         timeout: how long ranks are waited for, when joining and in every collective.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
+        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -100,9 +101,14 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         logging_level: int = logging.ERROR,
         activation_checkpointing: ActivationCheckpointing | None = None,
+        split: Literal["batch", "global"] = "batch",
+        remainder: Literal["drop", "wrap"] = "wrap",
+        shard_iterable: bool = True,
     ) -> None:
         check_installed()
+        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         self.stage = stage
+        self.forward_has_collectives = stage == 3
         self._options = ZeROOptions(
             stage=stage,
             offload_optimizer=as_offload(offload_optimizer),
@@ -326,7 +332,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
         return self._gradients
 
-    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+    # Sampler injection: `PortableStrategy`.
 
     # Checkpoint: a folder in DeepSpeed's own format, by `DeepSpeedStrategy`.
 
