@@ -118,7 +118,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         # Of one run:
         self._deferred: DeferredConstruction | None = None
         self._sharded: ShardedModule | None = None
-        self._buffers: list[Tensor] = []
+        self._broadcasts = False
         self._run = ""
         self._failed = False
 
@@ -210,8 +210,10 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             offload=self._offload,
         )
         self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
+        sharded.shard()
         self._deferred = None
-        self._buffers = list(module.buffers()) if self._broadcast_buffers and self.world_size > 1 else []
+        has_buffers = next(module.buffers(), None) is not None
+        self._broadcasts = self._broadcast_buffers and self.world_size > 1 and has_buffers
         return sharded
 
     def _sync_batchnorm(self, fitting: bool) -> None:
@@ -249,8 +251,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Run the training step with the root's parameters gathered."""
         assert self._sharded is not None
         assert self.lightning_module is not None
-        if self._buffers:
-            broadcast(self._buffers)
+        if self._broadcasts:
+            broadcast(self.lightning_module.buffers())
         calls = self._sharded.calls
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
@@ -335,20 +337,28 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def teardown(self) -> None:
         """Give the module back as it was, whole, on the host. *Collective*.
 
-        After a failure of some ranks only, its parameters stay sharded.
+        After a failure of some ranks only, or where a host's memory has no room for it, it stays sharded.
         """
-        sharded, self._sharded, self._deferred, self._buffers = self._sharded, None, None, []
+        sharded, self._sharded, self._deferred = self._sharded, None, None
         try:
             if sharded is not None:
                 self._reset_optimizers_and_schedulers()
                 mesh = self.device_mesh
-                sharded.restore(gather_after_failure(mesh, self._run) if self._failed else gather_over(mesh))
+                if self._failed:
+                    gather = gather_after_failure(mesh, self._run)
+                else:
+                    gather = gather_over(mesh, sharded.num_bytes, self.num_processes)
+                if isinstance(gather, str):
+                    rank_zero_warn(f"{type(self.lightning_module).__name__} stays sharded: {gather}.")
+                sharded.restore(gather)
         finally:
             self._failed = False
             self._device_mesh = None
             super().teardown()
             if self.lightning_module is not None and sharded is not None:
                 self.lightning_module._device_mesh = None
+                if self._layer_sync is not None:
+                    self._layer_sync.revert(self.lightning_module)
 
 
 def _check_options(accumulate: str, prefetch: int | None, reduce_dtype: str | None) -> None:
