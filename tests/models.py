@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 GLOBAL_BATCH_SIZE = 12
 FEATURES = 8
@@ -34,12 +35,15 @@ class Regression(LightningModule):
 
 
 def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches in order, such that what `num_ranks` draw in a step is a global batch, `num_batches` of them."""
+    """`num_batches` global batches in order, of each of which this rank draws its share."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(num_batches * GLOBAL_BATCH_SIZE, FEATURES, generator=generator)
     targets = torch.stack([inputs.sum(dim=1), inputs.prod(dim=1)], dim=1)
     dataset = TensorDataset(inputs, targets)
-    return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks)
+    # Already distributed, so left alone: what a rank draws stays the same, however the strategies would spread it.
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
+    return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks, sampler=sampler)
 
 
 def quiet_trainer(**options: Any) -> Trainer:
