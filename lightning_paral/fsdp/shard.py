@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
@@ -88,6 +90,7 @@ class ShardedModule:
         self.replicated = unshardable(self.root)
         if dist.get_world_size() > 1:
             self._averaged = AveragedGradients(self.replicated)
+        _move_what_is_no_parameter(self.root, sharding.device)
         self._install_communication()
         inner = {unit.module for unit in units.inner}
         calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
@@ -191,6 +194,14 @@ def check_module(module: Module) -> None:
                 f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which does "
                 "not mix with FSDP2. Leave the module unwrapped, the strategy shards it; or use fully_shard."
             )
+
+
+def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
+    """Let `root.device` and the states of metrics be on `device`; `root.to` would move offloaded shards as well."""
+    _update_properties(root, device=device)
+    for part in root.modules():
+        if isinstance(part, Metric):
+            part.to(device)
 
 
 def _own_parts(module: Module) -> list[Module]:

@@ -351,6 +351,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
                 if isinstance(gather, str):
                     rank_zero_warn(f"{type(self.lightning_module).__name__} stays sharded: {gather}.")
                 sharded.restore(gather)
+                if not isinstance(gather, str):
+                    sharded.root.cpu()
         finally:
             self._failed = False
             self._device_mesh = None
