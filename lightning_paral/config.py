@@ -51,3 +51,36 @@ class Offload:
         for option in ("buffer_count", "buffer_numel", "max_in_cpu_numel"):
             if getattr(self, option) < 1:
                 raise ConfigurationError(f"Offload({option}={getattr(self, option)!r}) has to be at least 1.")
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """How checkpoints are written and loaded: `Checkpointing("sharded", async_save=True)`.
+
+    Raises:
+        ConfigurationError: an unknown form.
+    """
+
+    form: Literal["full", "sharded"] | None = None
+    """`"full"`: one ordinary Lightning file. `"sharded"`: a folder with a file of each rank. `None`: full for DDP,
+    sharded for ZeRO."""
+
+    _: KW_ONLY
+
+    save_frozen: bool = True
+    """Whether parameters that do not require a gradient are saved, too. Without them, loading keeps the module's own."""
+
+    async_save: bool = False
+    """Copy the state to the host's memory and write it while training goes on; one save at a time."""
+
+    restore_optimizer: bool = True
+    """Whether resuming restores the optimizer's state; an error where the checkpoint has none that fits."""
+
+    def __post_init__(self) -> None:
+        if self.form not in ("full", "sharded", None):
+            raise ConfigurationError(f"Checkpointing(form={self.form!r}) is not known. Choose 'full' or 'sharded'.")
+
+
+def as_checkpointing(checkpoint: "Checkpointing | str | None") -> Checkpointing:
+    """Return `"full"` and `"sharded"` as the `Checkpointing` they stand for."""
+    return checkpoint if isinstance(checkpoint, Checkpointing) else Checkpointing(checkpoint)  # type: ignore[arg-type]

@@ -36,8 +36,7 @@ def intersection(first: Box, second: Box) -> Box | None:
     """Return what both boxes hold; `None` if that is nothing."""
     starts = [max(a, b) for a, b in zip(first.offsets, second.offsets, strict=True)]
     stops = [
-        min(a + m, b + n)
-        for a, m, b, n in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+        min(a + m, b + n) for a, m, b, n in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
     ]
     sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
     return Box(tuple(starts), sizes) if all(size > 0 for size in sizes) else None

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
+from lightning_paral.config import Checkpointing, as_checkpointing
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -49,6 +50,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradients. On by default, unlike in torch.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
+        checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or a `Checkpointing` with more options.
         start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
             `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
@@ -75,6 +77,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        checkpoint: Checkpointing | Literal["full", "sharded"] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -102,6 +105,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
         )
+        self._checkpointing = as_checkpointing(checkpoint)
         self._all_reduce = all_reduce
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
@@ -158,7 +162,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
 
     # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
 
-    # Checkpoint: one ordinary Lightning file written by rank 0; its keys are those of the unwrapped module.
+    # Checkpoint: `PortableStrategy`. One ordinary Lightning file, of which each rank writes an equal part.
 
     def teardown(self) -> None:
         """Unwrap the model, stop reducing, and release the process group."""

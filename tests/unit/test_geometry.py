@@ -1,5 +1,6 @@
 """Runs of a flattened tensor as boxes of its true shape."""
 
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -51,7 +52,7 @@ def test_boxes_are_few_and_each_contiguous_in_memory(run) -> None:
 @given(divisions())
 def test_runs_of_a_division_cover_the_tensor_once(division) -> None:
     shape, cuts = division
-    found = [box for a, b in zip(cuts, cuts[1:], strict=False) for box in boxes_of_run(shape, a, b)]
+    found = [box for a, b in pairwise(cuts) for box in boxes_of_run(shape, a, b)]
     assert coverage_fault(shape, found) is None
 
 
