@@ -68,7 +68,7 @@ class Checkpointing:
     _: KW_ONLY
 
     save_frozen: bool = True
-    """Whether parameters that do not require a gradient are saved, too. Without them, loading keeps the module's own."""
+    """Whether parameters that need no gradient are saved, too. Without them, loading keeps the module's own."""
 
     async_save: bool = False
     """Copy the state to the host's memory and write it while training goes on; one save at a time."""

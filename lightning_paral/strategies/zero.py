@@ -3,7 +3,7 @@
 import atexit
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import Offload
+from lightning_paral.config import Checkpointing, Offload, as_checkpointing
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -31,10 +31,11 @@ from lightning_paral.zero import nvme, settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
 from lightning_paral.zero.gradients import PartitionedGradients, warn_of_hidden_gradients
+from lightning_paral.zero.holdings import Holdings, UsersGroups, fill, held
 from lightning_paral.zero.ops import check_compiler, load_operator
 from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
 from lightning_paral.zero.options import as_offload, check_precision, check_stage
-from lightning_paral.zero.partition import Belongings, FirstValues, count_trained, rejoin, scalars_as_bytes, true_shapes
+from lightning_paral.zero.partition import Belongings, FirstValues, count_trained, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
 from lightning_paral.zero.runtime import check_installed, choose_accelerator, join_deepspeed, leave_deepspeed
@@ -63,6 +64,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
+        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or a `Checkpointing` with more options.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
 
     Raises:
@@ -87,6 +89,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: dict[str, Any] | str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        checkpoint: Checkpointing | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
     ) -> None:
         check_installed()
@@ -110,14 +113,14 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        # What DeepSpeedStrategy's saving and loading reads.
+        # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self.remote_device = None
-        self.load_full_weights = False
-        self.exclude_frozen_parameters = False
+        self._checkpointing = as_checkpointing(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
         self._gradients: PartitionedGradients | None = None
+        self._holdings: Holdings | None = None
         self._failed = False
         self._undo = ExitStack()
 
@@ -210,7 +213,9 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         assert module is not None
         self._warn_of_whole_model(module)
         self._prepare_offload(module)
-        engine = build_training_engine(module, self._make_optimizer(), self._sized_config(module), self.root_device)
+        optimizer = self._make_optimizer()
+        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
+        self._holdings = Holdings(engine, module, self._users_groups)
         self.model = engine
         self.optimizers = [engine.optimizer]
         self._gradients = self._zero_precision.gradients = PartitionedGradients(engine)
@@ -232,6 +237,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        self._users_groups = UsersGroups.of(check_one(optimizers, module), module)
         optimizer = without_idle_groups(check_one(optimizers, module))
         return optimizer if self.offload_optimizer is None else offloadable(optimizer)
 
@@ -364,19 +370,38 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
 
     # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
 
-    # Checkpoint: a folder in DeepSpeed's own format, by `DeepSpeedStrategy`.
+    # Checkpoint: `PortableStrategy`. A folder to which each rank writes the runs of the tensors that it holds.
+
+    _default_form = "sharded"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save in DeepSpeed's format, a folder with a part of each rank. *Collective* over the world."""
-        if self._gradients is None:
-            raise ConfigurationError(
-                "Under ZeRO checkpoints are saved during trainer.fit; the engine is gone after it."
-            )
-        with scalars_as_bytes():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        """Write `checkpoint` to `filepath`, all of it or nothing. *Collective* over the world.
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: the engine has loaded the weights in `load_checkpoint`."""
+        Raises:
+            ConfigurationError: after the fit, when the optimizer's state is gone, unless weights only are wanted.
+            CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
+        """
+        if self._holdings is None and "optimizer_states" in checkpoint:
+            raise ConfigurationError(
+                "Under ZeRO, optimizer states can be saved during trainer.fit only: the engine is gone after it. Use "
+                " ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
+            )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _held(self, parameter: Parameter) -> Tensor:
+        return held(parameter) if self._holdings is None else self._holdings.weight(parameter)
+
+    def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
+        return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
+        assert self._holdings is not None
+        return self._holdings.optimizer_state()
+
+    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        assert self._holdings is not None
+        self._holdings.load_optimizer_state(state)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""
@@ -391,7 +416,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         engine: Any = self.model
         self.model = self.lightning_module
         self.optimizers = []
-        self._gradients = None
+        self._gradients = self._holdings = None
         self._zero_precision.gradients = None
         try:
             if self._belongings is not None:
