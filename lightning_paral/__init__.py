@@ -5,7 +5,7 @@ Trainer(strategy="paral_ddp")
 """
 
 from lightning_paral._version import __version__
-from lightning_paral.config import Checkpointing, Offload
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.errors import (
     CheckpointError,
     ConfigurationError,
@@ -14,16 +14,19 @@ from lightning_paral.errors import (
     UnusedParametersError,
 )
 from lightning_paral.registry import STRATEGIES, register_strategies
-from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 __all__ = [
     "STRATEGIES",
+    "ActivationCheckpointing",
     "CheckpointError",
-    "Checkpointing",
+    "CheckpointOptions",
     "ConfigurationError",
     "Offload",
     "ParalDDPStrategy",
+    "ParalDPStrategy",
     "ParalError",
+    "ParalFSDPStrategy",
     "ParalZeROStrategy",
     "ProcessGroupError",
     "UnusedParametersError",

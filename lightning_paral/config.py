@@ -1,10 +1,50 @@
 """What users write in Python or YAML to group the options of a feature."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
+from torch.nn import Module
+
 from lightning_paral.errors import ConfigurationError
+
+UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
+"""`"auto"`, a class or its name, several of them, or a predicate of a submodule's dotted name and itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """Keep only the inputs of each unit for the backward pass, and compute what is inside anew when it gets there.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174. Gradients stay the same, dropout
+    included; each unit's forward runs once more.
+
+    Raises:
+        ConfigurationError: a value out of its range, or two ways to choose units at once.
+    """
+
+    units: UnitChoice = "auto"
+    """Which submodules, as in `ParalFSDPStrategy(units=...)`; never one inside another."""
+
+    min_params: int | None = None
+    """Instead of `units`: the smallest submodules with at least so many parameters."""
+
+    offload_to_cpu: bool = False
+    """Keep the units' inputs in the host's memory, pinned on CUDA, until the backward pass needs them."""
+
+    def __post_init__(self) -> None:
+        check_unit_choice(self.units, self.min_params)
+
+
+def check_unit_choice(units: UnitChoice, min_params: int | None) -> None:
+    """Raise a `ConfigurationError` if units are chosen in no way or in two ways."""
+    if min_params is not None and (units != "auto" or min_params < 1):
+        raise ConfigurationError(
+            f"units={units!r} and min_params={min_params!r} were given. Give units, or min_params of at least 1."
+        )
+    if not units:
+        raise ConfigurationError("units is empty. Leave it out to have repeated blocks found, or name classes.")
 
 
 @dataclass(frozen=True)
@@ -54,8 +94,8 @@ class Offload:
 
 
 @dataclass(frozen=True)
-class Checkpointing:
-    """How checkpoints are written and loaded: `Checkpointing("sharded", async_save=True)`.
+class CheckpointOptions:
+    """How checkpoints are written and loaded: `CheckpointOptions("sharded", async_save=True)`.
 
     Raises:
         ConfigurationError: an unknown form.
@@ -78,9 +118,9 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         if self.form not in ("full", "sharded", None):
-            raise ConfigurationError(f"Checkpointing(form={self.form!r}) is not known. Choose 'full' or 'sharded'.")
+            raise ConfigurationError(f"CheckpointOptions(form={self.form!r}) is not known. Choose 'full' or 'sharded'.")
 
 
-def as_checkpointing(checkpoint: "Checkpointing | str | None") -> Checkpointing:
-    """Return `"full"` and `"sharded"` as the `Checkpointing` they stand for."""
-    return checkpoint if isinstance(checkpoint, Checkpointing) else Checkpointing(checkpoint)  # type: ignore[arg-type]
+def as_checkpoint_options(checkpoint: "CheckpointOptions | str | None") -> CheckpointOptions:
+    """Return `"full"` and `"sharded"` as the `CheckpointOptions` they stand for."""
+    return checkpoint if isinstance(checkpoint, CheckpointOptions) else CheckpointOptions(checkpoint)  # type: ignore[arg-type]

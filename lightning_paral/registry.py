@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.strategies import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,11 @@ class RegisteredStrategy:
 
 STRATEGIES = (
     RegisteredStrategy(
+        name="paral_dp",
+        strategy=ParalDPStrategy,
+        description="One process, a thread per device; for trying things out: paral_ddp is faster",
+    ),
+    RegisteredStrategy(
         name="paral_ddp",
         strategy=ParalDDPStrategy,
         description="A replica per rank; gradients averaged during backward by the backend's own all-reduce",
@@ -36,6 +41,17 @@ STRATEGIES = (
         strategy=ParalDDPStrategy,
         arguments=MappingProxyType({"all_reduce": "ring"}),
         description="paral_ddp with our point-to-point ring all-reduce, on any backend",
+    ),
+    RegisteredStrategy(
+        name="paral_fsdp",
+        strategy=ParalFSDPStrategy,
+        description="FSDP2: each rank holds its part of parameters, gradients and optimizer state",
+    ),
+    RegisteredStrategy(
+        name="paral_fsdp_offload",
+        strategy=ParalFSDPStrategy,
+        arguments=MappingProxyType({"offload": True}),
+        description="paral_fsdp with parameters, gradients and optimizer on the host",
     ),
     RegisteredStrategy(
         name="paral_zero1",

@@ -75,7 +75,9 @@ class SaveOnce(Callback):
 
 
 STRATEGIES: dict[str, Any] = {
+    "dp": lambda: "paral_dp",
     "ddp": lambda: "paral_ddp",
+    "fsdp": lambda: "paral_fsdp",
     "zero1": lambda: "paral_zero1",
     "zero2": lambda: "paral_zero2",
     "zero3": lambda: "paral_zero3",

@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     return rank_pool.run
 
 
+NEEDS_OPERATORS = "deepspeed_operators"
 BUILD = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -31,13 +33,39 @@ from lightning_paral.zero.ops import load_operator
 load_operator("cpu_adam", "the tests")
 load_operator("async_io", "the tests")
 """
+_build = pytest.StashKey["subprocess.Popen[str]"]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need DeepSpeed's operators come last: those are compiled meanwhile, minutes on a new machine."""
+    items.sort(key=lambda item: NEEDS_OPERATORS in getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start to compile DeepSpeed's operators, on what processor time the tests leave."""
+    if session.config.option.collectonly:
+        return
+    if any(NEEDS_OPERATORS in getattr(item, "fixturenames", ()) for item in session.items):
+        command = ["nice", "-n", "19", sys.executable, "-c", BUILD]
+        session.config.stash[_build] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the compilation where no test waited for it."""
+    build = session.config.stash.get(_build, None)
+    if build is not None and build.poll() is None:
+        os.killpg(build.pid, signal.SIGTERM)  # the compilers, too
+        build.communicate(timeout=30)
 
 
 @pytest.fixture(scope="session")
-def deepspeed_operators() -> None:
-    """Compile DeepSpeed's operators, minutes on a new machine, before ranks with a time limit need them."""
-    built = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, timeout=1200)
-    assert built.returncode == 0, built.stdout + built.stderr
+def deepspeed_operators(request: pytest.FixtureRequest) -> None:
+    """Wait until DeepSpeed's operators are compiled, before ranks with a time limit need them."""
+    build = request.config.stash[_build]
+    said, _ = build.communicate(timeout=1200)
+    assert build.returncode == 0, said
 
 
 @pytest.fixture(autouse=True)

@@ -59,9 +59,8 @@ def fit_regression(
     torch.manual_seed(3)
     model = Regression()
     num_batches = num_steps * accumulate - (1 if accumulate > 1 else 0)
-    trainer = quiet_trainer(
-        max_epochs=1, accumulate_grad_batches=accumulate, gradient_clip_val=0.1, devices=num_ranks, **trainer_options
-    )
+    options = {"max_epochs": 1, "gradient_clip_val": 0.1, "devices": num_ranks} | trainer_options
+    trainer = quiet_trainer(accumulate_grad_batches=accumulate, **options)
     trainer.fit(model, regression_data(num_batches, num_ranks))
     assert trainer.global_step == num_steps
     return model.losses, {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}

@@ -170,7 +170,7 @@ def fit(
     """Fit what `make` makes; return this rank's losses and the final weights."""
     torch.manual_seed(5)
     model = make()
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, **trainer_options)
+    trainer = quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | trainer_options))
     trainer.fit(model, token_loader(num_batches, num_ranks) if loader is None else loader)
     return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
 

@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 _REMEDY = (
     "Return the same parameters in the same groups from configure_optimizers, or leave the optimizer's state out by "
-    "Checkpointing(restore_optimizer=False)."
+    "CheckpointOptions(restore_optimizer=False)."
 )
 
 

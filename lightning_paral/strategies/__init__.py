@@ -1,6 +1,8 @@
 """The strategies. Each shows, in this order: process group, model wrapping, sampler injection, checkpoint."""
 
 from lightning_paral.strategies.ddp import ParalDDPStrategy
+from lightning_paral.strategies.dp import ParalDPStrategy
+from lightning_paral.strategies.fsdp import ParalFSDPStrategy
 from lightning_paral.strategies.zero import ParalZeROStrategy
 
-__all__ = ["ParalDDPStrategy", "ParalZeROStrategy"]
+__all__ = ["ParalDDPStrategy", "ParalDPStrategy", "ParalFSDPStrategy", "ParalZeROStrategy"]

@@ -10,17 +10,19 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
-from lightning_paral.config import Checkpointing, as_checkpointing
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -50,11 +52,12 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradients. On by default, unlike in torch.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
-        checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or a `Checkpointing` with more options.
+        checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
         start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
             `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
         model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
+        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         ddp_options: every other option of `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`,
             `static_graph` and `find_unused_parameters`.
 
@@ -77,12 +80,13 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        checkpoint: Checkpointing | Literal["full", "sharded"] | None = None,
+        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
+        activation_checkpointing: ActivationCheckpointing | None = None,
         **ddp_options: Any,
     ) -> None:
         _check_choice("all_reduce", all_reduce, get_args(AllReduceName))
@@ -105,7 +109,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
         )
-        self._checkpointing = as_checkpointing(checkpoint)
+        self._checkpoint_options = as_checkpoint_options(checkpoint)
+        self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
@@ -114,6 +119,12 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
     # Process group: `PortableStrategy`.
 
     # Model wrapping
+
+    def setup(self, trainer: Trainer) -> None:
+        """Move the module to its device and wrap it. *Collective* over the world."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.checkpoint_activations()
+        super().setup(trainer)
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.
@@ -162,7 +173,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
 
     # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
 
-    # Checkpoint: `PortableStrategy`. One ordinary Lightning file, of which each rank writes an equal part.
+    # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file, of which each rank writes an equal part.
 
     def teardown(self) -> None:
         """Unwrap the model, stop reducing, and release the process group."""

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import weakref
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -23,20 +24,21 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import Checkpointing, Offload, as_checkpointing
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import nvme, settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
-from lightning_paral.zero.gradients import PartitionedGradients, warn_of_hidden_gradients
+from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings, UsersGroups, fill, held
-from lightning_paral.zero.ops import check_compiler, load_operator
+from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam, make_run_folders
 from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
-from lightning_paral.zero.options import as_offload, check_precision, check_stage
-from lightning_paral.zero.partition import Belongings, FirstValues, count_trained, rejoin, true_shapes
+from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
+from lightning_paral.zero.partition import Belongings, FirstValues, count_trained, lies_in, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
+from lightning_paral.zero.reading import read_optimizer_state, read_parameter
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
 from lightning_paral.zero.runtime import check_installed, choose_accelerator, join_deepspeed, leave_deepspeed
 
@@ -64,8 +66,9 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
-        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or a `Checkpointing` with more options.
+        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
+        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -89,20 +92,23 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: dict[str, Any] | str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        checkpoint: Checkpointing | Literal["full", "sharded"] | None = None,
+        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
+        activation_checkpointing: ActivationCheckpointing | None = None,
     ) -> None:
         check_installed()
         self.stage = stage
-        self.offload_optimizer = as_offload(offload_optimizer)
-        self.offload_parameters = as_offload(offload_parameters)
-        check_stage(stage, self.offload_optimizer, self.offload_parameters)
-        self._overlap_comm = overlap_comm
-        self._reduce_bucket_numel = reduce_bucket_numel
-        self._gather_bucket_numel = gather_bucket_numel
-        self._users_config = settings.load_config(deepspeed_config)
+        self._options = ZeROOptions(
+            stage=stage,
+            offload_optimizer=as_offload(offload_optimizer),
+            offload_parameters=as_offload(offload_parameters),
+            overlap_comm=overlap_comm,
+            reduce_bucket_numel=reduce_bucket_numel,
+            gather_bucket_numel=gather_bucket_numel,
+            users_config=settings.load_config(deepspeed_config),
+        )
         self._logging_level = logging_level
-        settings.merge(self._zero_section(pin_memory=False), self._users_config.get("zero_optimization", {}))
+        self._activation_checkpointing = activation_checkpointing
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
         DDPStrategy.__init__(
             self,
@@ -116,12 +122,13 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self.remote_device = None
-        self._checkpointing = as_checkpointing(checkpoint)
+        self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
         self._gradients: PartitionedGradients | None = None
         self._holdings: Holdings | None = None
         self._failed = False
+        self._run_folders: list[Path] = []
         self._undo = ExitStack()
 
     @property
@@ -154,12 +161,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         choose_accelerator(self.root_device)
         check_precision(self._zero_precision.precision, self.root_device)
         self._zero_precision.device_type = self.root_device.type
-        if self.offload_optimizer is not None:
-            check_compiler("offload_optimizer", needs_aio=False)
-        for option, offload in self._nvme_offloads():
-            check_compiler(option, needs_aio=True)
-            assert offload.path is not None
-            nvme.check_folder(offload.path)
+        check_offload(self._options)
 
     def setup_environment(self) -> None:
         """Set up the device and join the process group. *Collective* over the world."""
@@ -172,6 +174,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         self._set_node_environment_variables()
         join_deepspeed(self._logging_level)
         self._undo.callback(leave_deepspeed)
+        load_async_io(self._options)
         self.config = self._make_config()
 
     # Model wrapping
@@ -211,15 +214,16 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
     def _setup_training(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        self.checkpoint_activations()
         self._warn_of_whole_model(module)
-        self._prepare_offload(module)
+        load_cpu_adam(self._options)
+        check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
         optimizer = self._make_optimizer()
         engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
         self._holdings = Holdings(engine, module, self._users_groups)
         self.model = engine
         self.optimizers = [engine.optimizer]
-        self._gradients = self._zero_precision.gradients = PartitionedGradients(engine)
-        warn_of_hidden_gradients(module)
+        self._gradients = self._zero_precision.start_fit(engine, trainer)
 
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
@@ -239,54 +243,22 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
         self._users_groups = UsersGroups.of(check_one(optimizers, module), module)
         optimizer = without_idle_groups(check_one(optimizers, module))
-        return optimizer if self.offload_optimizer is None else offloadable(optimizer)
-
-    def _prepare_offload(self, module: Module) -> None:
-        if self.offload_optimizer is not None:
-            load_operator("cpu_adam", "offload_optimizer")
-        offloads = self._nvme_offloads()
-        if not offloads:
-            return
-        load_operator("async_io", offloads[0][0])
-        share = count_trained(module.parameters()) * self.num_processes / self.world_size
-        for option, offload in offloads:
-            # fp32 parameters, gradients and two moments; parameters as they are computed with.
-            assert offload.path is not None
-            nvme.check_space(offload.path, int(share * (16 if option == "offload_optimizer" else 4)))
+        return optimizer if self._options.offload_optimizer is None else offloadable(optimizer)
 
     def _make_config(self) -> dict[str, Any]:
-        zero = self._zero_section(pin_memory=self.root_device.type == "cuda")
-        run = self.broadcast(nvme.new_run_name())
-        for option, offload in self._nvme_offloads():
-            assert offload.path is not None
-            folder = Path(offload.path) / run
-            folder.mkdir(exist_ok=True)
-            self._undo.callback(nvme.remove_run, folder)
+        zero = self._options.section(pin_memory=self.root_device.type == "cuda")
+        for offload, folder in make_run_folders(self._options, self.broadcast(nvme.new_run_name())).items():
+            self._run_folders.append(folder)
             atexit.register(nvme.remove_run, folder)
-            zero["offload_optimizer" if option == "offload_optimizer" else "offload_param"]["nvme_path"] = str(folder)
+            zero[offload]["nvme_path"] = str(folder)
         ours = {"zero_optimization": zero} | settings.precision_section(self._zero_precision.precision)
-        return settings.complete(ours, self._users_config)
+        return settings.complete(ours, self._options.users_config)
 
     def _sized_config(self, module: Module) -> dict[str, Any]:
         num_elements = count_trained(module.parameters())
         on_cuda = self.root_device.type == "cuda"
         zero = settings.fill_in(self.config["zero_optimization"], self.stage, num_elements, on_cuda)
         return self.config | {"zero_optimization": zero}
-
-    def _zero_section(self, pin_memory: bool) -> dict[str, Any]:
-        return settings.zero_section(
-            self.stage,
-            self.offload_optimizer,
-            self.offload_parameters,
-            self._overlap_comm,
-            self._reduce_bucket_numel,
-            self._gather_bucket_numel,
-            pin_memory,
-        )
-
-    def _nvme_offloads(self) -> list[tuple[str, Offload]]:
-        offloads = {"offload_optimizer": self.offload_optimizer, "offload_parameters": self.offload_parameters}
-        return [(option, offload) for option, offload in offloads.items() if offload and offload.device == "nvme"]
 
     @property
     def _zero_precision(self) -> ZeROPrecision:
@@ -336,15 +308,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
 
     def full_parameter(self, parameter: Parameter) -> Tensor:
         """Return a copy of `parameter` in its own shape, in fp32 where a master copy exists. *Collective*."""
-        import deepspeed
-
-        if self._gradients is not None and parameter.requires_grad:
-            full = deepspeed.utils.safe_get_full_fp32_param(parameter)
-            if full is not None:
-                copy: Tensor = full.detach().clone()
-                return copy
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
+        return read_parameter(parameter, has_master=self._gradients is not None)
 
     def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
         """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape. *Collective*.
@@ -352,16 +316,8 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         Raises:
             ValueError: there is no such state yet; states come with the first step.
         """
-        import deepspeed
-
         self._fit_gradients()
-        try:
-            state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-        except (KeyError, TypeError, AttributeError):
-            state = None
-        if state is None:
-            raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
-        return state
+        return read_optimizer_state(parameter, key)
 
     def _fit_gradients(self) -> PartitionedGradients:
         if self._gradients is None:
@@ -370,23 +326,9 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
 
     # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
 
-    # Checkpoint: `PortableStrategy`. A folder to which each rank writes the runs of the tensors that it holds.
+    # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes the runs of the tensors that it holds.
 
     _default_form = "sharded"
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `filepath`, all of it or nothing. *Collective* over the world.
-
-        Raises:
-            ConfigurationError: after the fit, when the optimizer's state is gone, unless weights only are wanted.
-            CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
-        """
-        if self._holdings is None and "optimizer_states" in checkpoint:
-            raise ConfigurationError(
-                "Under ZeRO, optimizer states can be saved during trainer.fit only: the engine is gone after it. Use "
-                " ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
-            )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _held(self, parameter: Parameter) -> Tensor:
         return held(parameter) if self._holdings is None else self._holdings.weight(parameter)
@@ -417,7 +359,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         self.model = self.lightning_module
         self.optimizers = []
         self._gradients = self._holdings = None
-        self._zero_precision.gradients = None
+        self._zero_precision.end_fit()
         try:
             if self._belongings is not None:
                 self._belongings.restore(gather=not self._failed)
@@ -428,6 +370,18 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             self._failed = False
             self._undo.close()
             super().teardown()
+            self._leave_run_folders()
+
+    def _leave_run_folders(self) -> None:
+        """Remove this run's files, but for parameters of a module that has them nowhere else: they go with it."""
+        module = self.lightning_module
+        for folder in self._run_folders:
+            if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):
+                nvme.remove_optimizer(folder)
+                weakref.finalize(module, nvme.remove_run, folder)
+            else:
+                nvme.remove_run(folder)
+        self._run_folders = []
 
 
 _RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")

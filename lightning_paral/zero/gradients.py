@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.errors import ParalError
+from lightning_paral.zero.hidden import GradientGuard
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -26,8 +25,9 @@ class PartitionedGradients:
     automatic optimization; under manual optimization it turns out to have been the last when the step comes.
     """
 
-    def __init__(self, engine: "DeepSpeedEngine") -> None:
+    def __init__(self, engine: "DeepSpeedEngine", guard: GradientGuard) -> None:
         self.engine = engine
+        self.guard = guard
         self.stage = engine.zero_optimization_stage()
         self._complete = False
         self._num_passes = 0
@@ -98,10 +98,14 @@ class PartitionedGradients:
 
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
-        from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
-
         self.end_window()
         limit = max_value * self._loss_scale()
+        with self.guard.lifted():
+            self._clamp(limit)
+
+    def _clamp(self, limit: float) -> None:
+        from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
         optimizer = self._optimizer
         if self.stage == 3 and self._offloaded:
             for parameter in self._parameters():
@@ -144,7 +148,8 @@ class PartitionedGradients:
         self._check_complete()
         if not parameter.requires_grad:
             return None
-        gradient = safe_get_full_grad(parameter)
+        with self.guard.lifted():
+            gradient = safe_get_full_grad(parameter)
         return None if gradient is None else gradient.float() / self._loss_scale()
 
     def _check_complete(self) -> None:
@@ -162,15 +167,3 @@ class PartitionedGradients:
     def _parameters(self) -> list[Parameter]:
         groups = self._optimizer.fp16_groups if self.stage == 3 else self._optimizer.bit16_groups
         return [parameter for group in groups for parameter in group]
-
-
-def warn_of_hidden_gradients(module: LightningModule) -> None:
-    """Say once that hooks of the user's which may read `.grad` find `None` there."""
-    hooks = [hook for hook in ("on_after_backward", "on_before_optimizer_step") if is_overridden(hook, module)]
-    if hooks:
-        rank_zero_warn(
-            f"{type(module).__name__} overrides {' and '.join(hooks)}. Under ZeRO each rank holds its part of the "
-            "gradients only: `parameter.grad` is None. Read whole gradients with "
-            "`self.trainer.strategy.full_gradient(parameter)`, their norm with `.gradient_norm()`, and clip with "
-            "`self.clip_gradients(optimizer, ...)`."
-        )

@@ -66,3 +66,8 @@ def new_run_name() -> str:
 def remove_run(folder: Path) -> None:
     """Remove a run's subfolder with all in it, if it is there."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_optimizer(folder: Path) -> None:
+    """Remove what DeepSpeed wrote of the optimizer to a run's subfolder; parameters stay."""
+    remove_run(folder / "zero_stage_3" / "optimizer")

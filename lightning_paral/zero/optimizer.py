@@ -1,5 +1,8 @@
 """The user's optimizer as DeepSpeed can take it: one, with groups that train something, offloadable where wanted."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,13 +91,34 @@ def offloadable(optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         group["lr"] = float(group["lr"])  # torch takes tensors, too
         group["betas"] = tuple(float(beta) for beta in group["betas"])
-    replacement: Optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=decoupled.pop())
+    with _cpu_info_read_once():
+        replacement: Optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=decoupled.pop())
     first, *others = optimizer.param_groups
     rank_zero_info(
         f"Offload: {kind} was replaced by DeepSpeedCPUAdam with the same lr={first['lr']:g}, betas={first['betas']}, "
         f"eps={first['eps']:g}, weight_decay={first['weight_decay']:g}, {len(others)} further groups likewise."
     )
     return replacement
+
+
+@contextmanager
+def _cpu_info_read_once() -> Iterator[None]:
+    # DeepSpeedCPUAdam asks for the processor's vendor each time, which starts a process and takes a second.
+    import cpuinfo
+
+    read = cpuinfo.get_cpu_info
+    cpuinfo.get_cpu_info = _cpu_info
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = read
+
+
+@cache
+def _cpu_info() -> Any:
+    from cpuinfo.cpuinfo import get_cpu_info
+
+    return get_cpu_info()
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from lightning_paral.errors import ConfigurationError
 def is_partitioned(parameter: Any) -> bool:
     """Whether `parameter` is one of ZeRO stage 3 of which this rank holds a part only, now."""
     return hasattr(parameter, "ds_id") and parameter.ds_status.name == "NOT_AVAILABLE"
+
+
+def lies_in(folder: Path, parameter: Any) -> bool:
+    """Whether this rank's part of `parameter` is in a file below `folder`, and only there."""
+    on_nvme = is_partitioned(parameter) and parameter.ds_tensor.status.name == "NOT_AVAILABLE"
+    return on_nvme and Path(parameter.nvme_swapper.swap_folder).is_relative_to(folder)
 
 
 @contextmanager

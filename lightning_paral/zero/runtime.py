@@ -104,6 +104,7 @@ def leave_deepspeed() -> None:
         return
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.utils import groups
 
     comm.cdb = None
@@ -115,6 +116,10 @@ def leave_deepspeed() -> None:
     partition_parameters.zero_init_context = 0
     partition_parameters.top_level_context = None
     parameter_offload.FWD_MODULE_STACK.clear()
+    # A cache of the class, behind a decorator: it would keep every module of stage 3 and its engine alive.
+    for cell in PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release.__closure__ or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
     _forget_autocast()
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -50,41 +49,6 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
                 f"deepspeed_config sets {key}={config[key]!r}, which belongs to Lightning: {remedy}, and take it out."
             )
     return {key: value for key, value in config.items() if key not in _OWNED}
-
-
-def zero_section(
-    stage: int,
-    offload_optimizer: Offload | None,
-    offload_parameters: Offload | None,
-    overlap_comm: bool | None,
-    reduce_bucket_numel: int | None,
-    gather_bucket_numel: int | None,
-    pin_memory: bool,
-) -> dict[str, Any]:
-    """Return the section `zero_optimization`, without the paths of an NVMe offload, which are those of a run."""
-    section: dict[str, Any] = {"stage": stage}
-    if overlap_comm is not None:
-        section["overlap_comm"] = overlap_comm
-    if reduce_bucket_numel is not None:
-        section["reduce_bucket_size"] = reduce_bucket_numel
-    if gather_bucket_numel is not None:
-        section["stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"] = gather_bucket_numel
-    if offload_optimizer is not None:
-        section["offload_optimizer"] = {
-            "device": offload_optimizer.device,
-            "pin_memory": _pinned(offload_optimizer, pin_memory),
-            "buffer_count": offload_optimizer.buffer_count,
-            "ratio": offload_optimizer.ratio,
-        }
-    if offload_parameters is not None:
-        section["offload_param"] = {
-            "device": offload_parameters.device,
-            "pin_memory": _pinned(offload_parameters, pin_memory),
-            "buffer_count": offload_parameters.buffer_count,
-            "buffer_size": offload_parameters.buffer_numel,
-            "max_in_cpu": offload_parameters.max_in_cpu_numel,
-        }
-    return section
 
 
 def precision_section(precision: str) -> dict[str, Any]:
@@ -142,7 +106,3 @@ def complete(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any
     config = _DEFAULTS | merge(ours, users)
     # Lightning clips, accumulates and draws batches; DeepSpeed wants a number for each.
     return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-
-
-def _pinned(offload: Offload, default: bool) -> bool:
-    return default if offload.pin_memory is None else offload.pin_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import Offload, ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral import Offload, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Case:
     tolerance: float = 1e-5
     """Largest difference to one process, absolute for weights and relative for losses."""
     world_sizes: tuple[int, ...] = (1, 2, 4)
+    num_devices_per_process: tuple[int, ...] = ()
+    """For a strategy that has all its devices in one process, and no ranks: the numbers of devices to try."""
 
 
 def zero3_nvme() -> ParalZeROStrategy:
@@ -30,12 +32,24 @@ def zero3_nvme() -> ParalZeROStrategy:
 
 
 CASES = (
+    Case("paral_dp", lambda: "paral_dp", world_sizes=(), num_devices_per_process=(1, 2, 3, 4)),
     Case("paral_ddp", lambda: "paral_ddp"),
     Case("paral_ddp_ring", lambda: "paral_ddp_ring"),
     Case("ddp_reduce_broadcast", lambda: ParalDDPStrategy(all_reduce="reduce_broadcast")),
     Case("ddp_all_to_all", lambda: ParalDDPStrategy(all_reduce="all_to_all")),
     Case("ddp_small_buckets", lambda: ParalDDPStrategy(all_reduce="ring", bucket_cap_mb=0.0001)),
     Case("ddp_static_graph", lambda: ParalDDPStrategy(static_graph=True)),
+    Case("paral_fsdp", lambda: "paral_fsdp"),
+    Case("paral_fsdp_offload", lambda: "paral_fsdp_offload"),
+    Case("fsdp_class", lambda: ParalFSDPStrategy(units=["Linear"])),
+    Case("fsdp_min_params", lambda: ParalFSDPStrategy(min_params=100)),
+    Case("fsdp_unsharded", lambda: ParalFSDPStrategy(units=["Linear"], accumulate="unsharded"), world_sizes=(2, 4)),
+    Case("fsdp_hybrid", lambda: ParalFSDPStrategy(units=["Linear"], replicate=2), world_sizes=(2, 4)),
+    Case(
+        "fsdp_hybrid_unsharded",
+        lambda: ParalFSDPStrategy(units=["Linear"], replicate=2, accumulate="unsharded"),
+        world_sizes=(4,),
+    ),
     Case("paral_zero1", lambda: "paral_zero1"),
     Case("paral_zero2", lambda: "paral_zero2"),
     Case("paral_zero3", lambda: "paral_zero3"),

@@ -33,7 +33,7 @@ def last_loss(overlay: str, folder: str) -> float:
     return Witness.trainer.callback_metrics["train_loss"].item()
 
 
-@pytest.mark.parametrize("overlay", [path.stem for path in OVERLAYS if path.stem != "ddp"])
+@pytest.mark.parametrize("overlay", [path.stem for path in OVERLAYS if path.stem not in ("ddp", "dp")])
 def test_loss_is_that_of_ddp(on_ranks, tmp_path: Path, overlay: str) -> None:
     expected = on_ranks(2, last_loss, "ddp", str(tmp_path))
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_paral import ParalZeROStrategy
+from lightning_paral.zero.hidden import HiddenGradientError
 from tests.benchmarks.zero_memory import bytes_by_formula, bytes_held
 from tests.benchmarks.zero_traffic import model_sizes_by_formula, model_sizes_sent_per_step
 from tests.models import Regression, fit_regression, quiet_trainer, regression_data
@@ -187,6 +188,36 @@ def test_overridden_hooks_do_what_they_say(on_ranks, strategy: str) -> None:
     for _, seen, calls in ranks:
         assert calls == expected_calls
         torch.testing.assert_close(seen, expected_seen, rtol=1e-3 if "offload" in strategy else 1e-5, atol=tolerance)
+
+
+class ClippingByHand(Regression):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class LookingAtGradients(Regression):
+    def on_after_backward(self) -> None:
+        assert self.hidden.weight.grad is not None
+
+
+def read_hidden_gradients(strategy: str) -> list[str]:
+    messages = []
+    for kind in (ClippingByHand, LookingAtGradients):
+        model = kind()
+        with pytest.raises(HiddenGradientError) as caught:
+            quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(model, regression_data(2, 2))
+        messages.append(str(caught.value))
+        assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+        dist.barrier()
+    return messages
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_hooks_that_read_gradients_where_they_are_not_are_told_where_they_are(on_ranks, strategy: str) -> None:
+    for messages in on_ranks(2, read_hidden_gradients, strategy):
+        for message in messages:
+            assert "full_gradient(parameter)" in message
+            assert "clip_gradients" in message
 
 
 class Manual(Regression):

@@ -24,6 +24,21 @@ def parity(algorithm: str) -> float:
     return max((weights[name] - expected[name]).abs().max().item() for name in expected)
 
 
+def zero_parity(label: str) -> float:
+    """Largest difference of the weights after 20 steps under ZeRO to the same training in one process on CPU."""
+    from tests.contract.cases import BY_LABEL
+
+    _, weights = fit_regression(20, 3, WORLD_SIZE, accelerator="gpu", strategy=BY_LABEL[label].strategy())
+    _, expected = _in_one_process()
+    return max((weights[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def zero_losses(strategy: str, precision: str) -> list[float]:
+    """This rank's losses over 20 steps."""
+    losses, _ = fit_regression(20, 1, WORLD_SIZE, accelerator="gpu", strategy=strategy, precision=precision)
+    return losses
+
+
 def _in_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")] + ["RANK", "LOCAL_RANK", "WORLD_SIZE"]:
         os.environ.pop(name, None)

@@ -1,0 +1,43 @@
+"""What cannot be replicated, named before the first step."""
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch._dynamo import OptimizedModule
+from torch.jit import ScriptModule
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+
+from lightning_paral.errors import ConfigurationError
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def check_replicable(module: LightningModule) -> None:
+    """Raise a `ConfigurationError` if copies of `module` would not do what `module` does."""
+    for name, part in module.named_modules():
+        kind = _cannot_be_replicated(part)
+        if kind is not None:
+            raise ConfigurationError(
+                f"{name or type(module).__name__} is {kind}, which cannot be replicated within one process. "
+                f"Use paral_ddp, or one device."
+            )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                f"{name} has no shape yet. Run a batch through the module before training, so that lazy modules are "
+                "initialized, or use paral_ddp."
+            )
+    for step in _STEPS:
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{step} takes `dataloader_iter`, so there is no batch for paral_dp to divide. Take `batch`, or "
+                "use paral_ddp."
+            )
+
+
+def _cannot_be_replicated(module: Module) -> str | None:
+    if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        return "compiled"
+    if isinstance(module, ScriptModule):
+        return "a ScriptModule"
+    return None

@@ -1,0 +1,82 @@
+"""torchmetrics in replicas: what a replica's copy is given, the master's metric is given, too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torchmetrics import Metric, MetricCollection
+
+
+def is_metric(module: object) -> bool:
+    """Say whether `module` is replicated by `MetricCopies`."""
+    return isinstance(module, Metric | MetricCollection)
+
+
+class MetricCopies:
+    """One replica's copies of the metrics, which start empty in each step and remember what they are updated with.
+
+    Merging states would not be right for every metric: torchmetrics has states that only the metric itself can join,
+    and then not go on with. Updating the master's metric with the same arguments, replica by replica, is right for all.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[int, tuple[Module, Module]] = {}  # by id: a metric's hash changes with its state
+        self._originals: dict[int, Module] = {}
+        self._updates: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._depth = 0
+
+    def copy_of(self, metric: Module) -> Module:
+        """Return this replica's empty copy of `metric`, the same in every step."""
+        if id(metric) not in self._copies:
+            self._copies[id(metric)] = (metric, self._new_copy(metric))
+        copy: Any = self._copies[id(metric)][1]
+        copy.reset()
+        copy.train(metric.training)
+        return copy  # type: ignore[no-any-return]
+
+    def original_of(self, value: object) -> object:
+        """Return the master's metric of which `value` is the copy; anything else as it is."""
+        return self._originals.get(id(value), value)
+
+    def replay(self, device: torch.device) -> None:
+        """Update the master's metrics, which are on `device`, with what the copies were updated with, in that order."""
+        updates, self._updates = self._updates, []
+        for metric, args, kwargs in updates:
+            metric.update(*_detached(args, device), **_detached(kwargs, device))
+
+    def forget(self) -> None:
+        """Forget updates that came to nothing, because a replica failed."""
+        self._updates = []
+        self._depth = 0
+
+    def _new_copy(self, metric: Any) -> Module:
+        copy = metric.clone().to(self._device)
+        for original, part in zip(metric.modules(), copy.modules(), strict=True):
+            self._originals[id(part)] = original
+            if is_metric(part):
+                part.update = self._recorded(original, part.update)
+                part.forward = self._recorded(original, part.forward)
+        return copy  # type: ignore[no-any-return]
+
+    def _recorded(self, original: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `method`, which remembers its arguments unless another such method called it."""
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0:
+                self._updates.append((original, args, kwargs))
+            self._depth += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return record
+
+
+def _detached(arguments: Any, device: torch.device) -> Any:
+    return move_data_to_device(apply_to_collection(arguments, Tensor, Tensor.detach), device)

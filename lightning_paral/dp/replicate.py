@@ -1,0 +1,104 @@
+"""Copies of a module for a step, one per further device."""
+
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_paral.dp.broadcast import broadcast, copy_to
+from lightning_paral.dp.metrics import MetricCopies, is_metric
+
+
+class Replicas:
+    """Copies of `master` for one step.
+
+    As with torch's `replicate`, a copy has parameters and buffers of its own and shares every other attribute by
+    reference; what it assigns to an attribute is lost with it. Unlike there, its `parameters()` are not hidden, methods
+    kept as attributes are the copy's own, and metrics are copies (see `MetricCopies`).
+
+    Args:
+        master: the module; its parameters are all on one device.
+        devices: of the copies.
+        metrics: of each copy.
+        before_backward: called before gradients flow back into the master; raises where they must not.
+    """
+
+    def __init__(
+        self,
+        master: Module,
+        devices: Sequence[torch.device],
+        metrics: Sequence[MetricCopies],
+        before_backward: Callable[[], None],
+    ) -> None:
+        self._devices = devices
+        self._before_backward = before_backward
+        self._originals = list(_modules(master))
+        self._copies = [
+            _copy_structure(self._originals, device, of_metrics)
+            for device, of_metrics in zip(devices, metrics, strict=True)
+        ]
+        self._copy_buffers()
+        self.copy_parameters()
+        self.modules: list[Any] = [copies[id(master)] for copies in self._copies]
+
+    def copy_parameters(self) -> None:
+        """Give the copies the master's present parameters."""
+        parameters = _by_id(self._originals, "_parameters")
+        on_devices = broadcast(list(parameters.values()), self._devices, self._before_backward)
+        for copies, tensors in zip(self._copies, on_devices, strict=True):
+            values = dict(zip(parameters, tensors, strict=True))
+            for original in self._originals:
+                copy = copies[id(original)]
+                copy._parameters = {}
+                for name, parameter in original._parameters.items():
+                    value = None if parameter is None else values[id(parameter)]
+                    # As an attribute, too: recurrent layers keep a list of what is assigned to them.
+                    setattr(copy, name, value)
+                    copy._parameters[name] = value  # type: ignore[assignment]
+
+    def _copy_buffers(self) -> None:
+        buffers = _by_id(self._originals, "_buffers")
+        for copies, tensors in zip(self._copies, copy_to(self._devices, list(buffers.values())), strict=True):
+            values = dict(zip(buffers, tensors, strict=True))
+            for original in self._originals:
+                copies[id(original)]._buffers = {
+                    name: None if buffer is None else values[id(buffer)] for name, buffer in original._buffers.items()
+                }
+
+
+def _modules(module: Module, seen: set[int] | None = None) -> Iterator[Module]:
+    """Yield `module` and all modules in it once, but for metrics."""
+    seen = set() if seen is None else seen
+    if id(module) in seen or is_metric(module):
+        return
+    seen.add(id(module))
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _modules(child, seen)
+
+
+def _by_id(modules: Sequence[Module], kind: str) -> dict[int, Tensor]:
+    return {id(tensor): tensor for module in modules for tensor in getattr(module, kind).values() if tensor is not None}
+
+
+def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: MetricCopies) -> dict[int, Module]:
+    """Return copies without values of the modules `originals`, by the id of the original."""
+    copies: dict[int, Module] = {}
+    for original in originals:
+        copies[id(original)] = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    for original in originals:
+        copy = copies[id(original)]
+        for name, child in original._modules.items():
+            if child is not None:
+                copy._modules[name] = metrics.copy_of(child) if is_metric(child) else copies[id(child)]
+        for name, value in list(copy.__dict__.items()):
+            if type(value) is MethodType and id(value.__self__) in copies:
+                copy.__dict__[name] = MethodType(value.__func__, copies[id(value.__self__)])
+        if isinstance(copy, _DeviceDtypeModuleMixin):
+            copy.__dict__["_device"] = device
+    return copies

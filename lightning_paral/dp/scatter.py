@@ -1,0 +1,143 @@
+"""Dividing a batch among devices."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from lightning_paral.errors import ConfigurationError
+
+
+def scatter(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], list[int]]:
+    """Divide `batch` among `devices`; return the sub-batches, in order, and how many samples each holds.
+
+    Tensors are divided along their first dimension into parts whose sizes differ by at most one; 0-dimensional ones go
+    to every device. Dictionaries and other mappings, dataclasses, lists, tuples and named tuples are divided item by
+    item, packed sequences by sample. A list without tensors that is as long as the batch holds something for each
+    sample, as does such a tuple of strings, and is divided; anything else every sub-batch shares.
+
+    A batch of fewer samples than devices uses as many devices as it has samples. One without a tensor to divide is
+    returned whole, as one sub-batch of size 1.
+
+    Raises:
+        ConfigurationError: tensors differ in their first dimension, so what the samples are cannot be told.
+    """
+    num_samples = _num_samples(batch)
+    if num_samples is None:
+        return [batch], [1]
+    num_parts = max(1, min(len(devices), num_samples))
+    if num_parts == 1:
+        return [batch], [num_samples]
+    ends = [num_samples * (part + 1) // num_parts for part in range(num_parts)]
+    starts = [0, *ends[:-1]]
+    parts = [
+        _take(batch, slice(start, end), num_samples, device)
+        for start, end, device in zip(starts, ends, devices, strict=False)
+    ]
+    return parts, [end - start for start, end in zip(starts, ends, strict=True)]
+
+
+def is_named_tuple(value: object) -> bool:
+    """Say whether `value` is a tuple with named fields."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def has_tensors(value: Any) -> bool:
+    """Say whether a tensor, or a packed sequence, is somewhere in `value`."""
+    return next(_tensors(value, ""), None) is not None
+
+
+def _num_samples(batch: Any) -> int | None:
+    """Return the common first dimension of the batch's tensors, `None` if there is none."""
+    sizes = {path: size for path, size in _tensors(batch, "batch") if size is not None}
+    if len(set(sizes.values())) > 1:
+        first_of_size: dict[int, str] = {}
+        for path, size in sizes.items():
+            first_of_size.setdefault(size, path)
+        found = ", ".join(f"{path} has {size}" for size, path in first_of_size.items())
+        raise ConfigurationError(
+            f"paral_dp divides tensors along their first dimension, but in this batch it is not the same for all: "
+            f"{found}. Keep what does not belong to a sample in a buffer of the module, not in the batch, or use "
+            "paral_ddp, which divides the data set instead."
+        )
+    return next(iter(sizes.values()), None)
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, int | None]]:
+    """Yield where in `value` tensors are and their first dimension, `None` for 0-dimensional ones."""
+    if isinstance(value, PackedSequence):
+        yield path, int(value.batch_sizes[0])
+    elif isinstance(value, Tensor):
+        yield path, value.shape[0] if value.dim() else None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}[{key!r}]")
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None), f"{path}.{field.name}")
+    elif is_named_tuple(value):
+        for name, item in zip(value._fields, value, strict=True):
+            yield from _tensors(item, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{path}[{index}]")
+
+
+def _take(value: Any, samples: slice, num_samples: int, device: torch.device) -> Any:
+    """Return the part of `value` that belongs to `samples`, with its tensors on `device`."""
+
+    def take(item: Any) -> Any:
+        return _take(item, samples, num_samples, device)
+
+    if isinstance(value, PackedSequence):
+        return _take_packed(value, samples, device)
+    if isinstance(value, Tensor):
+        part = value[samples] if value.dim() else value
+        # On CPU, views would share a version counter, so that one replica's in-place operation would look to another's
+        # backward pass like a change of its own input.
+        return part.to(device, non_blocking=True, copy=samples.start > 0)
+    if isinstance(value, Mapping):
+        items = {key: take(item) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return type(value)(items)  # type: ignore[call-arg]
+        mapping = copy.copy(value)
+        for key, item in items.items():
+            mapping[key] = item
+        return mapping
+    if _is_dataclass(value):
+        record = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(record, field.name, take(getattr(value, field.name)))
+        return record
+    if is_named_tuple(value):
+        return type(value)(*map(take, value))
+    if _is_per_sample(value, num_samples):
+        return value[samples]
+    if isinstance(value, list | tuple):
+        return type(value)(map(take, value))
+    return value
+
+
+def _is_per_sample(value: Any, num_samples: int) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != num_samples:
+        return False
+    if isinstance(value, tuple):
+        return all(isinstance(item, str) for item in value)
+    return not has_tensors(value)
+
+
+def _is_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _take_packed(packed: PackedSequence, samples: slice, device: torch.device) -> PackedSequence:
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    lengths = lengths[samples]
+    part = padded[samples, : int(lengths.max())]
+    in_order = packed.sorted_indices is None
+    return pack_padded_sequence(part.to(device), lengths, batch_first=True, enforce_sorted=in_order)

@@ -1,0 +1,114 @@
+"""One step of a `LightningModule` on several devices: scatter, replicate, run, gather."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_paral.dp.gather import gather, join_training_output
+from lightning_paral.dp.logs import LogRecord, merge_logs
+from lightning_paral.dp.manual import BackwardPermit, ManualOptimization
+from lightning_paral.dp.meeting import Meeting
+from lightning_paral.dp.metrics import MetricCopies
+from lightning_paral.dp.replicate import Replicas
+from lightning_paral.dp.scatter import scatter
+from lightning_paral.dp.threads import run_replicas
+
+
+class ParallelStep:
+    """Runs the steps of `master` on `devices`, of which the first is the master's own.
+
+    Replica 0 is the master itself: buffers it updates and attributes it assigns stay. The others are copies for the
+    time of a step.
+
+    Args:
+        master: its parameters are all on `devices[0]`.
+        devices: one per replica.
+        executor: with at least `len(devices) - 1` threads.
+    """
+
+    def __init__(self, master: LightningModule, devices: Sequence[torch.device], executor: Executor) -> None:
+        self._master = master
+        self._devices = list(devices)
+        self._executor = executor
+        self._metrics = [MetricCopies(device) for device in self._devices[1:]]
+
+    def run(self, name: str, batch: Any, *args: Any) -> Any:
+        """Return what the master's method `name` would have returned for `batch`, computed by the replicas.
+
+        Raises:
+            ConfigurationError: the batch cannot be divided, or the results cannot be put together.
+        """
+        parts, sizes = scatter(batch, self._devices)
+        if len(parts) == 1:
+            return getattr(self._master, name)(batch, *args)
+        devices, metrics = self._devices[: len(parts)], self._metrics[: len(parts) - 1]
+        permit, meeting = BackwardPermit(), Meeting(len(parts))
+        replicas = Replicas(self._master, devices[1:], metrics, permit.check)
+        modules = [self._master, *replicas.modules]
+        logs = _log_records(sizes, metrics)
+        manual = name == "training_step" and not self._master.automatic_optimization
+
+        stand_ins: list[dict[str, Callable[..., Any]]] = [{"log": record.log} for record in logs]
+        if manual:
+            for index, methods in enumerate(stand_ins):
+                optimization = ManualOptimization(self._master, index, meeting, replicas, sizes, devices[0], permit)
+                methods.update(optimization.methods())
+        for module, methods in zip(modules[1:], stand_ins[1:], strict=True):
+            module.__dict__.update(methods, print=_print_nothing)
+        calls = [
+            partial(_call, module, name, part, args, partial(_meet_at_the_end, meeting, index) if manual else None)
+            for index, (module, part) in enumerate(zip(modules, parts, strict=True))
+        ]
+        try:
+            with _standing_in(self._master, stand_ins[0]):
+                outputs = run_replicas(self._executor, calls, devices, meeting)
+        except BaseException:
+            for copies in metrics:
+                copies.forget()
+            raise
+        permit.grant()
+
+        for copies in metrics:
+            copies.replay(devices[0])
+        for arguments in merge_logs(logs, devices[0]):
+            self._master.log(**arguments)
+        join = join_training_output if name == "training_step" else gather
+        return join(outputs, sizes, devices[0])
+
+
+def _log_records(sizes: Sequence[int], metrics: Sequence[MetricCopies]) -> list[LogRecord]:
+    of_copies = [LogRecord(size, copies.original_of) for size, copies in zip(sizes[1:], metrics, strict=True)]
+    return [LogRecord(sizes[0], lambda value: value), *of_copies]
+
+
+def _call(module: Any, name: str, part: Any, args: tuple[Any, ...], end: Callable[[], None] | None) -> Any:
+    result = getattr(module, name)(part, *args)
+    if end is not None:
+        end()
+    return result
+
+
+def _meet_at_the_end(meeting: Meeting, replica: int) -> None:
+    meeting.meet(replica, "the end", None, lambda _: None)
+
+
+def _print_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for `self.print`, which replica 0 does for all."""
+
+
+@contextmanager
+def _standing_in(module: LightningModule, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let `methods` hide those of the same name in `module`."""
+    hidden = {name: module.__dict__[name] for name in methods if name in module.__dict__}
+    module.__dict__.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del module.__dict__[name]
+        module.__dict__.update(hidden)

@@ -1,0 +1,132 @@
+"""What a module was before it was sharded, and the way back to it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+class Belongings:
+    """The class, attributes, hooks and parameters of each submodule.
+
+    Parameters keep their identity, so references to them and ties between them outlive the run; while they are sharded
+    they hold nothing.
+    """
+
+    def __init__(self, root: Module) -> None:
+        self._parts = {module: _Part(module) for module in root.modules()}
+
+    def note(self, modules: list[Module]) -> None:
+        """Take the parameters that `modules` have now for what they had before: they have just got their values."""
+        for module in modules:
+            self._parts[module].note()
+
+    def release(self, modules: list[Module]) -> None:
+        """Free the whole values of what has been sharded in `modules`."""
+        for module in modules:
+            self._parts[module].release()
+
+    def seal(self) -> None:
+        """Take what each submodule has gained up to now for ours, to be taken away again."""
+        for part in self._parts.values():
+            part.seal()
+
+    def restore(self, gather: "Gather | None") -> None:
+        """Undo it all. Parameters come back whole, on the host. *Collective* over the group of `gather`.
+
+        Without `gather` nothing can be brought together, and everything stays as it is.
+        """
+        if gather is None:
+            return
+        whole: dict[Parameter, Parameter] = {}
+        for part in self._parts.values():
+            part.restore(gather, whole)
+
+
+class _Part:
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._class = type(module)
+        self._attributes = set(vars(module))
+        self._hooks = {name: set(getattr(module, name)) for name in _HOOKS}
+        self._parameters = dict(module._parameters)
+        self._gained: tuple[set[str], dict[str, set[int]]] = (set(), {})
+
+    def note(self) -> None:
+        self._parameters = dict(self._module._parameters)
+
+    def release(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter is not None and self._module._parameters.get(name) is not parameter:
+                parameter.data = parameter.new_empty(0)
+
+    def seal(self) -> None:
+        hooks = {name: set(getattr(self._module, name)) - kept for name, kept in self._hooks.items()}
+        self._gained = (set(vars(self._module)) - self._attributes, hooks)
+
+    def restore(self, gather: "Gather", whole: dict[Parameter, Parameter]) -> None:
+        module = self._module
+        for name, current in list(module._parameters.items()):
+            if current is None:
+                continue
+            if current not in whole:
+                before = self._parameters.get(name)
+                whole[current] = _given_back(current, current if before is None else before, gather)
+            module._parameters[name] = whole[current]
+        attributes, hooks = self._gained
+        for name in attributes:
+            vars(module).pop(name, None)
+        for name, keys in hooks.items():
+            for key in keys:
+                getattr(module, name).pop(key, None)
+        if isinstance(module, FSDPModule) and type(module) is not self._class:
+            module.__class__ = self._class  # type: ignore[assignment]
+            _module_state_mapping.pop(module, None)
+
+
+def _given_back(current: Parameter, before: Parameter, gather: "Gather") -> Parameter:
+    value = gather(current) if isinstance(current, DTensor) else current.detach()
+    if value.is_meta:
+        return current
+    before.data = value.to("cpu", copy=value is not current)
+    before.requires_grad_(current.requires_grad)
+    before.grad = None
+    return before
+
+
+class Gather:
+    """Brings together the rows of a sharded tensor. *Collective* over `group`.
+
+    Args:
+        group: of all ranks that call, or of one copy of the model's.
+        ranks: ranks of `group` that together hold one copy, in the order of shards.
+        on_host: whether `group` carries CPU tensors only.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: list[int], on_host: bool = False) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._on_host = on_host
+
+    @torch.no_grad()
+    def __call__(self, tensor: Any) -> Tensor:
+        """Return `tensor` whole, on the device of its shards or on the host."""
+        shape = tensor.shape
+        num_rows = -(-shape[0] // len(self._ranks))
+        local = tensor.to_local().cpu() if self._on_host else tensor.to_local()
+        padded = local.new_zeros((num_rows, *shape[1:]))
+        padded[: len(local)].copy_(local)
+        pieces = [torch.empty_like(padded) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(pieces, padded, group=self._group)
+        return torch.cat([pieces[rank] for rank in self._ranks])[: shape[0]]

@@ -1,0 +1,199 @@
+"""Where parameters are gathered: around the outermost call of a unit's methods, and around each step of the root."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.units import Units
+
+_MIXED = "mixed torch.Tensor and DTensor"
+_NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
+
+
+class UnitCalls:
+    """Lets any public method of a sharded unit be called, as `forward` can.
+
+    FSDP2 gathers around `forward` alone, and lets go as soon as a nested call ends. Here the outermost call counts.
+    """
+
+    def __init__(self, module: Any, methods: list[str]) -> None:
+        self._module = module
+        self._state = self._module._get_fsdp_state()
+        self._entered = False
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
+        self._module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._module.register_forward_hook(self._after_forward)
+        self._in_forward = 0
+        for name in methods:
+            setattr(self._module, name, self._around(getattr(self._module, name)))
+
+    def reset(self) -> None:
+        """Forget calls that an exception ended."""
+        self._entered, self._in_forward = False, 0
+
+    def _before_forward(self, module: Module, args: Any, kwargs: Any) -> Any:
+        if self._entered:
+            self._in_forward += 1
+            return args, kwargs
+        self._entered = True
+        return self._state._pre_forward(module, args, kwargs)
+
+    def _after_forward(self, module: Module, args: Any, output: Any) -> Any:
+        if self._in_forward:
+            self._in_forward -= 1
+            return output
+        self._entered = False
+        return self._state._post_forward(module, args, output)
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._entered:
+                return method(*args, **kwargs)
+            self._entered = True
+            try:
+                args, kwargs = self._state._pre_forward(self._module, args, kwargs)
+                output = method(*args, **kwargs)
+            finally:
+                self._entered = False
+            return self._state._post_forward(self._module, args, output)
+
+        return call
+
+
+def public_methods(module: Module) -> list[str]:
+    """Return the names of the methods, `forward` aside, that the author of `module` gave it to be called."""
+    names: dict[str, None] = {}
+    for base in type(module).__mro__:
+        if base.__module__.partition(".")[0] in _NOT_THE_USERS or base is object:
+            continue
+        for name, value in vars(base).items():
+            public = not name.startswith("_") and not hasattr(Module, name)
+            if public and isinstance(value, FunctionType) and not inspect.isgeneratorfunction(value):
+                names[name] = None
+    return list(names)
+
+
+@contextmanager
+def mixing_explained(units: Units) -> Iterator[None]:
+    """Say what it means that sharded and whole tensors met in one operation.
+
+    Raises:
+        ConfigurationError: they met inside the block.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        names = [unit.name for unit in units.inner]
+        raise ConfigurationError(
+            "A weight was used outside of the unit it belongs to, where it is sharded (a DTensor), together with whole "
+            f"tensors. Units: {', '.join(names[:8])}{' and others' if len(names) > 8 else ''}. Use it in a method of "
+            "its unit, or choose units=[...] that leave it to the root, which is whole for all of a step."
+        ) from error
+
+
+class RootCalls:
+    """Gathers what belongs to the root while a step runs, and while the module is called outside of steps.
+
+    Between calls, every parameter is sharded: what hooks and callbacks see and change is what is trained.
+    """
+
+    def __init__(self, root: Any, units: list[UnitCalls], inner: set[Module]) -> None:
+        self._root = root
+        self._units = units
+        self._state = root._get_fsdp_state()
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
+        self._depth = 0
+        self._in_manual_step = False
+        for module in (self._root, *(child for child in self._root.children() if child not in inner)):
+            module.register_forward_pre_hook(self._before_call, prepend=True)
+            module.register_forward_hook(self._after_call, always_call=True)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            setattr(self._root, name, self._then_gather_anew(getattr(self._root, name)))
+
+    def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a training step of automatic optimization: its backward pass comes after it."""
+        self._enter()
+        self._state._pre_forward(self._root, (), {})
+        output = step(*args, **kwargs)
+        if isinstance(output["loss"] if isinstance(output, dict) else output, DTensor):
+            raise RuntimeError(_MIXED)
+        output = self._state._post_forward(self._root, (), output)
+        self._depth = 0
+        if output is None:  # no backward pass will come
+            self._root.reshard()
+        return output
+
+    def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a training step that itself calls backward passes and optimizers."""
+        self._enter()
+        self._in_manual_step = True
+        self._root.unshard()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._depth, self._in_manual_step = 0, False
+            self._root.reshard()
+
+    def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a step without a backward pass."""
+        self._enter()
+        self._state._pre_forward(self._root, (), {})
+        output = self._state._post_forward(self._root, (), step(*args, **kwargs))
+        self._depth = 0
+        self._root.reshard()
+        return output
+
+    def before_backward(self, loss: Tensor) -> None:
+        """In a manual step, see to it that the root's gradients are reduced though no unit has a part in `loss`."""
+        if self._in_manual_step:
+            self._state._register_pre_backward_hook(loss)
+
+    def after_backward(self) -> None:
+        """In a manual step, gather anew what the backward pass let go: the step goes on."""
+        if self._in_manual_step:
+            self._root.unshard()
+
+    def before_optimizer(self) -> None:
+        """Let go what the optimizer is about to change."""
+        if self._in_manual_step:
+            self._root.reshard()
+
+    after_optimizer = after_backward
+
+    def _then_gather_anew(self, toggle: Callable[..., None]) -> Callable[..., None]:
+        """Let what is gathered for the step follow `requires_grad` of the shards, which optimizers hold."""
+
+        def toggle_then_gather(*args: Any, **kwargs: Any) -> None:
+            toggle(*args, **kwargs)
+            self.before_optimizer()
+            self.after_optimizer()
+
+        return toggle_then_gather
+
+    def _enter(self) -> None:
+        self._depth = 1
+        for unit in self._units:
+            unit.reset()
+
+    def _before_call(self, module: Module, args: Any) -> None:
+        if self._depth == 0:
+            self._state._pre_forward(self._root, (), {})
+        self._depth += 1
+
+    def _after_call(self, module: Module, args: Any, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth == 0:
+            output = self._state._post_forward(self._root, (), output)
+            self._root.reshard()
+        return output

@@ -1,0 +1,56 @@
+"""Which ranks shard together and which replicate one another."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_paral.errors import ConfigurationError
+
+SHARD = "data_parallel"
+"""The one dimension of a mesh without replicas; also what Lightning calls it."""
+HYBRID = ("data_parallel_replicate", "data_parallel_shard")
+
+
+def check_replicate(replicate: int, world_size: int) -> None:
+    """Raise a `ConfigurationError` if `world_size` ranks cannot make `replicate` equal shard groups."""
+    if replicate < 1 or world_size % replicate:
+        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        arithmetic = (
+            f": {world_size} / {replicate} = {world_size / replicate:.2f} ranks per shard group" if replicate else ""
+        )
+        raise ConfigurationError(
+            f"replicate={replicate} does not divide the {world_size} ranks{arithmetic}. "
+            f"Choose one of {', '.join(fitting)}; 1 shards over all ranks."
+        )
+
+
+def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
+    """Return the mesh of all ranks, sharded over all or in `replicate` groups of neighbours. *Collective* over all."""
+    world_size = dist.get_world_size()
+    check_replicate(replicate, world_size)
+    if replicate == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
+    ranks = torch.arange(world_size, device="cpu").view(replicate, -1)
+    row, column = divmod(dist.get_rank(), ranks.shape[1])
+    groups = [_group_of(members.tolist()) for members in (ranks[:, column], ranks[row])]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=HYBRID)
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """Return the group of `ranks`, made at first use; it ends with the default group.
+
+    DTensor keeps the first mesh of a shape for good (torch 2.13) and finds that mesh's groups by name. So the groups of
+    a later fit have to be the same, or at least named the same; groups made this way are named after their ranks.
+    """
+    description = f"lightning_paral: ranks {ranks}"
+    groups: list[dist.ProcessGroup] = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
+        if group.group_desc == description:
+            return group
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    return made
+
+
+def shard_ranks(mesh: DeviceMesh) -> list[int]:
+    """Return the global ranks that together hold one copy of the model, this one among them, in the order of shards."""
+    return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))

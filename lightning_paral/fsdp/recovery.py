@@ -1,0 +1,40 @@
+"""Whether, after a failure, the ranks can still bring together what each of them holds."""
+
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_paral.fsdp.belongings import Gather
+from lightning_paral.fsdp.mesh import shard_ranks
+
+PATIENCE = timedelta(seconds=10)
+
+
+def new_run_name() -> str:
+    """Return a name no other run has."""
+    return uuid.uuid4().hex
+
+
+def gather_over(mesh: DeviceMesh) -> Gather:
+    """Return the ordinary way to gather, over the ranks that hold one copy."""
+    group = mesh.get_group(mesh.ndim - 1)
+    return Gather(group, list(range(dist.get_world_size(group))))
+
+
+def gather_after_failure(mesh: DeviceMesh, run: str) -> Gather | None:
+    """Return a way to gather if all ranks failed and are here, `None` if some are elsewhere.
+
+    Ranks that fail alone leave the others in a collective that never ends, so whether all come is asked of the store,
+    with a limit of `PATIENCE`, and what is left unfinished in the old groups is avoided with a new one.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"lightning_paral/failed/{run}/{rank}" for rank in range(dist.get_world_size())]
+    try:
+        store.set(keys[dist.get_rank()], "here")
+        store.wait(keys, PATIENCE)
+        group = dist.new_group(backend="gloo", timeout=3 * PATIENCE)
+    except (dist.DistError, RuntimeError):
+        return None
+    return Gather(group, shard_ranks(mesh), on_host=True)

@@ -1,0 +1,90 @@
+"""Tensors every rank holds whole: parameters FSDP2 cannot shard, and buffers."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Module, Parameter
+
+LARGE_BYTES = 1024 * 1024
+"""From this size on a tensor is broadcast by itself, smaller ones together."""
+
+
+def unshardable(module: Module) -> list[Parameter]:
+    """Return the 0-dimensional parameters of `module`: there is no row to give to each rank."""
+    return [parameter for parameter in module.parameters() if parameter.dim() == 0]
+
+
+class AveragedGradients:
+    """Averages the gradients of replicated parameters over all ranks at the end of every backward pass.
+
+    All of them in one all-reduce. The average of averages that are the same everywhere is itself, so accumulation may
+    average as often as it likes.
+    """
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self._parameters = parameters
+        self._queued = False
+        self._handles = [_on_gradient(parameter, self._gradient_came) for parameter in parameters]
+
+    def remove(self) -> None:
+        """Average no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _gradient_came(self, parameter: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._queued = False
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        for alike in _by_type(gradients):
+            flat = torch.cat([gradient.view(-1) for gradient in alike])
+            dist.all_reduce(flat)
+            flat.div_(dist.get_world_size())
+            for gradient, averaged in zip(alike, torch.split(flat, [g.numel() for g in alike]), strict=True):
+                gradient.copy_(averaged.view_as(gradient))
+
+
+def _on_gradient(parameter: Parameter, hook: object) -> torch.utils.hooks.RemovableHandle:
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch refuses the hook otherwise; the parameter may be unfrozen later
+    handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trained)
+    return handle
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give all ranks rank 0's values of `tensors`, in place. *Collective* over the world."""
+    for alike in _by_type(tensors):
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            if tensor.numel() * tensor.element_size() >= LARGE_BYTES and tensor.is_contiguous():
+                dist.broadcast(tensor, src=0)
+                continue
+            bucket.append(tensor)
+            if sum(part.numel() * part.element_size() for part in bucket) >= LARGE_BYTES:
+                _broadcast_flat(bucket)
+                bucket = []
+        _broadcast_flat(bucket)
+
+
+def _broadcast_flat(bucket: list[Tensor]) -> None:
+    if not bucket:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.broadcast(flat, src=0)
+    for tensor, received in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(received.view_as(tensor))
+
+
+def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(alike.values())

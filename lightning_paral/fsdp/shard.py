@@ -1,0 +1,208 @@
+"""Shard a module unit by unit, in place."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_paral.comm.reduce_scatter import direct_reduce_scatter
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.fsdp.belongings import Belongings
+from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
+from lightning_paral.fsdp.precision import match_inputs
+from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, unshardable
+from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.units import Unit, Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How units are sharded."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int | None = None
+    prefetch: int | None = None
+    offload: bool = False
+
+
+class ShardedModule:
+    """A module from the moment it is sharded until it is given back.
+
+    *Collective* over the world.
+
+    Args:
+        units: the module's.
+        sharding: how.
+        deferred: where values come from that the module does not have yet.
+    """
+
+    def __init__(self, units: Units, sharding: Sharding, deferred: DeferredConstruction | None) -> None:
+        self.root = units.root.module
+        self.units = units
+        self._sharding = sharding
+        self._deferred = deferred
+        self._belongings = Belongings(self.root)
+        self._sharded: list[Any] = []
+        self._originals = list(self.root.named_parameters())
+        names = {parameter: name for name, parameter in self._originals}
+        for unit in units.bottom_up:
+            _check_dtypes(unit, names)
+        for unit in units.bottom_up:
+            if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
+                self._sharded.append(unit.module)
+            elif unit is units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
+                self._shard(unit)
+        if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
+            match_inputs(self.root)
+        self.replicated = unshardable(self.root)
+        self._averaged = AveragedGradients(self.replicated) if dist.get_world_size() > 1 else None
+        self._install_communication()
+        inner = {unit.module for unit in units.inner}
+        calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
+        self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        self.calls = RootCalls(self._sharded[-1], calls, inner)
+        self._belongings.seal()
+
+    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield names and parameters as they were before; while the module is sharded, they hold nothing."""
+        yield from self._originals
+
+    def set_gradient_sync(self, reduce: bool, all_reduce: bool) -> None:
+        """Let the coming backward passes reduce gradients inside the shard group, and across replicas, or not."""
+        root: Any = self.root
+        root.set_requires_gradient_sync(reduce)
+        root.set_requires_all_reduce(all_reduce)
+
+    def restore(self, gather: Any) -> None:
+        """Give the module back as it was. *Collective* over the group of `gather`; without one, it stays sharded."""
+        if self._averaged is not None:
+            self._averaged.remove()
+        root: Any = self.root
+        root.reset_iter_state()
+        self._belongings.restore(gather)
+
+    def _shard(self, unit: Unit) -> None:
+        module = unit.module
+        parts = _own_parts(module)
+        if self._deferred is not None:
+            self._deferred.fill(parts)
+            self._belongings.note(parts)
+        if dist.get_world_size() > 1:
+            broadcast(_own_tensors(parts))
+        scalars = set(unshardable(module))
+        for scalar in scalars:
+            scalar.data = scalar.data.to(self._sharding.device)
+        for part in parts:
+            for parameter in part._parameters.values():
+                if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                    parameter.data = parameter.data.contiguous()
+        if self._sharding.policy.param_dtype is not None:
+            for part in parts:
+                if isinstance(part, _BatchNorm) and next(part.parameters(), None) is not None and part is not module:
+                    # Its kernels want parameters as wide as the running statistics.
+                    self._fully_shard(part, MixedPrecisionPolicy(), scalars)
+        self._fully_shard(module, self._sharding.policy, scalars)
+        self._belongings.release(parts)
+
+    def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
+        sharding = self._sharding
+        offload = CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda") if sharding.offload else OffloadPolicy()
+        fully_shard(
+            module,
+            mesh=sharding.mesh,
+            reshard_after_forward=sharding.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+        assert isinstance(module, FSDPModule)
+        self._sharded.append(module)
+
+    def _install_communication(self) -> None:
+        if self._sharding.device.type == "cpu":
+            for module in self._sharded:
+                module.set_custom_reduce_scatter(_DirectReduceScatter())
+        if self._sharding.prefetch is not None:
+            in_order: list[Any] = [module for module in self.root.modules() if module in self._sharded[:-1]]
+            for number, module in enumerate(in_order):
+                ahead, behind = number + 1, max(0, number - self._sharding.prefetch)
+                module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._sharding.prefetch])
+                module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
+
+
+def check_module(module: Module) -> None:
+    """Raise a `ConfigurationError` if something in `module` was wrapped by FSDP1."""
+    for name, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise ConfigurationError(
+                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which does "
+                "not mix with FSDP2. Leave the module unwrapped, the strategy shards it; or use fully_shard."
+            )
+
+
+class _DirectReduceScatter(ReduceScatter):
+    """For gloo, whose own reduce-scatter is an all-reduce that throws most of its result away."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        direct_reduce_scatter(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(dist.get_world_size(group))
+
+
+def _own_parts(module: Module) -> list[Module]:
+    """Return `module` and what is in it, without what has been sharded already and what is in that."""
+    parts: dict[Module, None] = {}
+
+    def visit(part: Module) -> None:
+        parts[part] = None
+        for child in part.children():
+            if child not in parts and not isinstance(child, FSDPModule):
+                visit(child)
+
+    visit(module)
+    return list(parts)
+
+
+def _own_tensors(parts: list[Module]) -> list[Tensor]:
+    tensors: dict[int, Tensor] = {}
+    for part in parts:
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                tensors[id(tensor)] = tensor
+    return list(tensors.values())
+
+
+def _check_dtypes(unit: Unit, names: dict[Any, str]) -> None:
+    trained: dict[torch.dtype, str] = {}
+    for parameter in unit.parameters:
+        if parameter.requires_grad and parameter.dim() > 0:
+            trained.setdefault(parameter.dtype, names[parameter])
+    if len(trained) > 1:
+        found = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in trained.items())
+        raise ConfigurationError(
+            f"Trained parameters of one unit have to be of one dtype, but in {unit.name or 'the root'} there are "
+            f"{found}. Convert them, or choose units=[...] so that they are in different ones."
+        )

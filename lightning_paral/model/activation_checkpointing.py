@@ -1,0 +1,68 @@
+"""A unit's activations are freed after its forward and computed anew in the backward pass."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
+
+from lightning_paral.config import ActivationCheckpointing
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.units import choose_units
+
+
+def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:
+    """Let each unit of `root` keep its inputs only. Returns what undoes it.
+
+    Names, classes and hooks stay as they are: the unit's `forward` is replaced on the instance.
+
+    Args:
+        root: the whole module.
+        options: which units, and where their inputs are kept.
+
+    Raises:
+        ConfigurationError: there are no units to choose, or one lies inside another.
+    """
+    units = choose_units(root, options.units, options.min_params).inner
+    if not units:
+        raise ConfigurationError(
+            f"activation_checkpointing finds no repeated blocks in {type(root).__name__}. Name the classes whose "
+            "activations are to be computed anew: ActivationCheckpointing(units=['Block'])."
+        )
+    for unit in units:
+        inside = [other.name for other in units if other is not unit and other.name.startswith(f"{unit.name}.")]
+        if inside:
+            raise ConfigurationError(
+                f"activation_checkpointing takes in {unit.name!r} and {inside[0]!r} inside it, which would be computed "
+                "three times. Choose one of the two."
+            )
+    for unit in units:
+        _checkpoint(unit.module, options.offload_to_cpu)
+
+    def undo() -> None:
+        for unit in units:
+            vars(unit.module).pop("forward", None)
+
+    return undo
+
+
+def _checkpoint(module: Module, offload_to_cpu: bool) -> None:
+    forward = module.forward
+
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with _kept_inputs(offload_to_cpu):
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = recomputed
+
+
+def _kept_inputs(on_cpu: bool) -> AbstractContextManager[Any]:
+    # Only the inputs come to the hooks from outside of the checkpoint; what is inside meets its own.
+    return save_on_cpu(pin_memory=torch.cuda.is_available()) if on_cpu else nullcontext()

@@ -1,0 +1,107 @@
+"""Deferred construction: a module is built without its values, which are drawn later, a unit at a time, and the same.
+
+While `configure_model` runs, large tensors are made on the meta device, and every operation on them is written down
+together with the state of the random number generator before it. Any tensor can then be computed by repeating what
+led to it. Operations that draw random numbers run once on the spot, into memory that is freed at once: whatever is
+drawn after them comes out as it would have.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_paral.model.recorder import Disguise, Recorder
+from lightning_paral.model.tape import Tape, View
+
+
+class DeferredConstruction:
+    """What was made without values inside `recording()`, and the way to the values.
+
+    Args:
+        device: where tensors are made if the code names no other, and whose generator draws them then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tape = Tape()
+        self._hollow: dict[int, tuple[Tensor, View]] = {}
+        self._shared: dict[int, Tensor] = {}
+
+    @contextmanager
+    def recording(self, module: Module) -> Iterator[None]:
+        """Make large tensors without values until the end of the block; then see which of them `module` has."""
+        with self._device, Disguise(self._tape), Recorder(self._tape, self._device):
+            yield
+        for part in module.modules():
+            for tensor in _tensors_of(part):
+                if self._tape.owns(tensor):
+                    self._hollow[id(tensor)] = (tensor, View.of(tensor))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything in the module has its values."""
+        return not self._hollow
+
+    def fill(self, modules: Iterable[Module]) -> None:
+        """Compute what `modules` themselves hold, submodules aside, and put it in place of what has no value.
+
+        A parameter that several modules hold is filled once: give all of them in one call.
+        """
+        modules = list(modules)
+        wanted = [id(tensor) for module in modules for tensor in _tensors_of(module) if id(tensor) in self._hollow]
+        hollow = {key: self._hollow.pop(key) for key in dict.fromkeys(wanted)}
+        filled = dict(self._shared)
+        values = self._tape.values([view for _, view in hollow.values()])
+        for (key, (tensor, _)), value in zip(hollow.items(), values, strict=True):
+            filled[key] = _like(tensor, value)
+            if not isinstance(tensor, Parameter):
+                self._shared[key] = filled[key]  # buffers may lie in several units, parameters never do
+        for module in modules:
+            _replace(module, filled)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    value = value.to(tensor.dtype)  # `module.bfloat16()` may have been called since
+    if not isinstance(tensor, Parameter):
+        return value
+    parameter = Parameter(value, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def _tensors_of(module: Module) -> Iterator[Tensor]:
+    """Yield the tensors `module` itself holds: parameters, buffers, attributes, and those in lists and dicts."""
+
+    def search(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            for entry in value.values():
+                yield from search(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                yield from search(entry)
+
+    for name, value in vars(module).items():
+        if name != "_modules":
+            yield from search(value)
+
+
+def _replace(module: Module, filled: dict[int, Tensor]) -> None:
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return filled.get(id(value), value)
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                value[key] = replaced(entry)
+        elif isinstance(value, list):
+            value[:] = [replaced(entry) for entry in value]
+        return value
+
+    for name, value in list(vars(module).items()):
+        if name != "_modules":
+            vars(module)[name] = replaced(value)

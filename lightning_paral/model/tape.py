@@ -1,0 +1,189 @@
+"""A tape of operations on tensors that have no values, and how any of them gets its value."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+_aten = torch.ops.aten
+OVERWRITING = {
+    _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.exponential_, _aten.log_normal_,
+    _aten.cauchy_, _aten.geometric_, _aten.random_,
+}  # fmt: skip
+"""In-place operations that do not look at what was there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Where a tensor lies in a storage. Tensors that share memory, by whatever way they came about, share a storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "View":
+        """Return where `tensor` lies."""
+        return cls(
+            storage=tensor.untyped_storage()._cdata,
+            dtype=tensor.dtype,
+            size=tensor.size(),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return self.size.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Operation:
+    func: Any
+    args: Any
+    kwargs: Any
+    made: tuple[View | None, ...]
+    """For each result, where it lies if it has a storage of its own."""
+    reads: frozenset[int]
+    overwrites: frozenset[int]
+    writes: frozenset[int]
+    drawn_from: tuple[torch.device, Tensor] | None
+    """For random operations, the generator's device and its state before."""
+
+
+class Tape:
+    """What was done to tensors without values, in order."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
+
+    def owns(self, value: Any) -> bool:
+        """Whether `value` is a tensor without values that was made on this tape."""
+        if not isinstance(value, Tensor):
+            return False
+        with torch._C.DisableTorchFunction():
+            return value.is_meta and value.untyped_storage()._cdata in self._storages
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Return where the values of `tensor` are to be."""
+        return self._storages[tensor.untyped_storage()._cdata][1]
+
+    def record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        results: Any,
+        device: torch.device,
+        drawn_from: tuple[torch.device, Tensor] | None,
+        written: list[Tensor],
+    ) -> None:
+        """Note an operation. `results` are without values, `written` is what it changes in place."""
+        made = tuple(
+            View.of(result) if isinstance(result, Tensor) and not self.owns(result) else None
+            for result in tree_flatten(results)[0]
+        )
+        for result in tree_flatten(results)[0]:
+            if isinstance(result, Tensor) and not self.owns(result):
+                self._storages[result.untyped_storage()._cdata] = (result.untyped_storage(), device)
+        new = {view.storage for view in made if view}
+        changed = [View.of(tensor) for tensor in written]
+        if not new and not changed:
+            return  # a view of something: found again by where it lies
+        overwrites = set(new)
+        if func.overloadpacket in OVERWRITING:
+            overwrites |= {
+                view.storage for view in changed if view.num_bytes == self._storages[view.storage][0].nbytes()
+            }
+        inputs = {View.of(value).storage for value in tree_flatten((args, kwargs))[0] if self.owns(value)}
+        self._operations.append(
+            _Operation(
+                func=func,
+                args=tree_map(self._placeholder, args),
+                kwargs=tree_map(self._placeholder, kwargs),
+                made=made,
+                reads=frozenset(inputs - overwrites),
+                overwrites=frozenset(overwrites),
+                writes=frozenset(new | {view.storage for view in changed}),
+                drawn_from=drawn_from,
+            )
+        )
+
+    def values(self, views: list[View]) -> list[Tensor]:
+        """Repeat what led to `views`, and only that; return them with values."""
+        needed = {view.storage for view in views}
+        path = []
+        for operation in reversed(self._operations):
+            if not needed.isdisjoint(operation.writes):
+                path.append(operation)
+                needed = (needed - operation.overwrites) | operation.reads
+        real: dict[int, torch.UntypedStorage] = {}
+        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+            for operation in reversed(path):
+                self._repeat(operation, real)
+            return [self._real(view, real) for view in views]
+
+    def _placeholder(self, value: Any) -> Any:
+        if self.owns(value):
+            return View.of(value)
+        # What the code holds may change until the operation is repeated.
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    def _repeat(self, operation: _Operation, real: dict[int, torch.UntypedStorage]) -> None:
+        def present(value: Any) -> Any:
+            return self._real(value, real) if isinstance(value, View) else value
+
+        args, kwargs = tree_map(present, operation.args), tree_map(present, operation.kwargs)
+        if operation.drawn_from is None:
+            results = operation.func(*args, **kwargs)
+        else:
+            results = _draw_again(operation.func, args, kwargs, *operation.drawn_from)
+        for view, result in zip(operation.made, tree_flatten(results)[0], strict=True):
+            if view is not None:
+                real[view.storage] = result.untyped_storage()
+
+    def _real(self, view: View, real: dict[int, torch.UntypedStorage]) -> Tensor:
+        storage, device = self._storages[view.storage]
+        if view.storage not in real:
+            real[view.storage] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+        tensor = torch.empty(0, dtype=view.dtype, device=real[view.storage].device)
+        return tensor.set_(real[view.storage], view.offset, view.size, view.stride)
+
+
+def generator_state(generator: torch.Generator | None, device: torch.device) -> tuple[torch.device, Tensor]:
+    """Return device and state of `generator`, or of the one that tensors on `device` are drawn with."""
+    generator = _default_generator(device) if generator is None else generator
+    return generator.device, generator.get_state()
+
+
+def _draw_again(func: Any, args: Any, kwargs: Any, device: torch.device, state: Tensor) -> Any:
+    if "generator" in {argument.name for argument in func._schema.arguments}:
+        generator = torch.Generator(device)
+        generator.set_state(state)
+        return func(*args, **{**kwargs, "generator": generator})
+    return _with_default_generator(device, state, lambda: func(*args, **kwargs))
+
+
+def _with_default_generator(device: torch.device, state: Tensor, function: Callable[[], Any]) -> Any:
+    generator = _default_generator(device)
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        return function()
+    finally:
+        generator.set_state(before)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator

@@ -1,0 +1,359 @@
+"""Fully sharded data parallel on FSDP2: parameters, gradients and optimizer state divided among the ranks."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from lightning_paral.config import (
+    ActivationCheckpointing,
+    CheckpointOptions,
+    UnitChoice,
+    as_checkpoint_options,
+    check_unit_choice,
+)
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.fsdp.forward import mixing_explained
+from lightning_paral.fsdp.gradients import gradient_norm
+from lightning_paral.fsdp.loops import evaluate_without_inference_mode
+from lightning_paral.fsdp.mesh import check_replicate, make_mesh
+from lightning_paral.fsdp.optimizers import check_optimizers
+from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
+from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
+from lightning_paral.fsdp.replicated import broadcast
+from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
+from lightning_paral.fsdp.whole import whole
+from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
+from lightning_paral.process_group import DEFAULT_TIMEOUT
+from lightning_paral.strategies.portable import PortableStrategy
+
+
+class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
+    """One process per device, each with a part of every parameter; a unit's parameters are gathered while it computes.
+
+    Selected by name, `Trainer(strategy="paral_fsdp")`, or as an object where options are wanted,
+    `Trainer(strategy=ParalFSDPStrategy(units=["Block"]))`. Follows Zhao et al., "PyTorch FSDP: Experiences on Scaling
+    Fully Sharded Data Parallel", arXiv:2304.11277, on torch's `fully_shard`. The module needs no change; what it
+    shards in `configure_model` by itself is left alone.
+
+    `precision="bf16-mixed"` keeps fp32 shards, gathers in bf16, computes under autocast and reduces in fp32.
+
+    Args:
+        units: which submodules are gathered together: `"auto"` finds repeated blocks; or classes, their names, or a
+            predicate of a submodule's dotted name and itself. The rest belongs to the root, gathered for a whole step.
+        min_params: instead of `units`, the smallest submodules with at least so many parameters.
+        replicate: hybrid sharding: so many copies of the model, each sharded over world size / `replicate` ranks.
+        reshard_after_forward: let a unit's parameters go between forward and backward. `None`: all but the root's.
+            `False`: never, one gathering less for more memory. A number: keep them sharded over so many ranks.
+        accumulate: in backward passes that accumulate, reduce gradients at once and hold a part (`"sharded"`), or hold
+            them whole and reduce once (`"unsharded"`): memory against traffic. Replicas are averaged once either way.
+        prefetch: units gathered ahead, forward and backward. `None`: FSDP2's own choice.
+        offload: keep parameters, gradients and optimizer state on the host, and update there.
+        reduce_dtype: gradients are reduced as `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed precision, else
+            the dtype of the weights.
+        broadcast_buffers: before each training step give all ranks rank 0's buffers, as DDP does.
+        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
+        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
+        timeout: how long ranks are waited for, when joining and in every collective.
+        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
+
+    Raises:
+        ConfigurationError: options that contradict each other or are out of their range.
+    """
+
+    strategy_name = "paral_fsdp"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        units: UnitChoice = "auto",
+        min_params: int | None = None,
+        replicate: int = 1,
+        reshard_after_forward: bool | int | None = None,
+        accumulate: Literal["sharded", "unsharded"] = "sharded",
+        prefetch: int | None = None,
+        offload: bool = False,
+        reduce_dtype: ReduceDtype | None = None,
+        broadcast_buffers: bool = True,
+        activation_checkpointing: ActivationCheckpointing | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
+    ) -> None:
+        check_unit_choice(units, min_params)
+        _check_options(accumulate, prefetch, reduce_dtype)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        if accelerator is not None:
+            self.accelerator = accelerator
+        self.parallel_devices = parallel_devices
+        self.cluster_environment = cluster_environment
+        self.precision_plugin = precision_plugin
+        self._units = units
+        self._min_params = min_params
+        self._replicate = replicate
+        self._reshard_after_forward = reshard_after_forward
+        self._accumulate = accumulate
+        self._prefetch = prefetch
+        self._offload = offload
+        self._reduce_dtype = DTYPES[reduce_dtype] if reduce_dtype else None
+        self._broadcast_buffers = broadcast_buffers
+        self._activation_checkpointing = activation_checkpointing
+        self._checkpoint_options = as_checkpoint_options(checkpoint)
+        self._printed = False
+        # Of one run:
+        self._deferred: DeferredConstruction | None = None
+        self._sharded: ShardedModule | None = None
+        self._buffers: list[Tensor] = []
+        self._run = ""
+        self._failed = False
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """What converts, autocasts, scales and clips."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else sharded_precision(plugin)
+
+    # Process group
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._precision_plugin is None:
+            self.precision_plugin = Precision()
+        check_precision(self.precision_plugin, self.root_device)
+        check_replicate(self._replicate, self.num_nodes * self.num_processes)
+
+    def setup_environment(self) -> None:
+        """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""
+        ParallelStrategy.setup_environment(self)
+        self.setup_distributed()
+        self._device_mesh = make_mesh(self.root_device, self._replicate)
+        self._run = self.broadcast(new_run_name())
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank draws samples of its own, replicas too."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # Model wrapping
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Make tensors in the dtype of the weights."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Build what `configure_model` builds without values; they are drawn unit by unit in `setup`."""
+        if self.lightning_module is None:  # `trainer.init_module()`
+            yield
+            return
+        deferred = DeferredConstruction(self.root_device)
+        with deferred.recording(self.lightning_module):
+            yield
+        self._deferred = None if deferred.is_empty else deferred
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module and make its optimizers. *Collective* over the world."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        evaluate_without_inference_mode(trainer)
+        sharded = self._shard(fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, self.lightning_module, sharded)
+        else:
+            self._reset_optimizers_and_schedulers()
+        self.setup_precision_plugin()
+        self.barrier()
+
+    def _shard(self, fitting: bool) -> ShardedModule:
+        module = self.lightning_module
+        assert module is not None
+        check_module(module)
+        self._sync_batchnorm(fitting)
+        self.model = self.precision_plugin.convert_module(module)
+        if fitting:
+            self.checkpoint_activations()
+        # In manual optimization backward passes and steps come between the calls of networks, inside one step.
+        manual = not module.automatic_optimization
+        units = choose_units(module, self._units, self._min_params, children=manual)
+        self._show(units)
+        sharding = Sharding(
+            mesh=self.device_mesh,
+            device=self.root_device,
+            policy=sharding_policy(self.precision_plugin, self._reduce_dtype),
+            reshard_after_forward=self._reshard_after_forward,
+            prefetch=self._prefetch,
+            offload=self._offload,
+        )
+        self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
+        self._deferred = None
+        self._buffers = list(module.buffers()) if self._broadcast_buffers and self.world_size > 1 else []
+        return sharded
+
+    def _sync_batchnorm(self, fitting: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self._layer_sync is None or not fitting:
+            return
+        if self.root_device.type == "cpu" and any(isinstance(part, _BatchNorm) for part in module.modules()):
+            raise ConfigurationError(
+                "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
+            )
+        self._layer_sync.apply(module)
+
+    def _show(self, units: Units) -> None:
+        if self._printed:
+            return
+        self._printed = True
+        count = len(units.inner) + bool(units.root.parameters)
+        replicas = f", {self._replicate} replicas" if self._replicate > 1 else ""
+        rank_zero_info(f"FSDP: {count} units over {self.world_size} ranks{replicas}\n{as_tree(units)}")
+        if not units.inner and self.world_size > self._replicate:
+            rank_zero_warn(explain_single_unit(units))
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate in backward passes inside this context, as `accumulate` says."""
+        assert self._sharded is not None
+        self._sharded.set_gradient_sync(reduce=self._accumulate == "sharded", all_reduce=False)
+        try:
+            yield
+        finally:
+            self._sharded.set_gradient_sync(reduce=True, all_reduce=True)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the training step with the root's parameters gathered."""
+        assert self._sharded is not None
+        assert self.lightning_module is not None
+        if self._buffers:
+            broadcast(self._buffers)
+        calls = self._sharded.calls
+        automatic = self.lightning_module.automatic_optimization
+        run = calls.training_step if automatic else calls.manual_step
+        with mixing_explained(self._sharded.units):
+            return run(super().training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the validation step with the root's parameters gathered."""
+        assert self._sharded is not None
+        return self._sharded.calls.evaluation_step(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the test step with the root's parameters gathered."""
+        assert self._sharded is not None
+        return self._sharded.calls.evaluation_step(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the predict step with the root's parameters gathered."""
+        assert self._sharded is not None
+        return self._sharded.calls.evaluation_step(super().predict_step, args, kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
+        assert self._sharded is not None
+        self._sharded.calls.before_backward(closure_loss)
+        result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._sharded.calls.after_backward()
+        return result
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run `closure`, the hooks and the optimizer, on this rank's parts."""
+        assert self._sharded is not None
+        self._sharded.calls.before_optimizer()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._sharded.calls.after_optimizer()
+        return result
+
+    # Reading what is divided: for hooks of the user's.
+
+    def gradient_norm(self) -> Tensor:
+        """Return the global 2-norm of all gradients. *Collective* over the world."""
+        assert self.lightning_module is not None
+        return gradient_norm(self.lightning_module.parameters())
+
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return the gradient of `parameter`, averaged over the ranks, `None` if there is none. *Collective*."""
+        return None if parameter.grad is None else whole(parameter.grad)
+
+    def full_parameter(self, parameter: Parameter) -> Tensor:
+        """Return a copy of `parameter` in its own shape. *Collective*."""
+        return whole(parameter)
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape. *Collective*.
+
+        Raises:
+            ValueError: there is no such state yet; states come with the first step.
+        """
+        for optimizer in self.optimizers:
+            value = optimizer.state.get(parameter, {}).get(key)
+            if value is not None:
+                return whole(value)
+        raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
+
+    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+
+    # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes its part of the DTensors.
+
+    _default_form = "sharded"
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that this rank failed: the others may be anywhere, and no collective might end."""
+        super().on_exception(exception)
+        self._failed = self.world_size > 1
+
+    def teardown(self) -> None:
+        """Give the module back as it was, whole, on the host. *Collective*.
+
+        After a failure of some ranks only, its parameters stay sharded.
+        """
+        sharded, self._sharded, self._deferred, self._buffers = self._sharded, None, None, []
+        try:
+            if sharded is not None:
+                self._reset_optimizers_and_schedulers()
+                mesh = self.device_mesh
+                sharded.restore(gather_after_failure(mesh, self._run) if self._failed else gather_over(mesh))
+        finally:
+            self._failed = False
+            self._device_mesh = None
+            super().teardown()
+            if self.lightning_module is not None and sharded is not None:
+                self.lightning_module._device_mesh = None
+
+
+def _check_options(accumulate: str, prefetch: int | None, reduce_dtype: str | None) -> None:
+    if accumulate not in ("sharded", "unsharded"):
+        raise ConfigurationError(f"accumulate={accumulate!r} is not known. Choose 'sharded' or 'unsharded'.")
+    if prefetch is not None and prefetch < 1:
+        raise ConfigurationError(f"prefetch={prefetch!r} has to be at least 1, or None for FSDP2's own choice.")
+    if reduce_dtype not in (None, *DTYPES):
+        raise ConfigurationError(
+            f"reduce_dtype={reduce_dtype!r} is not known. Choose from: {', '.join(map(repr, DTYPES))}."
+        )

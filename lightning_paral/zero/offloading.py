@@ -1,0 +1,63 @@
+"""Offload of one run: what has to be there before it, what it compiles and claims, where its files lie."""
+
+from pathlib import Path
+
+from lightning_paral.zero import nvme
+from lightning_paral.zero.ops import check_compiler, load_operator
+from lightning_paral.zero.options import ZeROOptions
+
+
+def check_offload(options: ZeROOptions) -> None:
+    """Raise a `ConfigurationError` if this host lacks a compiler, a library or a folder that `options` ask for."""
+    if options.offload_optimizer is not None:
+        check_compiler("offload_optimizer", needs_aio=False)
+    for option, offload in options.on_nvme.items():
+        check_compiler(option, needs_aio=True)
+        assert offload.path is not None
+        nvme.check_folder(offload.path)
+
+
+def load_async_io(options: ZeROOptions) -> None:
+    """Load what reads and writes NVMe, compiling it first where this host has not yet, if `options` need it.
+
+    Comes before anything of DeepSpeed's that would compile it by itself, in all ranks at once.
+
+    Raises:
+        ConfigurationError: it does not compile.
+    """
+    for option in options.on_nvme:
+        load_operator("async_io", option)
+
+
+def load_cpu_adam(options: ZeROOptions) -> None:
+    """Load the optimizers that run on the host, compiling them first where this host has not yet, if needed.
+
+    Raises:
+        ConfigurationError: they do not compile.
+    """
+    if options.offload_optimizer is not None:
+        load_operator("cpu_adam", "offload_optimizer")
+
+
+def check_space(options: ZeROOptions, num_elements: int) -> None:
+    """Raise a `ConfigurationError` if the ranks of this host are about to write more than the disk has free.
+
+    Args:
+        options: what is offloaded.
+        num_elements: elements of all parameters trained, those that the ranks of this host keep.
+    """
+    for option, offload in options.on_nvme.items():
+        # fp32 parameters, gradients and two moments; parameters as they are computed with.
+        assert offload.path is not None
+        nvme.check_space(offload.path, num_elements * (16 if option == "offload_optimizer" else 4))
+
+
+def make_run_folders(options: ZeROOptions, run: str) -> dict[str, Path]:
+    """Make the subfolder `run` wherever `options` offload to NVMe; return it by DeepSpeed's name of the offload."""
+    folders = {}
+    for option, offload in options.on_nvme.items():
+        assert offload.path is not None
+        folder = Path(offload.path) / run
+        folder.mkdir(exist_ok=True)
+        folders["offload_optimizer" if option == "offload_optimizer" else "offload_param"] = folder
+    return folders

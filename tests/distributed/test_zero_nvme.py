@@ -1,0 +1,106 @@
+"""Offload to NVMe: files of a run's own, which go when the run or the weights in them do."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_paral import Offload, ParalZeROStrategy
+from tests.models import FEATURES, Regression, quiet_trainer, regression_data
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+WIDTH = 1024  # a rank's part of a weight has to reach a megabyte, or it is not worth a file
+
+
+class BuiltOnDisk(Regression):
+    """Weights large enough to lie on disk, built partitioned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.hidden, self.out
+
+    def configure_model(self) -> None:
+        if hasattr(self, "hidden"):
+            return
+        self.hidden = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.out = nn.Linear(WIDTH, 2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def on_nvme(folder: str) -> ParalZeROStrategy:
+    offload = Offload("nvme", path=folder, buffer_numel=WIDTH**2, max_in_cpu_numel=1)
+    return ParalZeROStrategy(stage=3, offload_optimizer=offload, offload_parameters=offload)
+
+
+def fit_twice(num_ranks: int, strategy: Any) -> BuiltOnDisk:
+    torch.manual_seed(3)
+    model = BuiltOnDisk()
+    for _ in range(2):
+        trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy())
+        trainer.fit(model, regression_data(4, num_ranks))
+    return model
+
+
+def fit_twice_on_nvme(folder: str) -> tuple[list[float], int, list[str]]:
+    model = fit_twice(2, lambda: on_nvme(folder))
+    files = [file for file in Path(folder).rglob("*") if file.is_file()]
+    assert not any("optimizer" in file.parts for file in files)
+    num_bytes = sum(file.stat().st_size for file in files)
+    losses = model.losses
+    del model
+    gc.collect()
+    torch.distributed.barrier()
+    return losses, num_bytes, [file.name for file in Path(folder).iterdir()]
+
+
+def test_weights_built_on_nvme_stay_for_a_second_fit_and_go_with_the_model(on_ranks, tmp_path: Path) -> None:
+    expected = fit_twice(1, lambda: "auto").losses
+
+    ranks = on_ranks(2, fit_twice_on_nvme, str(tmp_path))
+
+    losses = torch.tensor([losses for losses, _, _ in ranks]).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-4, atol=0.0)
+    for _, num_bytes, left in ranks:
+        assert num_bytes >= WIDTH**2 * 4
+        assert left == []
+
+
+ONE_OF_TWO = """
+import sys, torch
+from tests.distributed.test_zero_nvme import fit_twice, on_nvme
+torch.set_num_threads(1)
+print("losses", *fit_twice(1, lambda: on_nvme(sys.argv[1])).losses)
+"""
+
+
+def losses_of(process: "subprocess.Popen[str]") -> Tensor:
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    (line,) = [line for line in out.splitlines() if line.startswith("losses")]
+    return torch.tensor([float(loss) for loss in line.split()[1:]])
+
+
+def test_two_runs_on_one_folder_do_not_meet(tmp_path: Path) -> None:
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_TWO, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        losses = [losses_of(run) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    expected = torch.tensor(fit_twice(1, lambda: "auto").losses)
+    for seen in losses:
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=0.0)
+    assert list(tmp_path.iterdir()) == []

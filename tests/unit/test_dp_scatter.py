@@ -1,0 +1,145 @@
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from transformers import BatchEncoding
+
+from lightning_paral import ConfigurationError
+from lightning_paral.dp.scatter import scatter
+
+TWO = [torch.device("cpu")] * 2
+Pair = namedtuple("Pair", "inputs targets")
+
+
+@dataclass(frozen=True)
+class Record:
+    inputs: Tensor
+    name: str
+    scale: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_devices", "sizes"),
+    [(6, 4, [1, 2, 1, 2]), (5, 2, [2, 3]), (4, 4, [1, 1, 1, 1]), (2, 3, [1, 1]), (1, 4, [1]), (0, 2, [0]), (7, 1, [7])],
+)
+def test_sizes_differ_by_at_most_one_and_no_device_is_idle_without_need(num_samples, num_devices, sizes) -> None:
+    batch = torch.arange(num_samples * 3).view(num_samples, 3)
+
+    parts, found = scatter(batch, [torch.device("cpu")] * num_devices)
+
+    assert found == sizes
+    assert torch.equal(torch.cat(parts), batch)
+    assert [len(part) for part in parts] == sizes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, y: [x, y],
+        lambda x, y: (x, {"deep": [y]}),
+        lambda x, y: OrderedDict(x=x, y=y),
+        lambda x, y: defaultdict(list, x=x, y=y),
+        lambda x, y: MappingProxyType({"x": x, "y": y}),
+        lambda x, y: BatchEncoding({"x": x, "y": y}),
+        lambda x, y: Pair(x, [y]),
+    ],
+    ids=["list", "nested", "OrderedDict", "defaultdict", "read-only", "BatchEncoding", "namedtuple"],
+)
+def test_collections_are_divided_item_by_item_and_keep_their_type(make) -> None:
+    x, y = torch.randn(4, 3), torch.arange(4)
+    batch = make(x, y)
+
+    parts, sizes = scatter(batch, TWO)
+
+    assert sizes == [2, 2]
+    for part, samples in zip(parts, (slice(0, 2), slice(2, 4)), strict=True):
+        assert type(part) is type(batch)
+        assert _equal(part, make(x[samples], y[samples]))
+    assert _equal(batch, make(x, y))
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if hasattr(first, "keys"):
+        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+    return len(first) == len(second) and all(map(_equal, first, second))
+
+
+def test_dataclass_is_divided_even_if_frozen() -> None:
+    batch = Record(torch.arange(4), "all")
+
+    (first, second), _ = scatter(batch, TWO)
+
+    assert first.inputs.tolist() == [0, 1]
+    assert second.inputs.tolist() == [2, 3]
+    assert (first.name, first.scale.item()) == ("all", 2.0)
+    assert batch.inputs.tolist() == [0, 1, 2, 3]
+
+
+def test_lists_of_one_item_per_sample_are_divided_and_everything_else_is_shared() -> None:
+    shared = object()
+    batch = {
+        "x": torch.arange(3),
+        "paths": ["a", "b", "c"],
+        "names": ("d", "e", "f"),
+        "image_size": (3, 224, 224),
+        "other": ["g", "h"],
+        "scale": torch.tensor(2),
+        "shared": shared,
+        "nothing": None,
+    }
+
+    (first, second), _ = scatter(batch, TWO)
+
+    assert (first["paths"], second["paths"]) == (["a"], ["b", "c"])
+    assert (first["names"], second["names"]) == (("d",), ("e", "f"))
+    for part in (first, second):
+        assert part["image_size"] == (3, 224, 224)
+        assert part["other"] == ["g", "h"]
+        assert part["scale"].item() == 2
+        assert part["shared"] is shared
+        assert part["nothing"] is None
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_packed_sequences_are_divided_by_sample(in_order: bool) -> None:
+    lengths = (5, 3, 3, 1) if in_order else (1, 5, 2, 4)
+    sequences = [torch.randn(length, 2) for length in lengths]
+
+    parts, sizes = scatter([pack_sequence(sequences, enforce_sorted=in_order), torch.arange(4)], TWO)
+
+    assert sizes == [2, 2]
+    unpacked = [sequence for packed, _ in parts for sequence in unpack_sequence(packed)]
+    assert all(map(torch.equal, unpacked, sequences))
+
+
+@pytest.mark.parametrize("batch", ["text", None, {"a": torch.tensor(1.0)}, [], object()])
+def test_batch_with_nothing_to_divide_goes_whole_to_one_device(batch: object) -> None:
+    assert scatter(batch, TWO) == ([batch], [1])
+
+
+def test_changing_a_part_in_place_changes_no_other_part() -> None:
+    weight = torch.ones(4, 2, requires_grad=True)
+    (first, second), _ = scatter(torch.ones(4, 2), TWO)
+
+    product = (first * weight[:2]).sum()
+    second.mul_(2)
+    product.backward()  # would fail if `second` shared its version counter with `first`
+
+    assert torch.equal(weight.grad[:2], torch.ones(2, 2))
+
+
+def test_tensors_of_different_first_dimensions_are_named() -> None:
+    batch = {"x": torch.zeros(8, 3), "y": torch.zeros(8), "extra": [torch.zeros(10)]}
+
+    with pytest.raises(ConfigurationError, match=r"batch\['x'\] has 8.*extra.*has 10.*buffer.*paral_ddp"):
+        scatter(batch, TWO)
