@@ -106,7 +106,8 @@ def fit(
     callbacks = trainer_options.pop("callbacks", []) + ([SaveOnce(str(save_to))] if save_to else [])
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": callbacks} | trainer_options
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    batches: Any = range(num_batches * world_size)  # of which each rank is given its share; only their number counts
+    # Each rank is given its share of the batches, of which only the number counts. DP is one process.
+    batches: Any = range(num_batches * trainer.world_size)
     trainer.fit(module, DataLoader(batches), ckpt_path=None if resume_from is None else str(resume_from))
     return module
 

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.optimizer import listing
 from lightning_paral.checkpoint.random import collect_states
 from lightning_paral.checkpoint.ranks import Ranks
@@ -29,6 +30,12 @@ def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_fr
         else:
             del state[name]
     return state
+
+
+def addresses_of_whole(module: Module) -> set[int]:
+    """Return the addresses of the storages of parameters that this rank holds whole."""
+    whole = [parameter for parameter in module.parameters() if parameter.numel() and not is_divided(parameter)]
+    return {parameter.untyped_storage().data_ptr() for parameter in whole}
 
 
 def own_state(module: Module, save_frozen: bool, ranks: Ranks) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
 from lightning_paral.checkpoint.saving import OWN_KEY, Form, Save
 from lightning_paral.checkpoint.stored import read_into
-from lightning_paral.checkpoint.weights import held_state_dict, load_weights, own_state
+from lightning_paral.checkpoint.weights import addresses_of_whole, held_state_dict, load_weights, own_state
 from lightning_paral.config import CheckpointOptions
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 
 class PortableCheckpoint(Strategy):
-    """Mixin, placed before the Lightning base. Those that divide tensors say what a rank holds, and how that is filled."""
+    """Mixin, placed before the Lightning base. Strategies that divide tensors say what a rank holds of them."""
 
     _checkpoint_options: CheckpointOptions
     _default_form: Form = "full"
@@ -80,7 +80,7 @@ class PortableCheckpoint(Strategy):
             return  # after the run, without a process group: rank 0 holds all there is
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
         path = ranks.gather(str(filepath))[0]
-        replicated = {parameter.untyped_storage().data_ptr() for parameter in self.lightning_module.parameters()}
+        replicated = addresses_of_whole(self.lightning_module)
         save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__)
         save.write(ranks)
 
