@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
 from lightning_paral.checkpoint.files import Folder, folder_at
 from lightning_paral.checkpoint.full import read_full
 from lightning_paral.checkpoint.geometry import Box
@@ -73,12 +74,13 @@ def verify_share(path: str | Path, manifest: Manifest, ranks: Ranks) -> None:
     Raises:
         CheckpointError: something is damaged, truncated or missing; names the files.
     """
-    faults = list(_faults(path, manifest, ranks))
+    faults = list(faults_of(path, manifest, ranks))
     if faults:
         raise CheckpointError(f"The checkpoint is damaged, nothing was loaded: {'; '.join(faults[:5])}.")
 
 
-def _faults(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[str]:
+def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[str]:
+    """Return what is wrong with this rank's share of the files, as the manifest has them."""
     folder, names = _place(path, manifest)
     number = 0
     for file, record in manifest.files.items():
@@ -100,6 +102,9 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     path = Path(path)
     if path.is_file():
         return read_full(path, weights_only)
+    of_deepspeed = find_folder(path)
+    if of_deepspeed is not None:
+        return read_deepspeed(of_deepspeed, weights_only)
     folder = folder_at(path)
     if folder.size(METADATA) is None:
         raise CheckpointError(f"{path} is no checkpoint: it has no file {METADATA}.")
@@ -146,7 +151,8 @@ def read_tree(folder: Folder, *, contiguous: bool) -> dict[str, Any]:
             for chunk in kind.chunks:
                 info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                pieces.append(StoredPiece(box, _reader(folder, info, box, kind.properties.dtype, contiguous)))
+                read = _reader(folder, info, box, kind.properties.dtype, contiguous)
+                pieces.append(StoredPiece(box, read, (info.relative_path, info.offset)))
             value = StoredTensor(kind.size, kind.properties.dtype, pieces)
         set_element(tree, (metadata.planner_data or {}).get(key, (key,)), value)
     return tree

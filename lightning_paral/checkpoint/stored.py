@@ -22,6 +22,9 @@ class StoredPiece:
     values: Callable[[], Tensor]
     """Returns the box's elements in its shape; mapped from the file, not read, where the file is local."""
 
+    place: tuple[str, int] | None = None
+    """The file and the offset there: pieces of tied tensors have the same."""
+
 
 class StoredTensor(Tensor):
     """A tensor of a checkpoint, in pieces, with shape and dtype but no memory.
