@@ -5,15 +5,23 @@ Trainer(strategy="paral_ddp")
 """
 
 from lightning_paral._version import __version__
-from lightning_paral.config import ActivationCheckpointing, Offload
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.data import GatherPredictions
-from lightning_paral.errors import ConfigurationError, ParalError, ProcessGroupError, UnusedParametersError
+from lightning_paral.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ParalError,
+    ProcessGroupError,
+    UnusedParametersError,
+)
 from lightning_paral.registry import STRATEGIES, register_strategies
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 __all__ = [
     "STRATEGIES",
     "ActivationCheckpointing",
+    "CheckpointError",
+    "CheckpointOptions",
     "ConfigurationError",
     "GatherPredictions",
     "Offload",

@@ -120,3 +120,36 @@ class Sampling:
                 )
         if not isinstance(self.shard_iterable, bool):
             raise ConfigurationError(f"shard_iterable={self.shard_iterable!r} is neither True nor False.")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """How checkpoints are written and loaded: `CheckpointOptions("sharded", async_save=True)`.
+
+    Raises:
+        ConfigurationError: an unknown form.
+    """
+
+    form: Literal["full", "sharded"] | None = None
+    """`"full"`: one ordinary Lightning file. `"sharded"`: a folder with a file of each rank. `None`: full for DDP,
+    sharded for ZeRO."""
+
+    _: KW_ONLY
+
+    save_frozen: bool = True
+    """Whether parameters that need no gradient are saved, too. Without them, loading keeps the module's own."""
+
+    async_save: bool = False
+    """Copy the state to the host's memory and write it while training goes on; one save at a time."""
+
+    restore_optimizer: bool = True
+    """Whether resuming restores the optimizer's state; an error where the checkpoint has none that fits."""
+
+    def __post_init__(self) -> None:
+        if self.form not in ("full", "sharded", None):
+            raise ConfigurationError(f"CheckpointOptions(form={self.form!r}) is not known. Choose 'full' or 'sharded'.")
+
+
+def as_checkpoint_options(checkpoint: "CheckpointOptions | str | None") -> CheckpointOptions:
+    """Return `"full"` and `"sharded"` as the `CheckpointOptions` they stand for."""
+    return checkpoint if isinstance(checkpoint, CheckpointOptions) else CheckpointOptions(checkpoint)  # type: ignore[arg-type]

@@ -15,3 +15,7 @@ class ProcessGroupError(ParalError, RuntimeError):
 
 class UnusedParametersError(ParalError, RuntimeError):
     """Parameters took no part in the loss of the previous step, so their gradients never arrived."""
+
+
+class CheckpointError(ParalError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit what it is loaded into."""

@@ -2,31 +2,44 @@
 
 import sys
 
+from lightning_paral.cli.consolidate import consolidate
+from lightning_paral.cli.inspect import print_contents
 from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.cli.verify import print_faults
+from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _USAGE = """\
 usage: paral COMMAND [options]
 
   fit, validate, test, predict   run Lightning's Trainer from YAML and options (`paral fit --help`)
   strategies                     list the strategies this package registers
+  consolidate                    write any checkpoint to one file, Lightning's or safetensors, in constant memory
+  verify                         check that a checkpoint is complete and undamaged
+  inspect                        print what a checkpoint holds
 """
+
+_COMMANDS = {
+    "strategies": print_strategies,
+    "consolidate": consolidate,
+    "verify": print_faults,
+    "inspect": print_contents,
+}
 
 
 def main() -> None:
     """Entry point: dispatch on the first word of the command line."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     try:
-        if command == "strategies":
-            print_strategies(sys.argv[2:])
+        if command in _COMMANDS:
+            _COMMANDS[command](sys.argv[2:])
         elif command in ("-h", "--help"):
             print(_USAGE, end="")
         elif command in TRAINER_COMMANDS:
             run_trainer_command()
         else:
             sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
-    except ConfigurationError as error:
+    except (ConfigurationError, CheckpointError) as error:
         sys.exit(f"paral: {error}")
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
-from lightning_paral.config import ActivationCheckpointing, Sampling
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -52,6 +52,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradients. On by default, unlike in torch.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
+        checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
         start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
             `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
@@ -80,6 +81,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -112,6 +114,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
         )
+        self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
@@ -175,7 +178,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
 
     # Sampler injection: `PortableStrategy`.
 
-    # Checkpoint: one ordinary Lightning file written by rank 0; its keys are those of the unwrapped module.
+    # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file, of which each rank writes an equal part.
 
     def teardown(self) -> None:
         """Unwrap the model, stop reducing, and release the process group."""

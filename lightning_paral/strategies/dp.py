@@ -1,7 +1,7 @@
 """Data parallel within one process: a thread and a replica per device, gradients added up in the master."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -10,13 +10,15 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_paral.config import CheckpointOptions, as_checkpoint_options
 from lightning_paral.dp.checks import check_replicable
 from lightning_paral.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import check_device
+from lightning_paral.strategies.checkpoint import PortableCheckpoint
 
 
-class ParalDPStrategy(ParallelStrategy):
+class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
@@ -38,6 +40,7 @@ class ParalDPStrategy(ParallelStrategy):
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
             `ParallelStrategy`; the Trainer sets them.
+        checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
 
     Raises:
         ConfigurationError: when the Trainer is made: several nodes or processes, devices that do not exist, or
@@ -53,8 +56,11 @@ class ParalDPStrategy(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        *,
+        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._checkpoint_options = as_checkpoint_options(checkpoint)
         self.num_nodes = 1
         self._threads: ThreadPoolExecutor | None = None
         self._step: ParallelStep | None = None
@@ -162,7 +168,7 @@ class ParalDPStrategy(ParallelStrategy):
 
     # Sampler injection: none. The loader draws whole batches, as for one process.
 
-    # Checkpoint: one ordinary Lightning file; the module is not wrapped, so its keys are its own.
+    # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file; the module is not wrapped, so its keys are its own.
 
     def teardown(self) -> None:
         """Undo the setup, and end the threads."""

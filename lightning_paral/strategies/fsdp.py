@@ -18,7 +18,14 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_paral.config import ActivationCheckpointing, Sampling, UnitChoice, check_unit_choice
+from lightning_paral.config import (
+    ActivationCheckpointing,
+    CheckpointOptions,
+    Sampling,
+    UnitChoice,
+    as_checkpoint_options,
+    check_unit_choice,
+)
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.forward import mixing_explained
 from lightning_paral.fsdp.gradients import gradient_norm
@@ -64,6 +71,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
         split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
+        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
 
     Raises:
         ConfigurationError: options that contradict each other or are out of their range.
@@ -94,6 +102,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         split: Literal["batch", "global"] = "batch",
         remainder: Literal["drop", "wrap"] = "wrap",
         shard_iterable: bool = True,
+        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
@@ -114,6 +123,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._reduce_dtype = DTYPES[reduce_dtype] if reduce_dtype else None
         self._broadcast_buffers = broadcast_buffers
         self._activation_checkpointing = activation_checkpointing
+        self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._printed = False
         # Of one run:
         self._deferred: DeferredConstruction | None = None
@@ -319,15 +329,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
 
     # Sampler injection: `PortableStrategy`.
 
-    # Checkpoint: a distributed checkpoint with a part of each rank, by `ModelParallelStrategy`.
+    # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes its part of the DTensors.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a folder with a part of each rank. *Collective* over the world."""
-        if self._sharded is None:
-            raise ConfigurationError(
-                "Under FSDP checkpoints are saved during trainer.fit; nothing is sharded any more after it."
-            )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    _default_form = "sharded"
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective might end."""

@@ -24,11 +24,12 @@ from lightning_paral.process_group import (
     join_process_group,
     name_timeout,
 )
+from lightning_paral.strategies.checkpoint import PortableCheckpoint
 
 _DATA_STATE = "lightning_paral.data"
 
 
-class PortableStrategy(ParallelStrategy):
+class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(PortableStrategy, DDPStrategy)`.
 
     It keeps the process group and the sampler injection of the current run, and reads what the Lightning bases hold.

@@ -4,7 +4,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import ActivationCheckpointing, Offload, Sampling
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -32,18 +32,11 @@ from lightning_paral.zero import nvme, settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
 from lightning_paral.zero.gradients import PartitionedGradients
+from lightning_paral.zero.holdings import Holdings, UsersGroups, fill, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam, make_run_folders
 from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
-from lightning_paral.zero.partition import (
-    Belongings,
-    FirstValues,
-    count_trained,
-    lies_in,
-    rejoin,
-    scalars_as_bytes,
-    true_shapes,
-)
+from lightning_paral.zero.partition import Belongings, FirstValues, count_trained, lies_in, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
 from lightning_paral.zero.reading import read_optimizer_state, read_parameter
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
@@ -73,6 +66,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
+        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
@@ -99,6 +93,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: dict[str, Any] | str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
         activation_checkpointing: ActivationCheckpointing | None = None,
         split: Literal["batch", "global"] = "batch",
@@ -130,14 +125,14 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        # What DeepSpeedStrategy's saving and loading reads.
+        # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self.remote_device = None
-        self.load_full_weights = False
-        self.exclude_frozen_parameters = False
+        self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
         self._gradients: PartitionedGradients | None = None
+        self._holdings: Holdings | None = None
         self._failed = False
         self._run_folders: list[Path] = []
         self._undo = ExitStack()
@@ -229,7 +224,9 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         self._warn_of_whole_model(module)
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
-        engine = build_training_engine(module, self._make_optimizer(), self._sized_config(module), self.root_device)
+        optimizer = self._make_optimizer()
+        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
+        self._holdings = Holdings(engine, module, self._users_groups)
         self.model = engine
         self.optimizers = [engine.optimizer]
         self._gradients = self._zero_precision.start_fit(engine, trainer)
@@ -250,6 +247,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        self._users_groups = UsersGroups.of(check_one(optimizers, module), module)
         optimizer = without_idle_groups(check_one(optimizers, module))
         return optimizer if self._options.offload_optimizer is None else offloadable(optimizer)
 
@@ -334,19 +332,24 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
 
     # Sampler injection: `PortableStrategy`.
 
-    # Checkpoint: a folder in DeepSpeed's own format, by `DeepSpeedStrategy`.
+    # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes the runs of the tensors that it holds.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save in DeepSpeed's format, a folder with a part of each rank. *Collective* over the world."""
-        if self._gradients is None:
-            raise ConfigurationError(
-                "Under ZeRO checkpoints are saved during trainer.fit; the engine is gone after it."
-            )
-        with scalars_as_bytes():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+    _default_form = "sharded"
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: the engine has loaded the weights in `load_checkpoint`."""
+    def _held(self, parameter: Parameter) -> Tensor:
+        return held(parameter) if self._holdings is None else self._holdings.weight(parameter)
+
+    def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
+        return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
+        assert self._holdings is not None
+        return self._holdings.optimizer_state()
+
+    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        assert self._holdings is not None
+        self._holdings.load_optimizer_state(state)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""
@@ -361,7 +364,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         engine: Any = self.model
         self.model = self.lightning_module
         self.optimizers = []
-        self._gradients = None
+        self._gradients = self._holdings = None
         self._zero_precision.end_fit()
         try:
             if self._belongings is not None:

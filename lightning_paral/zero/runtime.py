@@ -116,11 +116,22 @@ def leave_deepspeed() -> None:
     partition_parameters.zero_init_context = 0
     partition_parameters.top_level_context = None
     parameter_offload.FWD_MODULE_STACK.clear()
+    _restore_linear()
     # A cache of the class, behind a decorator: it would keep every module of stage 3 and its engine alive.
     for cell in PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release.__closure__ or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
     _forget_autocast()
+
+
+def _restore_linear() -> None:
+    # Stage 3 puts its own in the place of torch's for good. It yields the gradients of weight and bias in another
+    # order: in a later run of stage 1 or 2, ranks with that past and ranks without would add up different gradients.
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    if torch.nn.functional.linear is zero3_linear_wrap and getattr(Patches, "linear_bk", None) is not None:
+        torch.nn.functional.linear = Patches.linear_bk
 
 
 def _forget_autocast() -> None:

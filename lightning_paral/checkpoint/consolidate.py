@@ -1,0 +1,211 @@
+"""From any checkpoint to one file, or files of safetensors, in constant memory: one tensor at a time."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_paral.checkpoint.commit import Draft
+from lightning_paral.checkpoint.full import write_part, write_skeleton
+from lightning_paral.checkpoint.geometry import boxes_of_run
+from lightning_paral.checkpoint.held import NOTHING, Part
+from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed
+from lightning_paral.checkpoint.plan import Entry, tensors_in
+from lightning_paral.checkpoint.stored import read_run
+from lightning_paral.errors import CheckpointError
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes written since the last call."""
+
+_STEP_BYTES = 2**24
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return what is to be written of `checkpoint`, and of which dtypes: tensors that have not been read stay so."""
+    kept = dict(checkpoint)
+    if weights_only:
+        kept = {
+            key: value for key, value in kept.items() if key not in ("optimizer_states", "lr_schedulers", "callbacks")
+        }
+    if dtype is not None:
+        kept["state_dict"] = type(kept["state_dict"])(
+            (name, Cast(value, dtype) if isinstance(value, Tensor) and value.is_floating_point() else value)
+            for name, value in kept["state_dict"].items()
+        )
+    return kept
+
+
+class Cast:
+    """A tensor that is to be written in another dtype."""
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self.tensor = tensor
+        self.dtype = dtype
+
+
+def check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Raise a `CheckpointError` if the disk of `folder` has less free than what is to be written there."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise CheckpointError(
+            f"The output will have {needed_bytes / 1e9:.2f} GB, and {free_bytes / 1e9:.2f} GB are free in {folder}. "
+            "Make room, or write elsewhere."
+        )
+
+
+def size_of(checkpoint: dict[str, Any]) -> int:
+    """Return the number of bytes of all tensors in `checkpoint`, tied ones once."""
+    return sum(entry.nbytes for entry, _ in _entries(checkpoint))
+
+
+def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], progress: Progress) -> None:
+    """Write an ordinary Lightning file, with a manifest; all of it or nothing."""
+    pairs = _entries(checkpoint)
+    check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
+    entries = [entry for entry, _ in pairs]
+    draft = Draft(out, folder=False)
+    try:
+        offsets = write_skeleton(checkpoint, entries, draft.path)
+        with open(draft.path, "r+b") as file:
+            for (entry, tensor), offset in zip(pairs, offsets, strict=True):
+                for start, values in _stretches(tensor, entry.dtype):
+                    boxes = tuple(boxes_of_run(entry.shape, start, start + values.numel()))
+                    write_part(file.fileno(), entry, offset, Part(boxes, lambda values=values: values))  # type: ignore[misc]
+                    progress(values.nbytes)
+            os.fsync(file.fileno())
+        embed(draft.path, lambda nbytes: Manifest(files={".": _record(draft.path, nbytes)}, **about))
+        draft.commit()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
+    """Write weights as safetensors: one file, or several with an index if they exceed `max_shard_bytes`.
+
+    Follows https://huggingface.co/docs/safetensors: a header in JSON, then the data. Tied parameters are written once,
+    under their first name, as safetensors demands.
+    """
+    pairs = _entries(
+        {"state_dict": {name: value for name, value in weights.items() if isinstance(value, Tensor | Cast)}}
+    )
+    check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
+    shards: list[list[tuple[Entry, Tensor]]] = [[]]
+    for pair in pairs:
+        if shards[-1] and sum(entry.nbytes for entry, _ in shards[-1]) + pair[0].nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(pair)
+    if len(shards) == 1:
+        _write_shard(shards[0], out, progress)
+        return [out]
+    names = [f"{out.stem}-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(shard, out.with_name(name), progress)
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs)},
+        "weight_map": {str(e.path[1]): name for name, shard in zip(names, shards, strict=True) for e, _ in shard},
+    }
+    path = out.with_name(out.name + ".index.json")
+    draft = Draft(path, folder=False)
+    draft.path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    draft.commit()
+    return [*(out.with_name(name) for name in names), path]
+
+
+def _write_shard(shard: list[tuple[Entry, Tensor]], path: Path, progress: Progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for entry, _ in shard:
+        kind = _SAFETENSORS_DTYPES.get(entry.dtype)
+        if kind is None:
+            raise CheckpointError(f"safetensors has no {entry.dtype}, of which {entry.path[1]} is. Choose a --dtype.")
+        header[str(entry.path[1])] = {
+            "dtype": kind,
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    draft = Draft(path, folder=False)
+    try:
+        with open(draft.path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for entry, tensor in shard:
+                for _, values in _stretches(tensor, entry.dtype):
+                    file.write(memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                    progress(values.nbytes)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.commit()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _entries(checkpoint: dict[str, Any]) -> list[tuple[Entry, Tensor]]:
+    """Return weights and optimizer states, tied ones once, with where they stand."""
+    found: dict[Any, tuple[Entry, Tensor]] = {}
+    large = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
+    for path, value in _tensors_and_casts(large):
+        tensor = value.tensor if isinstance(value, Cast) else value
+        key = _identity(tensor)
+        if key in found:
+            found[key][0].twins.append(path)
+        else:
+            found[key] = (Entry(path, tuple(tensor.shape), value.dtype, NOTHING), tensor)
+    return list(found.values())
+
+
+def _tensors_and_casts(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(tree, Cast):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _tensors_and_casts(value, (*path, key))
+    else:
+        yield from tensors_in(tree, path)
+
+
+def _identity(tensor: Any) -> Any:
+    pieces = getattr(tensor, "pieces", None)
+    if pieces is not None:
+        places = [piece.place for piece in pieces]
+        return tuple(places) if places and None not in places else id(tensor)
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) if tensor.numel() else id(tensor)
+
+
+def _stretches(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Return the elements a few MiB at a time, with the index of the first."""
+    step = max(1, _STEP_BYTES // tensor.dtype.itemsize)
+    for start in range(0, tensor.numel(), step):
+        values = torch.empty(min(step, tensor.numel() - start), dtype=tensor.dtype)
+        read_run(tensor, start, values)
+        yield start, values.to(dtype)
+
+
+def _record(path: Path, nbytes: int) -> FileRecord:
+    with open(path, "rb", buffering=0) as file:
+
+        def read(offset: int, length: int) -> bytes:
+            return os.pread(file.fileno(), length, offset)
+
+        return FileRecord(bytes=nbytes, blocks=[(*block, crc_of(read, *block)) for block in blocks_of(nbytes)])

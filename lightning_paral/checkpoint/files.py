@@ -1,0 +1,136 @@
+"""Folders of files, on a local or shared file system or behind fsspec (`s3://`, `memory://`)."""
+
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_paral.checkpoint.manifest import BlockChecksums, FileRecord
+
+
+def is_remote(path: object) -> bool:
+    """Whether `path` is a URL of a file system other than the operating system's."""
+    return "://" in str(path) and not isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+
+
+class Writing:
+    """A new file that is written from its beginning to its end; flushed to the disk when closed without an error."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._checksums = BlockChecksums()
+        self.position = 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._checksums.update(view)
+        self.position += len(view)
+        return len(view)
+
+    def pad(self, alignment: int) -> None:
+        """Append zeros until the position is a multiple of `alignment`."""
+        self.write(bytes(-self.position % alignment))
+
+    def flush(self) -> None:
+        """Nothing: it is flushed when it is closed."""
+
+    def record(self) -> FileRecord:
+        """Return size and checksums of what was written."""
+        return self._checksums.record()
+
+    def __enter__(self) -> "Writing":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if error is None:
+                self._file.flush()
+                if hasattr(self._file, "fileno"):
+                    _sync(self._file)
+
+
+def _sync(file: BinaryIO) -> None:
+    try:
+        descriptor = file.fileno()
+    except (OSError, AttributeError, NotImplementedError):
+        return  # an upload: closing it is what makes it lasting
+    os.fsync(descriptor)
+
+
+class LocalFolder:
+    """Files in a folder of the operating system."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._maps: dict[str, memoryview] = {}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def name(self, file: str) -> str:
+        """Return what errors call a file of this folder."""
+        return str(self.path / file)
+
+    def create(self, file: str) -> Writing:
+        """Return a new file."""
+        return Writing(open(self.path / file, "xb", buffering=2**20))
+
+    def size(self, file: str) -> int | None:
+        """Return the size of a file in bytes, `None` if there is none."""
+        path = self.path / file
+        return path.stat().st_size if path.is_file() else None
+
+    def read(self, file: str, offset: int, length: int) -> memoryview:
+        """Return bytes of a file: mapped, not read."""
+        if file not in self._maps:
+            with open(self.path / file, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                # Private and writable: torch warns of memory it may not write.
+                access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+                self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, *access) if size else b"")
+        return self._maps[file][offset : offset + length]
+
+
+class RemoteFolder:
+    """Files below a URL, by fsspec."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.fs, self.path = fsspec.core.url_to_fs(self.url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def name(self, file: str) -> str:
+        """Return what errors call a file of this folder."""
+        return f"{self.url}/{file}"
+
+    def create(self, file: str) -> Writing:
+        """Return a new file; it exists when it is closed."""
+        return Writing(self.fs.open(f"{self.path}/{file}", "wb"))
+
+    def size(self, file: str) -> int | None:
+        """Return the size of a file in bytes, `None` if there is none."""
+        path = f"{self.path}/{file}"
+        return int(self.fs.size(path)) if self.fs.isfile(path) else None
+
+    def read(self, file: str, offset: int, length: int) -> memoryview:
+        """Return bytes of a file."""
+        return memoryview(bytearray(self.fs.cat_file(f"{self.path}/{file}", offset, offset + length)))
+
+
+Folder = LocalFolder | RemoteFolder
+
+
+def folder_at(path: str | Path) -> Folder:
+    """Return the folder at a path or URL."""
+    return RemoteFolder(str(path)) if is_remote(path) else LocalFolder(path)

@@ -1,0 +1,188 @@
+"""The full form: one ordinary Lightning file, into which every rank writes its part. Nobody holds all of it."""
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral.checkpoint.geometry import Box
+from lightning_paral.checkpoint.held import Part, split
+from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed
+from lightning_paral.checkpoint.plan import Entry, replace
+from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.unpickle import load_safely
+from lightning_paral.errors import CheckpointError
+
+
+def write_full(tree: dict[str, Any], entries: list[Entry], path: Path, ranks: Ranks, about: dict[str, Any]) -> None:
+    """Write `tree` to the new file `path`: what `torch.save` would, and a manifest. *Collective* over `ranks`.
+
+    Args:
+        tree: the checkpoint; rank 0's counts for all that is not an entry.
+        entries: the tensors of which ranks write parts.
+        path: on a file system that all ranks share; parts of ranks that do not see it go through rank 0.
+        ranks: who writes.
+        about: fields of the manifest.
+    """
+    what = f"Saving {path}"
+    offsets = ranks.on_first(what, lambda: write_skeleton(tree, entries, path))
+    visible = ranks.gather(path.exists())
+    ranks.agree(what, lambda: _write_parts(entries, offsets, path) if visible[ranks.rank] else None)
+    if not all(visible):
+        _write_parts_of_others(entries, offsets, path, ranks, visible, what)
+    seeing = [rank for rank in range(ranks.world_size) if visible[rank]]
+    sums = ranks.agree(what, lambda: _checksums(path, seeing, ranks.rank) if visible[ranks.rank] else {})
+
+    def finish() -> None:
+        embed(path, lambda nbytes: Manifest(files={".": _record(path, nbytes, sums)}, **about))
+
+    ranks.on_first(what, finish)
+
+
+def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> list[int]:
+    """Write the file with holes where the entries' data belong; return the offset of each."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fakes = [torch.empty(entry.shape, dtype=entry.dtype) for entry in entries]
+    at = {where: fake for entry, fake in zip(entries, fakes, strict=True) for where in (entry.path, *entry.twins)}
+    skeleton = replace(tree, at)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(skeleton, path)
+        finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
+        finder.dump(skeleton)
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    place = {data: reader.get_record_offset(f"data/{number}") for number, data in enumerate(finder.found)}
+    offsets = [place[fake.untyped_storage()._cdata] for fake in fakes]
+    with open(path, "r+b") as file:
+        for data, storage in finder.found.items():
+            if place[data] not in set(offsets) and storage.nbytes():
+                file.seek(place[data])
+                file.write(_bytes_of(_tensor_over(storage)))
+    return offsets
+
+
+def _tensor_over(storage: Any) -> Tensor:
+    values = torch.empty(0, dtype=torch.uint8)
+    values.set_(storage.cpu())
+    return values
+
+
+class _StorageFinder(pickle.Pickler):
+    """Finds the storages in an object in the order in which `torch.save` numbers them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
+        if not isinstance(storage, torch.UntypedStorage):
+            return None
+        self.found.setdefault(storage._cdata, storage)
+        return "storage"
+
+
+def _write_parts(entries: list[Entry], offsets: list[int], path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for entry, offset in zip(entries, offsets, strict=True):
+            if entry.part.boxes:
+                write_part(descriptor, entry, offset, entry.part)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_part(descriptor: int, entry: Entry, offset: int, part: Part) -> None:
+    """Write a part of a tensor whose data begins at byte `offset` of the file."""
+    for box, values in split(part, part.values().to("cpu", entry.dtype)):
+        _write_box(descriptor, entry.shape, entry.dtype.itemsize, offset, box, values)
+
+
+def _write_box(descriptor: int, shape: tuple[int, ...], itemsize: int, offset: int, box: Box, values: Tensor) -> None:
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    start = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+    num_outer = len(shape)  # dimensions before the last that is cut: each index of them begins a stretch of the file
+    while num_outer and box.sizes[num_outer - 1] == shape[num_outer - 1]:
+        num_outer -= 1
+    outer = box.sizes[: max(0, num_outer - 1)]
+    stretches = values.reshape(prod(outer), -1)
+    for number, index in enumerate(product(*map(range, outer))):
+        position = start + sum(at * stride for at, stride in zip(index, strides, strict=False))
+        _write_all(descriptor, _bytes_of(stretches[number]), offset + position * itemsize)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(descriptor, data[: 2**30], offset)
+        data, offset = data[written:], offset + written
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    data: Any = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def _write_parts_of_others(
+    entries: list[Entry], offsets: list[int], path: Path, ranks: Ranks, visible: list[bool], what: str
+) -> None:
+    """Send the parts of ranks that do not see the file to rank 0, one tensor at a time."""
+    for entry, offset in zip(entries, offsets, strict=True):
+        mine = (entry.part.boxes, entry.part.values().cpu()) if entry.part.boxes and not visible[ranks.rank] else None
+        parts: list[Any] | None = [None] * ranks.world_size if ranks.is_first else None
+        first = dist.get_global_rank(ranks.group, 0) if ranks.group else 0
+        dist.gather_object(mine, parts, dst=first, group=ranks.group)
+
+        def write(parts: list[Any] | None = parts, entry: Entry = entry, offset: int = offset) -> None:
+            with open(path, "r+b") as file:
+                for boxes, values in filter(None, parts or ()):
+                    write_part(file.fileno(), entry, offset, Part(boxes, partial(_same, values)))
+                os.fsync(file.fileno())
+
+        ranks.on_first(what, write)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:
+    """Return the CRC-32 of this rank's share of the blocks, by their number."""
+    mine = list(enumerate(blocks_of(path.stat().st_size)))[seeing.index(rank) :: len(seeing)]
+    with open(path, "rb", buffering=0) as file:
+        return {number: crc_of(_reader(file), offset, length) for number, (offset, length) in mine}
+
+
+def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
+    """Return the record of the first `nbytes` bytes; only the block they end in is read again."""
+    by_number = {number: crc for part in sums for number, crc in part.items()}
+    blocks = []
+    with open(path, "rb", buffering=0) as file:
+        whole_blocks = blocks_of(path.stat().st_size)
+        for number, (offset, length) in enumerate(blocks_of(nbytes)):
+            unchanged = whole_blocks[number] == (offset, length) and offset + length <= nbytes
+            crc = by_number[number] if unchanged else crc_of(_reader(file), offset, length)
+            blocks.append((offset, length, crc))
+    return FileRecord(bytes=nbytes, blocks=blocks)
+
+
+def _reader(file: Any) -> Any:
+    return lambda offset, length: os.pread(file.fileno(), length, offset)
+
+
+def read_full(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint with tensors mapped from the file, not read."""
+    loaded = load_safely(path, weights_only=weights_only, mmap=True)
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not a checkpoint.")
+    return dict(loaded)

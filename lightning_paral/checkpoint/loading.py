@@ -1,0 +1,198 @@
+"""Loading: find out what is at a path, verify it, and return it as Lightning dumps it, tensors unread."""
+
+import io
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
+from lightning_paral.checkpoint.files import Folder, folder_at
+from lightning_paral.checkpoint.full import read_full
+from lightning_paral.checkpoint.geometry import Box
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, damaged_blocks, extract
+from lightning_paral.checkpoint.optimizer import by_number
+from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.saving import OWN_KEY
+from lightning_paral.checkpoint.sharded import META, METADATA
+from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor
+from lightning_paral.checkpoint.unpickle import load_metadata, load_safely
+from lightning_paral.errors import CheckpointError
+
+
+def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint at `path`, verified, with tensors that are read when they are used. *Collective*.
+
+    Args:
+        path: a file or folder of this package, Lightning or DeepSpeed.
+        ranks: who loads; they share the work of verifying.
+        weights_only: `False` trusts the file, and runs what code it holds.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; on all ranks, with the file's name.
+    """
+    what = f"Loading {path}"
+    manifest = ranks.each(what, lambda: read_manifest(path))
+    if manifest is not None:
+        ranks.each(what, lambda: verify_share(path, manifest, ranks))
+    return ranks.each(what, lambda: open_checkpoint(path, weights_only=weights_only, manifest=manifest))
+
+
+def read_manifest(path: str | Path) -> Manifest | None:
+    """Return the manifest of the checkpoint at `path`; `None` if it is of another tool.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
+    """
+    path = Path(path)
+    if path.is_file():
+        return extract(path)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {path}.")
+    folder = folder_at(path)
+    size = folder.size(FILE_NAME)
+    if size is None:
+        return None
+    return Manifest.from_json(bytes(folder.read(FILE_NAME, 0, size)).decode(errors="replace"), folder.name(FILE_NAME))
+
+
+def _place(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]]:
+    """Return the folder of a checkpoint and its files' names there, by their names in the manifest."""
+    if manifest.form == "full":
+        return folder_at(Path(path).parent), {".": Path(path).name}
+    return folder_at(path), {name: name for name in manifest.files}
+
+
+def verify_share(path: str | Path, manifest: Manifest, ranks: Ranks) -> None:
+    """Check this rank's share of all files' blocks.
+
+    Raises:
+        CheckpointError: something is damaged, truncated or missing; names the files.
+    """
+    faults = list(faults_of(path, manifest, ranks))
+    if faults:
+        raise CheckpointError(f"The checkpoint is damaged, nothing was loaded: {'; '.join(faults[:5])}.")
+
+
+def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[str]:
+    """Return what is wrong with this rank's share of the files, as the manifest has them."""
+    folder, names = _place(path, manifest)
+    number = 0
+    for file, record in manifest.files.items():
+        name = names[file]
+        size = folder.size(name)
+        if manifest.form == "full" and size is not None:
+            size = min(size, record.bytes)
+        mine = [block for block in range(len(record.blocks)) if (number + block) % ranks.world_size == ranks.rank]
+        number += len(record.blocks)
+
+        def read(offset: int, length: int, name: str = name) -> memoryview:
+            return folder.read(name, offset, length)
+
+        yield from damaged_blocks(record, size, folder.name(name), read, mine)
+
+
+def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Return what is at `path` as Lightning dumps it: `state_dict`, `optimizer_states` by number, and all else."""
+    path = Path(path)
+    if path.is_file():
+        return read_full(path, weights_only)
+    of_deepspeed = find_folder(path)
+    if of_deepspeed is not None:
+        return read_deepspeed(of_deepspeed, weights_only)
+    folder = folder_at(path)
+    if folder.size(METADATA) is None:
+        raise CheckpointError(f"{path} is no checkpoint: it has no file {METADATA}.")
+    checkpoint = read_meta(folder, weights_only)
+    if OWN_KEY in checkpoint and manifest is None:
+        raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
+    tree = read_tree(folder, contiguous=manifest is not None)
+    weights = tree.pop("state_dict", None)
+    checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if key.startswith("optimizer_"))
+    if numbers:
+        checkpoint["optimizer_states"] = [by_number(tree[f"optimizer_{number}"]) for number in numbers]
+    return checkpoint
+
+
+def read_meta(folder: Folder, weights_only: bool) -> dict[str, Any]:
+    """Return what a folder holds beside tensors."""
+    size = folder.size(META)
+    if size is None:
+        raise CheckpointError(f"{folder.name(META)} is missing: the checkpoint is incomplete.")
+    file = io.BytesIO(folder.read(META, 0, size))
+    return dict(load_safely(file, weights_only=weights_only, name=folder.name(META)))
+
+
+def read_tree(folder: Folder, *, contiguous: bool) -> dict[str, Any]:
+    """Return what a Distributed Checkpoint holds, nested, with tensors unread.
+
+    Args:
+        folder: where it lies.
+        contiguous: whether all boxes are known to lie in row-major order, as this package writes them.
+    """
+    size = folder.size(METADATA)
+    assert size is not None
+    metadata = load_metadata(io.BytesIO(folder.read(METADATA, 0, size)), folder.name(METADATA))
+    tree: dict[str, Any] = {}
+    for key, kind in metadata.state_dict_metadata.items():
+        value: Any
+        if isinstance(kind, BytesStorageMetadata):
+            info = metadata.storage_data[MetadataIndex(key)]
+            data = folder.read(info.relative_path, info.offset, info.length)
+            value = load_safely(io.BytesIO(data), name=f"{key} in {folder.name(info.relative_path)}")
+        else:
+            pieces = []
+            for chunk in kind.chunks:
+                info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                read = _reader(folder, info, box, kind.properties.dtype, contiguous)
+                pieces.append(StoredPiece(box, read, (info.relative_path, info.offset)))
+            value = StoredTensor(kind.size, kind.properties.dtype, pieces)
+        set_element(tree, (metadata.planner_data or {}).get(key, (key,)), value)
+    return tree
+
+
+def _reader(folder: Folder, info: Any, box: Box, dtype: torch.dtype, contiguous: bool) -> Any:
+    def read() -> Tensor:
+        data = folder.read(info.relative_path, info.offset, info.length)
+        if not contiguous:
+            loaded: Tensor = load_safely(_View(data), name=folder.name(info.relative_path))
+            return loaded
+        reader: Any = torch._C.PyTorchFileReader(_View(data))  # type: ignore[call-overload]
+        offset = reader.get_record_offset("data/0")
+        return torch.frombuffer(data, dtype=dtype, count=prod(box.sizes), offset=offset).view(box.sizes)
+
+    return read
+
+
+class _View(io.RawIOBase):
+    """A part of a mapped file as a file, without a copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def readinto(self, target: Any) -> int:
+        part = self._data[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, len(self._data))[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True

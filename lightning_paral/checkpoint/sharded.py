@@ -1,0 +1,152 @@
+"""The sharded form: a folder that is an ordinary Distributed Checkpoint, with a file of each rank and `meta.pt`.
+
+Keys and files are those of Lightning's `ModelParallelStrategy`, so that it, `torch.distributed.checkpoint` and
+`dcp_to_torch_save` read it: tensors of full shape, in boxes.
+"""
+
+import io
+import pickle
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.utils.serialization import config
+
+from lightning_paral.checkpoint.files import Writing
+from lightning_paral.checkpoint.geometry import Box, coverage_fault
+from lightning_paral.checkpoint.held import split
+from lightning_paral.checkpoint.manifest import FileRecord
+from lightning_paral.checkpoint.plan import Entry, Path
+from lightning_paral.errors import CheckpointError
+
+METADATA = ".metadata"
+META = "meta.pt"
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class WrittenBox:
+    """Where a box of an entry lies in a rank's file."""
+
+    entry: int
+    box: Box
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What one rank has written."""
+
+    name: str
+    record: FileRecord
+    boxes: list[WrittenBox]
+    objects: dict[Path, tuple[int, int]]
+    """Offset and length of each value that is no tensor."""
+
+
+def write_rank_file(
+    open_file: Callable[[str], Writing], name: str, entries: list[Entry], objects: dict[Path, bytes]
+) -> WrittenFile:
+    """Write this rank's parts of `entries`, and `objects`, values that are no tensors, already serialized."""
+    boxes, places = [], {}
+    with open_file(name) as file, config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+        for number, entry in enumerate(entries):
+            if not entry.part.boxes:
+                continue
+            for box, values in split(entry.part, entry.part.values().to("cpu", entry.dtype)):
+                file.pad(_ALIGNMENT)
+                offset = file.position
+                torch.save(_alone(values), cast("IO[bytes]", file))
+                boxes.append(WrittenBox(number, box, offset, file.position - offset))
+        for path, data in objects.items():
+            places[path] = (file.position, len(data))
+            file.write(data)
+    return WrittenFile(name, file.record(), boxes, places)
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    """Return `values` with a storage of just its size: `torch.save` writes whole storages."""
+    storage = values.untyped_storage()
+    if storage.nbytes() == values.nbytes:
+        return values
+    return values if values.numel() == 0 else _view_of_slice(values)
+
+
+def _view_of_slice(values: torch.Tensor) -> torch.Tensor:
+    # A storage over the same memory, without a copy.
+    data: Any = values.view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(memoryview(data), dtype=values.dtype).view(values.shape)
+
+
+def serialized(values: dict[Path, Any]) -> dict[Path, bytes]:
+    """Return each value as `torch.save` writes it."""
+    data = {}
+    for path, value in values.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        data[path] = buffer.getvalue()
+    return data
+
+
+def flatten(tree: dict[str, Any]) -> dict[Path, Any]:
+    """Return the leaves of nested dicts and lists by path, as Distributed Checkpoint cuts them."""
+    flattened, paths = flatten_state_dict(tree)
+    return {paths[key]: value for key, value in flattened.items()}
+
+
+def make_metadata(entries: list[Entry], written: list[WrittenFile]) -> bytes:
+    """Return the content of `.metadata`.
+
+    Raises:
+        CheckpointError: the ranks' boxes leave holes or overlap, because they did not save the same.
+    """
+    state: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    paths: dict[str, Path] = {}
+    boxes: list[list[tuple[str, WrittenBox]]] = [[] for _ in entries]
+    for file in written:
+        for box in file.boxes:
+            boxes[box.entry].append((file.name, box))
+        for path, (offset, length) in file.objects.items():
+            key = _key(path)
+            paths[key] = path
+            state[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = filesystem._StorageInfo(file.name, offset, length)
+    for entry, found in zip(entries, boxes, strict=True):
+        fault = coverage_fault(entry.shape, [box.box for _, box in found])
+        if fault is not None:
+            raise CheckpointError(f"The ranks do not agree on {_key(entry.path)}: {fault}.")
+        for path in (entry.path, *entry.twins):
+            key = _key(path)
+            paths[key] = path
+            chunks = [ChunkStorageMetadata(torch.Size(b.box.offsets), torch.Size(b.box.sizes)) for _, b in found]
+            state[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
+            for number, (name, b) in enumerate(found):
+                index = MetadataIndex(key, b.box.offsets, number)
+                storage[index] = filesystem._StorageInfo(name, b.offset, b.length)
+    metadata = Metadata(
+        state_dict_metadata=state,
+        planner_data=paths,
+        storage_data=storage,
+        storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
+        version=filesystem.CURRENT_DCP_VERSION,
+    )
+    return pickle.dumps(metadata)
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))

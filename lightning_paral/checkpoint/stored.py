@@ -1,0 +1,104 @@
+"""Tensors that lie in a checkpoint: read when they are touched, and only the part that is wanted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_paral.checkpoint.geometry import Box, boxes_of_run, intersection, whole
+from lightning_paral.checkpoint.held import box_of_dtensor
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a tensor in one file."""
+
+    box: Box
+
+    values: Callable[[], Tensor]
+    """Returns the box's elements in its shape; mapped from the file, not read, where the file is local."""
+
+    place: tuple[str, int] | None = None
+    """The file and the offset there: pieces of tied tensors have the same."""
+
+
+class StoredTensor(Tensor):
+    """A tensor of a checkpoint, in pieces, with shape and dtype but no memory.
+
+    Any operation reads all of it and works on the values; renaming and deleting entries of a `state_dict` reads none.
+    """
+
+    pieces: list[StoredPiece]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[StoredPiece]) -> "StoredTensor":
+        """Make the tensor without reading it."""
+        stored: StoredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        stored.pieces = pieces
+        return stored
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], StoredTensor):
+            target = args[0]
+            if target.shape == args[1].shape:
+                read_box(args[1], whole(target.shape), target)
+                return target
+        args, kwargs = tree_map_only(StoredTensor, read_whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def read_whole(stored: Tensor) -> Tensor:
+    """Return all of `stored` as an ordinary tensor on the host, of its own dtype."""
+    if not isinstance(stored, StoredTensor):
+        return stored
+    values = torch.empty(stored.shape, dtype=stored.dtype)
+    read_box(stored, whole(stored.shape), values)
+    return values
+
+
+def read_box(stored: Tensor, box: Box, target: Tensor) -> None:
+    """Copy a box of `stored` into `target`, a tensor of the box's sizes and of any dtype and device."""
+    if not isinstance(stored, StoredTensor):
+        target.copy_(stored[box.index])
+        return
+    for piece in stored.pieces:
+        common = intersection(piece.box, box)
+        if common is not None:
+            target[common.seen_from(box).index].copy_(piece.values()[common.seen_from(piece.box).index])
+
+
+def read_run(stored: Tensor, start: int, target: Tensor) -> None:
+    """Copy elements `[start, start + len(target))` of flattened `stored` into `target`, 1-dimensional."""
+    position = 0
+    for box in boxes_of_run(stored.shape, start, start + target.numel()):
+        read_box(stored, box, target[position : position + box.numel].view(box.sizes))
+        position += box.numel
+
+
+def read_into(stored: Tensor, target: Tensor) -> None:
+    """Fill `target`, whole or a DTensor of which this rank has a part, with what `stored` holds of it."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            box = box_of_dtensor(target)
+            if box is not None and box.numel:
+                read_box(stored, box, target.to_local())
+        elif target.numel():
+            read_box(stored, whole(stored.shape), target)

@@ -1,0 +1,105 @@
+"""Loading without running code from the file: only types that are known to be harmless are made."""
+
+import pickle
+import re
+from contextlib import AbstractContextManager
+from pathlib import PosixPath, PurePosixPath
+from typing import Any, BinaryIO
+
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from torch.distributed.checkpoint import filesystem, metadata
+
+from lightning_paral.errors import CheckpointError
+
+_OF_LIGHTNING = [AttributeDict, PosixPath, PurePosixPath, RunningStage, TrainerFn, TrainerStatus]
+_NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")
+
+
+def load_safely(
+    file: Any, *, weights_only: bool = True, mmap: bool = False, name: object = None, extra: tuple[type, ...] = ()
+) -> Any:
+    """Return what `torch.save` wrote, tensors on the host.
+
+    Args:
+        file: a path or a file open for reading.
+        weights_only: `False` is what a user says who trusts the file: any type is made then, and its code runs.
+        mmap: map tensors instead of reading them; needs a path.
+        name: what errors call the file.
+        extra: further types that are harmless.
+
+    Raises:
+        CheckpointError: the file holds a type that is not admitted, or is damaged.
+    """
+    name = name or file
+    try:
+        with _admitting(extra):
+            return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mmap or None)
+    except pickle.UnpicklingError as error:
+        found = _NAMED.search(str(error))
+        what = (found.group(1) or found.group(2)).rstrip(".,") if found else None
+        if what is None:
+            raise CheckpointError(f"{name} is damaged, or holds what cannot be loaded safely: {error}") from error
+        raise CheckpointError(
+            f"{name} holds an object of {what!r}. Making it would run code, so it was not loaded. If you trust the "
+            f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before; "
+            "trainer.fit(..., weights_only=False) trusts everything in it."
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {error}") from error
+
+
+def _admitting(extra: tuple[type, ...]) -> AbstractContextManager[None]:
+    return torch.serialization.safe_globals([*_OF_LIGHTNING, *extra])
+
+
+_OF_DISTRIBUTED_CHECKPOINT = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata.StorageMeta,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        PosixPath,
+    )
+} | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes of a Distributed Checkpoint's metadata, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        found = _OF_DISTRIBUTED_CHECKPOINT.get((module, name))
+        if found is None:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return found
+
+
+def load_metadata(file: BinaryIO, name: object) -> metadata.Metadata:
+    """Return the metadata of a Distributed Checkpoint from its file `.metadata`, without running code from it.
+
+    Raises:
+        CheckpointError: it holds anything but metadata, or is damaged.
+    """
+    try:
+        loaded = _MetadataUnpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{name} asks for {error}, which has no place in a checkpoint's metadata. It was not loaded: the file is "
+            "damaged or hostile."
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+    if not isinstance(loaded, metadata.Metadata):
+        raise CheckpointError(f"{name} is not the metadata of a Distributed Checkpoint.")
+    return loaded

@@ -1,0 +1,56 @@
+"""Checking a checkpoint from end to end: files, checksums, and that boxes cover every tensor once."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_paral.checkpoint.geometry import coverage_fault
+from lightning_paral.checkpoint.loading import faults_of, open_checkpoint, read_manifest
+from lightning_paral.checkpoint.manifest import Manifest
+from lightning_paral.checkpoint.plan import tensors_in
+from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.stored import StoredTensor
+from lightning_paral.errors import CheckpointError
+
+
+def verify(path: str | Path) -> list[str]:
+    """Return all that is wrong with the checkpoint at `path`; nothing if it is complete and undamaged.
+
+    One without a manifest, of another tool, is checked as far as it can be: that it opens, and that boxes cover it.
+    """
+    try:
+        manifest = read_manifest(path)
+        faults = [] if manifest is None else list(faults_of(path, manifest, Ranks()))
+        return faults or list(_uncovered(path, manifest))
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _uncovered(path: str | Path, manifest: Manifest | None) -> list[str]:
+    checkpoint = open_checkpoint(path, manifest=manifest)
+    faults = []
+    for name, tensor in named_tensors(checkpoint):
+        if isinstance(tensor, StoredTensor):
+            fault = coverage_fault(tensor.shape, [piece.box for piece in tensor.pieces])
+            if fault is not None:
+                faults.append(f"{name}: {fault}")
+    return faults
+
+
+def named_tensors(checkpoint: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Return weights by name, then optimizer states by parameter name and key, tied ones once."""
+    found = {f"state_dict.{name}": value for name, value in checkpoint.get("state_dict", {}).items()}
+    for number, state in enumerate(checkpoint.get("optimizer_states", [])):
+        names = _names_of(state)
+        for key, of_parameter in state.get("state", {}).items():
+            for (kind, *_), value in tensors_in(of_parameter):
+                found[f"optimizer_{number}.{names.get(key, key)}.{kind}"] = value
+    return [(name, value) for name, value in found.items() if isinstance(value, Tensor)]
+
+
+def _names_of(state: dict[str, Any]) -> dict[Any, str]:
+    names: dict[Any, str] = {}
+    for group in state.get("param_groups", []):
+        names.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    return names

@@ -1,0 +1,111 @@
+"""Loading weights into a module: by name, with all that does not fit listed before any of it changes."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_paral.checkpoint.held import is_divided
+from lightning_paral.checkpoint.optimizer import listing
+from lightning_paral.checkpoint.random import collect_states
+from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.errors import CheckpointError
+
+
+def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
+    """Return what `module.state_dict()` does, with `held(parameter)` for each parameter."""
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    by_parameter: dict[int, Tensor] = {}
+    for name, value in list(state.items()):
+        if not isinstance(value, Parameter):
+            state[name] = value.detach() if isinstance(value, Tensor) else value
+        elif value.requires_grad or save_frozen:
+            if id(value) not in by_parameter:
+                by_parameter[id(value)] = held(value)
+            state[name] = by_parameter[id(value)]
+        else:
+            del state[name]
+    return state
+
+
+def addresses_of_whole(module: Module) -> set[int]:
+    """Return the addresses of the storages of parameters that this rank holds whole."""
+    whole = [parameter for parameter in module.parameters() if parameter.numel() and not is_divided(parameter)]
+    return {parameter.untyped_storage().data_ptr() for parameter in whole}
+
+
+def own_state(module: Module, save_frozen: bool, ranks: Ranks) -> dict[str, Any]:
+    """Return what a checkpoint holds for this package only. *Collective*."""
+    frozen = [
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+    ]
+    return {"frozen": [] if save_frozen else frozen, "random_states": collect_states(ranks)}
+
+
+def load_weights(
+    module: Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+    left_out: Collection[str],
+    fill: Callable[[Parameter, Tensor], bool],
+) -> None:
+    """Give `module` the weights in `state_dict`, of which only what this rank holds is read.
+
+    Args:
+        module: the unwrapped LightningModule.
+        state_dict: tensors of full shape by name, and what else `Module.state_dict` returns.
+        strict: whether missing and unexpected names are errors.
+        left_out: names that were not saved because they were frozen; the module's own values stay.
+        fill: puts a stored tensor into a parameter and returns `True`, or returns `False` for one that
+            `Module.load_state_dict` can take.
+
+    Raises:
+        CheckpointError: names or shapes do not fit; nothing was changed then.
+    """
+    own = module.state_dict(keep_vars=True)
+    missing = sorted(own.keys() - state_dict.keys() - set(left_out))
+    unexpected = sorted(state_dict.keys() - own.keys())
+    shapes = [
+        f"{name} (checkpoint {tuple(saved.shape)}, module {true_shape(own[name])})"
+        for name, saved in state_dict.items()
+        if isinstance(saved, Tensor) and isinstance(own.get(name), Tensor) and saved.shape != true_shape(own[name])
+    ]
+    if shapes or (strict and (missing or unexpected)):
+        raise CheckpointError(
+            f"The checkpoint's weights do not fit {type(module).__name__}. "
+            + listing("Missing in the checkpoint", missing if strict else [])
+            + listing("Only in the checkpoint", unexpected if strict else [])
+            + listing("Of another shape", shapes)
+            + ("`strict_loading = False` in the module loads what fits by name." if not shapes else "")
+        )
+    kept = sorted(set(left_out) & own.keys() - state_dict.keys())
+    if kept:
+        rank_zero_info(
+            f"{len(kept)} frozen parameters are not in the checkpoint; those of the module as it was built stay: "
+            f"{', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
+        )
+    rest: OrderedDict[str, Any] = OrderedDict()
+    filled = set()
+    with torch.no_grad():
+        for name, saved in state_dict.items():
+            parameter = own.get(name)
+            if not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
+                rest[name] = saved
+            elif id(parameter) not in filled:  # tied parameters have several names
+                if fill(parameter, saved):
+                    filled.add(id(parameter))
+                else:
+                    rest[name] = saved
+    if hasattr(state_dict, "_metadata"):
+        rest._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    module.load_state_dict(rest, strict=False)
+
+
+def true_shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or parameter, partitioned or not."""
+    return tuple(getattr(value, "ds_shape", value.shape))

@@ -1,0 +1,42 @@
+"""`paral inspect`: what a checkpoint holds."""
+
+import argparse
+import json
+
+from tabulate import tabulate
+
+from lightning_paral.checkpoint.loading import open_checkpoint, read_manifest
+from lightning_paral.checkpoint.verify import named_tensors
+
+
+def print_contents(arguments: list[str]) -> None:
+    """Print who saved a checkpoint, when in training, and its tensors with their sizes."""
+    parser = argparse.ArgumentParser(prog="paral inspect", description=print_contents.__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    manifest = read_manifest(options.checkpoint)
+    found = open_checkpoint(options.checkpoint, manifest=manifest)
+    tensors = [
+        {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "bytes": tensor.numel() * tensor.dtype.itemsize,
+        }
+        for name, tensor in named_tensors(found)
+    ]
+    about = {
+        "form": manifest.form if manifest else "of another tool",
+        "strategy": manifest.strategy if manifest else None,
+        "world_size": manifest.world_size if manifest else None,
+        "epoch": found.get("epoch"),
+        "global_step": found.get("global_step"),
+        "bytes": sum(int(str(tensor["bytes"])) for tensor in tensors),
+    }
+    if options.json:
+        print(json.dumps(about | {"tensors": tensors}, indent=2))
+        return
+    print(tabulate(about.items(), tablefmt="plain"), end="\n\n")
+    rows = [(t["name"], "x".join(map(str, t["shape"])) or "()", t["dtype"], f"{t['bytes']:,}") for t in tensors]  # type: ignore[call-overload]
+    print(tabulate(rows, headers=("tensor", "shape", "dtype", "bytes"), colalign=("left", "left", "left", "right")))

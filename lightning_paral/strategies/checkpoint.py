@@ -1,0 +1,132 @@
+"""The checkpoint of all our strategies: what is saved by one is loaded by every other, at any world size."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.checkpoint.commit import remove
+from lightning_paral.checkpoint.loading import load
+from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
+from lightning_paral.checkpoint.random import restore_states
+from lightning_paral.checkpoint.ranks import all_ranks
+from lightning_paral.checkpoint.saving import OWN_KEY, Form, Save
+from lightning_paral.checkpoint.stored import read_into
+from lightning_paral.checkpoint.weights import addresses_of_whole, held_state_dict, load_weights, own_state
+from lightning_paral.config import CheckpointOptions
+from lightning_paral.errors import CheckpointError, ConfigurationError
+
+
+class PortableCheckpoint(Strategy):
+    """Mixin, placed before the Lightning base. Strategies that divide tensors say what a rank holds of them."""
+
+    _checkpoint_options: CheckpointOptions
+    _default_form: Form = "full"
+
+    @property
+    def _checkpoint_form(self) -> Form:
+        return self._checkpoint_options.form or self._default_form
+
+    def _held(self, parameter: Parameter) -> Tensor:
+        """Return what this rank has of `parameter`: whole, a DTensor, or a run."""
+        return parameter.detach()
+
+    def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
+        """Put a stored tensor into `parameter`; `False` if `Module.load_state_dict` can do that."""
+        if isinstance(parameter, DTensor):
+            read_into(stored, parameter.detach())
+        return isinstance(parameter, DTensor)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state by name: tensors of true shapes, of which this rank may hold a part."""
+        assert self.lightning_module is not None
+        return held_state_dict(self.lightning_module, self._held, self._checkpoint_options.save_frozen)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer as torch does, with the names of the parameters in the groups."""
+        assert self.lightning_module is not None
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return state_of(optimizer, group_names(optimizer, self.lightning_module))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint` to `filepath`, all of it or nothing. *Collective* over the world during a run.
+
+        Raises:
+            CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
+        """
+        assert self.lightning_module is not None
+        if checkpoint.get("optimizer_states") == [] and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            raise ConfigurationError(
+                f"{type(self).__name__} divides the optimizer's state, and can save it during trainer.fit only. Use "
+                "ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
+            )
+        if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # the user's own way of saving
+            return
+        if storage_options is not None:
+            raise ConfigurationError(
+                "storage_options are not supported: options of fsspec belong into its configuration."
+            )
+        ranks = all_ranks()
+        if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
+            return  # after the run, without a process group: rank 0 holds all there is
+        checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
+        path = ranks.gather(str(filepath))[0]
+        replicated = addresses_of_whole(self.lightning_module)
+        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__)
+        save.write(ranks)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what is at `checkpoint_path`, verified; tensors are read when they are used. *Collective*.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it holds code and `weights_only=False` was not given.
+        """
+        if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        ranks = all_ranks()
+        checkpoint = load(ranks.gather(str(checkpoint_path))[0], ranks, weights_only=weights_only is not False)
+        if not self._checkpoint_options.restore_optimizer:
+            checkpoint.setdefault("lr_schedulers", [])
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the module its weights, of which each rank reads only what it holds."""
+        assert self.lightning_module is not None
+        left_out = checkpoint.get(OWN_KEY, {}).get("frozen", ())
+        load_weights(self.lightning_module, checkpoint["state_dict"], strict=strict, left_out=left_out, fill=self._fill)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether resuming restores optimizer states."""
+        return self._checkpoint_options.restore_optimizer
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the optimizers their states, of which each rank reads only what it holds, and random numbers theirs."""
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint has the state of {len(states)} optimizers, and configure_optimizers returned "
+                f"{len(self.optimizers)}. Return as many, or say CheckpointOptions(restore_optimizer=False)."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            self._load_optimizer_state(optimizer, state)
+        restore_states(checkpoint.get(OWN_KEY, {}).get("random_states", []), all_ranks())
+
+    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        assert self.lightning_module is not None
+        load_state(optimizer, group_names(optimizer, self.lightning_module), state)
+        _optimizer_to_device(optimizer, self.root_device)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, at once."""
+        if self.is_global_zero:
+            remove(Path(filepath))

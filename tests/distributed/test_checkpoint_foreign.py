@@ -1,0 +1,190 @@
+"""Checkpoints of Lightning's own strategies load here, and what is written here loads there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard
+
+from lightning_paral import CheckpointError, ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.config import CheckpointOptions
+from tests.checkpoint_models import Resumable, fit, mean_losses
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+OURS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
+
+
+class Sharded(Resumable):
+    """For Lightning's `ModelParallelStrategy`, which leaves sharding to the module. FSDP2 takes no 0-d parameters."""
+
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["data_parallel"], ignored_params={self.scale})  # type: ignore[index]
+
+
+class ModelParallelOnCPU(ModelParallelStrategy):
+    """Two data-parallel ranks, on CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(data_parallel_size=2, tensor_parallel_size=1)
+
+
+def weights(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same_losses(ranks: list[dict[int, float]], expected: list[dict[int, float]]) -> None:
+    found, wanted = mean_losses(ranks), mean_losses(expected)
+    assert list(found) == [4, 5, 6, 7, 8, 9]
+    for number, loss in found.items():
+        assert loss == pytest.approx(wanted[number], rel=1e-5)
+
+
+# Lightning's files and folders
+
+
+def save_with_ddp_of_lightning(path: str) -> dict[int, float]:
+    return fit(LightningDDPStrategy(process_group_backend="gloo"), 2, save_to=path).losses
+
+
+def save_with_model_parallel(path: str) -> dict[int, float]:
+    return fit(ModelParallelOnCPU(), 2, save_to=path, module=seeded(Sharded)).losses
+
+
+def seeded(make: Any) -> Any:
+    torch.manual_seed(3)
+    return make()
+
+
+def resume(path: str, strategy: str, world_size: int) -> dict[int, float]:
+    return fit(strategy, world_size, resume_from=path).losses
+
+
+@pytest.mark.parametrize("save", [save_with_ddp_of_lightning, save_with_model_parallel])
+def test_what_lightning_saved_is_resumed(on_ranks, tmp_path: Path, save: Any) -> None:
+    path = str(tmp_path / "theirs.ckpt")
+    expected = on_ranks(2, save, path)
+    for strategy in OURS:
+        assert_same_losses(on_ranks(2, resume, path, strategy, 2), expected)
+    assert_same_losses(on_ranks(1, resume, path, "paral_ddp", 1), expected)
+
+
+# What we write, in Lightning
+
+
+def save(path: str, strategy: str, form: str) -> dict[int, float]:
+    options = {"checkpoint": form}
+    made = ParalDDPStrategy(**options) if strategy == "ddp" else ParalZeROStrategy(stage=3, **options)
+    return fit(made, 2, save_to=path).losses
+
+
+def resume_in_model_parallel(path: str) -> dict[int, float]:
+    return fit(ModelParallelOnCPU(), 2, resume_from=path, module=Sharded()).losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_full_form_is_an_ordinary_file_of_lightning(on_ranks, tmp_path: Path, strategy: str) -> None:
+    path = str(tmp_path / "ours.ckpt")
+    expected = on_ranks(2, save, path, strategy, "full")
+
+    assert_same_losses([fit("auto", 1, resume_from=path).losses], expected)
+    loaded = Resumable.load_from_checkpoint(path)
+    saved = torch.load(path)["state_dict"]
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, saved[name])
+    assert saved["tied.weight"].data_ptr() == saved["second.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: Path, strategy: str) -> None:
+    path = str(tmp_path / "ours.ckpt")
+    full = str(tmp_path / "full.ckpt")
+    expected = on_ranks(2, save, path, strategy, "sharded")
+    on_ranks(2, save, full, strategy, "full")
+
+    assert_same_losses(on_ranks(2, resume_in_model_parallel, path), expected)
+    dcp_to_torch_save(path, tmp_path / "converted.pt")
+    converted = torch.load(tmp_path / "converted.pt", weights_only=True)
+    for name, value in torch.load(full)["state_dict"].items():
+        torch.testing.assert_close(converted["state_dict"][name], value)
+
+
+# DeepSpeed's and FSDP1's folders
+
+
+class OnCPU(ParalZeROStrategy):
+    """Saves as Lightning's DeepSpeedStrategy does, in DeepSpeed's format, which needs CUDA there."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        from lightning_paral.zero.partition import scalars_as_bytes
+
+        self.exclude_frozen_parameters = False
+        with scalars_as_bytes():
+            DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+
+def save_with_deepspeed(path: str, stage: int) -> dict[str, Any]:
+    from tests.checkpoint_models import SAVED_AFTER
+
+    return weights(fit(OnCPU(stage=stage), 2, save_to=path, num_batches=SAVED_AFTER))
+
+
+def validate_weights(path: str, strategy: str) -> dict[str, Any]:
+    from tests.models import quiet_trainer
+
+    module = Resumable()
+    module.validation_step = lambda *_: None  # type: ignore[method-assign]
+    trainer = quiet_trainer(devices=2, strategy=strategy)
+    trainer.validate(module, torch.utils.data.DataLoader(range(2)), ckpt_path=path, verbose=False)  # type: ignore[arg-type]
+    return weights(module)
+
+
+def resume_weights_only(path: str) -> None:
+    with pytest.raises(KeyError, match="optimizer state"):
+        fit("paral_ddp", 2, resume_from=path)
+    fit(ParalDDPStrategy(checkpoint=CheckpointOptions(restore_optimizer=False)), 2, resume_from=path)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_of_a_deepspeed_folder_are_loaded(on_ranks, tmp_path: Path, stage: int) -> None:
+    path = str(tmp_path / "theirs.ckpt")
+    expected = on_ranks(2, save_with_deepspeed, path, stage)[0]
+    for strategy in ("paral_ddp", "paral_zero3"):
+        for found in on_ranks(2, validate_weights, path, strategy):
+            for name, value in found.items():
+                torch.testing.assert_close(value, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    on_ranks(2, resume_weights_only, path)
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        fit("paral_ddp", 1, resume_from=tmp_path)
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        fit("paral_ddp", 1, resume_from=tmp_path / "nowhere")
+
+
+def test_fsdp1_layout_is_read(tmp_path: Path) -> None:
+    """Lightning's FSDPStrategy, which needs CUDA, names weights `model.` where others say `state_dict.`."""
+    import torch.distributed.checkpoint as dcp
+
+    assert FSDPStrategy is not None
+    module = seeded(Resumable)
+    dcp.save({"model": module.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
+    torch.save({"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}, tmp_path / "x" / "meta.pt")
+
+    found = Resumable()
+    found.validation_step = lambda *_: None  # type: ignore[method-assign]
+    from tests.models import quiet_trainer
+
+    quiet_trainer(devices=1, strategy="paral_ddp").validate(
+        found,
+        torch.utils.data.DataLoader(range(1)),
+        ckpt_path=str(tmp_path / "x"),
+        verbose=False,  # type: ignore[arg-type]
+    )
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value, module.state_dict()[name])
