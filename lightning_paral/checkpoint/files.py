@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -116,7 +117,14 @@ class RemoteFolder:
 
     def create(self, file: str) -> Writing:
         """Return a new file; it exists when it is closed."""
+        self.fs.makedirs(self.path, exist_ok=True)
         return Writing(self.fs.open(f"{self.path}/{file}", "wb"))
+
+    def keep(self, files: set[str]) -> None:
+        """Remove all other files of the folder: those of saves before, and of saves that did not end."""
+        for path in self.fs.ls(self.path, detail=False):
+            if str(path).rsplit("/", 1)[-1] not in files:
+                self.fs.rm(path)
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes, `None` if there is none."""
@@ -126,6 +134,26 @@ class RemoteFolder:
     def read(self, file: str, offset: int, length: int) -> memoryview:
         """Return bytes of a file."""
         return memoryview(bytearray(self.fs.cat_file(f"{self.path}/{file}", offset, offset + length)))
+
+
+def put_file(source: Path, url: str) -> None:
+    """Copy a local file to a URL, in place of what is there."""
+    fs, path = url_to_fs(url)
+    if fs.isdir(path):
+        fs.rm(path, recursive=True)
+    fs.makedirs(fs._parent(path), exist_ok=True)
+    fs.put_file(str(source), path)
+
+
+def get_file(url: str) -> Path | None:
+    """Copy the file at a URL to a temporary one; `None` if it is a folder, or nothing."""
+    fs, path = url_to_fs(url)
+    if not fs.isfile(path):
+        return None
+    descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".ckpt")
+    os.close(descriptor)
+    fs.get_file(path, name)
+    return Path(name)
 
 
 Folder = LocalFolder | RemoteFolder
