@@ -16,7 +16,12 @@ from lightning_paral.checkpoint.manifest import BlockChecksums, FileRecord
 
 def is_remote(path: object) -> bool:
     """Whether `path` is a URL of a file system other than the operating system's."""
-    return "://" in str(path) and not isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+    return "://" in str(path) and type(url_to_fs(str(path))[0]) is not LocalFileSystem
+
+
+def without_scheme(path: object) -> str:
+    """Return a path of the operating system's file system without `file://`, and any other URL as it is."""
+    return str(path) if "://" not in str(path) or is_remote(path) else str(url_to_fs(str(path))[1])
 
 
 class Writing:
@@ -26,11 +31,17 @@ class Writing:
         self._file = file
         self._checksums = BlockChecksums()
         self.position = 0
+        self.error: OSError | None = None
+        """What the last write failed of: `torch.save` raises an error of its own in its place."""
 
     def write(self, data: Any) -> int:
         """Append bytes."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         self._checksums.update(view)
         self.position += len(view)
         return len(view)
@@ -55,8 +66,9 @@ class Writing:
         with self._file:
             if error is None:
                 self._file.flush()
-                if hasattr(self._file, "fileno"):
-                    _sync(self._file)
+                _sync(self._file)
+            elif self.error is not None:
+                raise self.error
 
 
 def _sync(file: BinaryIO) -> None:

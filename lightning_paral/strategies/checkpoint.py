@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
+from lightning_paral.checkpoint.files import without_scheme
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
 from lightning_paral.checkpoint.random import restore_states
@@ -83,7 +84,7 @@ class PortableCheckpoint(Strategy):
         if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
             return  # after the run, without a process group: rank 0 holds all there is
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
-        path = ranks.gather(str(filepath))[0]
+        path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
         save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__)
         if not self._checkpoint_options.async_save:
@@ -104,7 +105,9 @@ class PortableCheckpoint(Strategy):
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             return super().load_checkpoint(checkpoint_path, weights_only)
         ranks = all_ranks()
-        checkpoint = load(ranks.gather(str(checkpoint_path))[0], ranks, weights_only=weights_only is not False)
+        checkpoint = load(
+            ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only is not False
+        )
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
         return checkpoint
@@ -142,9 +145,9 @@ class PortableCheckpoint(Strategy):
         if not self.is_global_zero:
             return
         if self._saver is not None:
-            self._saver.after(partial(remove_at, str(filepath)))  # what replaces it may still be under way
+            self._saver.after(partial(remove_at, without_scheme(filepath)))  # what replaces it may still be under way
         else:
-            remove_at(str(filepath))
+            remove_at(without_scheme(filepath))
 
     def teardown(self) -> None:
         """Wait for a save in the background.
