@@ -27,7 +27,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 class Resumable(LightningModule):
     """Tied, frozen, 0-dimensional and buffered parts, two groups, a scheduler; a batch depends on its number only."""
 
-    def __init__(self) -> None:
+    def __init__(self, scalar: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, 7)
         self.norm = nn.BatchNorm1d(7, affine=False)
@@ -36,7 +36,7 @@ class Resumable(LightningModule):
         self.tied = nn.Linear(7, 7)
         self.tied.weight = self.second.weight
         self.out = nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.scale = nn.Parameter(torch.tensor(1.3) if scalar else torch.tensor([1.3]))
         self.losses: dict[int, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """DeepSpeed's collectives on gloo, with a reduce-scatter and a reduce that cost what ZeRO's paper says they do."""
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -60,8 +61,6 @@ class GlooBackend(TorchBackend):  # type: ignore[misc]
         failed alone are not waited for long.
         """
         sending, self._sending = self._sending, []
-        for work in [work for _, works in sending for work in works]:
-            try:
+        with suppress(RuntimeError):
+            for work in [work for _, works in sending for work in works]:
                 work.wait(_PATIENCE)
-            except RuntimeError:
-                return
