@@ -271,7 +271,7 @@ class Normalised(Fitted):
         return nn.functional.mse_loss(self.out(self.layers(self.norm(inputs))).squeeze(1).float(), inputs.sum(dim=1))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return torch.optim.SGD(self.parameters(), lr=0.02)
 
 
 def fit_normalised(strategy: Any, precision: Any) -> Any:
