@@ -47,7 +47,7 @@ class Position:
         """
         fit_loop = self._trainer.fit_loop
         fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
-        if fetcher is None or combined is None:
+        if fetcher is None or combined is None or not self.sources:
             return
         self._seed.value = state["seed"]
         epoch = processed(fit_loop.epoch_progress)
@@ -71,7 +71,7 @@ class Position:
         ]
         # Lightning has to believe that this world has come here by steps of its own, or the epoch would end elsewhere.
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        for counter in ("ready", "started", "processed", "completed") if moved else ():
+        for counter in ("ready", "started", "processed", "completed"):
             setattr(progress, counter, getattr(progress, counter) + moved[0] - num_steps)
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
