@@ -27,7 +27,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 class Resumable(LightningModule):
     """Tied, frozen, 0-dimensional and buffered parts, two groups, a scheduler; a batch depends on its number only."""
 
-    def __init__(self) -> None:
+    def __init__(self, scalar: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, 7)
         self.norm = nn.BatchNorm1d(7, affine=False)
@@ -36,7 +36,7 @@ class Resumable(LightningModule):
         self.tied = nn.Linear(7, 7)
         self.tied.weight = self.second.weight
         self.out = nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.scale = nn.Parameter(torch.tensor(1.3) if scalar else torch.tensor([1.3]))
         self.losses: dict[int, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,9 +105,9 @@ def fit(
     module = Resumable() if module is None else module
     callbacks = trainer_options.pop("callbacks", []) + ([SaveOnce(str(save_to))] if save_to else [])
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": callbacks} | trainer_options
+    options["use_distributed_sampler"] = False
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    # Each rank is given its share of the batches, of which only the number counts. DP is one process.
-    batches: Any = range(num_batches * trainer.world_size)
+    batches: Any = range(num_batches)  # on every rank; only the number of a batch counts
     trainer.fit(module, DataLoader(batches), ckpt_path=None if resume_from is None else str(resume_from))
     return module
 

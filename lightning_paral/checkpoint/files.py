@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -15,7 +16,12 @@ from lightning_paral.checkpoint.manifest import BlockChecksums, FileRecord
 
 def is_remote(path: object) -> bool:
     """Whether `path` is a URL of a file system other than the operating system's."""
-    return "://" in str(path) and not isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+    return "://" in str(path) and type(url_to_fs(str(path))[0]) is not LocalFileSystem
+
+
+def without_scheme(path: object) -> str:
+    """Return a path of the operating system's file system without `file://`, and any other URL as it is."""
+    return str(path) if "://" not in str(path) or is_remote(path) else str(url_to_fs(str(path))[1])
 
 
 class Writing:
@@ -25,11 +31,17 @@ class Writing:
         self._file = file
         self._checksums = BlockChecksums()
         self.position = 0
+        self.error: OSError | None = None
+        """What the last write failed of: `torch.save` raises an error of its own in its place."""
 
     def write(self, data: Any) -> int:
         """Append bytes."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         self._checksums.update(view)
         self.position += len(view)
         return len(view)
@@ -54,8 +66,9 @@ class Writing:
         with self._file:
             if error is None:
                 self._file.flush()
-                if hasattr(self._file, "fileno"):
-                    _sync(self._file)
+                _sync(self._file)
+            elif self.error is not None:
+                raise self.error
 
 
 def _sync(file: BinaryIO) -> None:
@@ -116,7 +129,14 @@ class RemoteFolder:
 
     def create(self, file: str) -> Writing:
         """Return a new file; it exists when it is closed."""
+        self.fs.makedirs(self.path, exist_ok=True)
         return Writing(self.fs.open(f"{self.path}/{file}", "wb"))
+
+    def keep(self, files: set[str]) -> None:
+        """Remove all other files of the folder: those of saves before, and of saves that did not end."""
+        for path in self.fs.ls(self.path, detail=False):
+            if str(path).rsplit("/", 1)[-1] not in files:
+                self.fs.rm(path)
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes, `None` if there is none."""
@@ -126,6 +146,26 @@ class RemoteFolder:
     def read(self, file: str, offset: int, length: int) -> memoryview:
         """Return bytes of a file."""
         return memoryview(bytearray(self.fs.cat_file(f"{self.path}/{file}", offset, offset + length)))
+
+
+def put_file(source: Path, url: str) -> None:
+    """Copy a local file to a URL, in place of what is there."""
+    fs, path = url_to_fs(url)
+    if fs.isdir(path):
+        fs.rm(path, recursive=True)
+    fs.makedirs(fs._parent(path), exist_ok=True)
+    fs.put_file(str(source), path)
+
+
+def get_file(url: str) -> Path | None:
+    """Copy the file at a URL to a temporary one; `None` if it is a folder, or nothing."""
+    fs, path = url_to_fs(url)
+    if not fs.isfile(path):
+        return None
+    descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".ckpt")
+    os.close(descriptor)
+    fs.get_file(path, name)
+    return Path(name)
 
 
 Folder = LocalFolder | RemoteFolder

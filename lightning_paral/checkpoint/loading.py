@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
-from lightning_paral.checkpoint.files import Folder, folder_at
+from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, folder_at, get_file, is_remote
 from lightning_paral.checkpoint.full import read_full
 from lightning_paral.checkpoint.geometry import Box
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, damaged_blocks, extract
@@ -37,10 +38,22 @@ def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[s
         CheckpointError: there is none, or it is damaged; on all ranks, with the file's name.
     """
     what = f"Loading {path}"
-    manifest = ranks.each(what, lambda: read_manifest(path))
-    if manifest is not None:
-        ranks.each(what, lambda: verify_share(path, manifest, ranks))
-    return ranks.each(what, lambda: open_checkpoint(path, weights_only=weights_only, manifest=manifest))
+    with fetched(path, ranks) as here:
+        manifest = ranks.each(what, lambda: read_manifest(here))
+        if manifest is not None:
+            ranks.each(what, lambda: verify_share(here, manifest, ranks))
+        return ranks.each(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
+
+
+@contextmanager
+def fetched(path: str | Path, ranks: Ranks) -> Iterator[str | Path]:
+    """Have a file behind a URL as a local one: it is mapped, and gone when nothing of it is used any more."""
+    copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
+    try:
+        yield path if copy is None else copy
+    finally:
+        if copy is not None:
+            copy.unlink()
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
@@ -49,14 +62,13 @@ def read_manifest(path: str | Path) -> Manifest | None:
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
-    path = Path(path)
-    if path.is_file():
+    if not is_remote(path) and Path(path).is_file():
         return extract(path)
-    if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {path}.")
     folder = folder_at(path)
     size = folder.size(FILE_NAME)
     if size is None:
+        if isinstance(folder, RemoteFolder) or not folder.path.is_dir():
+            raise CheckpointError(f"There is no checkpoint at {path}.")
         return None
     return Manifest.from_json(bytes(folder.read(FILE_NAME, 0, size)).decode(errors="replace"), folder.name(FILE_NAME))
 
@@ -99,19 +111,20 @@ def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[st
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
     """Return what is at `path` as Lightning dumps it: `state_dict`, `optimizer_states` by number, and all else."""
-    path = Path(path)
-    if path.is_file():
-        return read_full(path, weights_only)
-    of_deepspeed = find_folder(path)
-    if of_deepspeed is not None:
-        return read_deepspeed(of_deepspeed, weights_only)
     folder = folder_at(path)
-    if folder.size(METADATA) is None:
+    if isinstance(folder, LocalFolder):
+        if folder.path.is_file():
+            return read_full(folder.path, weights_only)
+        of_deepspeed = find_folder(folder.path)
+        if of_deepspeed is not None:
+            return read_deepspeed(of_deepspeed, weights_only)
+    names = manifest.names if manifest is not None else {}
+    if folder.size(names.get(METADATA, METADATA)) is None:
         raise CheckpointError(f"{path} is no checkpoint: it has no file {METADATA}.")
-    checkpoint = read_meta(folder, weights_only)
+    checkpoint = read_meta(folder, names.get(META, META), weights_only)
     if OWN_KEY in checkpoint and manifest is None:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
-    tree = read_tree(folder, contiguous=manifest is not None)
+    tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None)
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if key.startswith("optimizer_"))
@@ -120,25 +133,26 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     return checkpoint
 
 
-def read_meta(folder: Folder, weights_only: bool) -> dict[str, Any]:
+def read_meta(folder: Folder, name: str, weights_only: bool) -> dict[str, Any]:
     """Return what a folder holds beside tensors."""
-    size = folder.size(META)
+    size = folder.size(name)
     if size is None:
-        raise CheckpointError(f"{folder.name(META)} is missing: the checkpoint is incomplete.")
-    file = io.BytesIO(folder.read(META, 0, size))
-    return dict(load_safely(file, weights_only=weights_only, name=folder.name(META)))
+        raise CheckpointError(f"{folder.name(name)} is missing: the checkpoint is incomplete.")
+    file = io.BytesIO(folder.read(name, 0, size))
+    return dict(load_safely(file, weights_only=weights_only, name=folder.name(name)))
 
 
-def read_tree(folder: Folder, *, contiguous: bool) -> dict[str, Any]:
+def read_tree(folder: Folder, name: str, *, contiguous: bool) -> dict[str, Any]:
     """Return what a Distributed Checkpoint holds, nested, with tensors unread.
 
     Args:
         folder: where it lies.
+        name: of the file with its metadata.
         contiguous: whether all boxes are known to lie in row-major order, as this package writes them.
     """
-    size = folder.size(METADATA)
+    size = folder.size(name)
     assert size is not None
-    metadata = load_metadata(io.BytesIO(folder.read(METADATA, 0, size)), folder.name(METADATA))
+    metadata = load_metadata(io.BytesIO(folder.read(name, 0, size)), folder.name(name))
     tree: dict[str, Any] = {}
     for key, kind in metadata.state_dict_metadata.items():
         value: Any

@@ -44,6 +44,9 @@ class Manifest:
     global_step: int
     files: dict[str, FileRecord]
     """By name relative to the folder; a full checkpoint has one, named as itself, up to where the manifest begins."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Where another name than the usual one holds a file: behind a URL, files of a new save must not replace the old's
+    before the manifest does."""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -177,7 +180,15 @@ def extract(path: str | Path) -> Manifest | None:
             if len(records) != 1 or found is None:
                 raise CheckpointError(f"{name} is damaged: its manifest is broken.")
             text = archive.read(records[0]).decode()
-    except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, zlib.error, EOFError, ValueError) as error:
+    except (
+        zipfile.BadZipFile,
+        UnicodeDecodeError,
+        NotImplementedError,
+        zlib.error,
+        EOFError,
+        ValueError,
+        OSError,
+    ) as error:
         raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {error}.") from error
     start, crc = int(found.group(1), 16), int(found.group(2), 16)
     with open(path, "rb") as file:

@@ -1,18 +1,23 @@
 """Saving: decide who writes what, write it beside the target, agree, commit."""
 
+import shutil
+import tempfile
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch
+from fsspec.core import url_to_fs
 
-from lightning_paral.checkpoint.commit import Draft
-from lightning_paral.checkpoint.files import LocalFolder, is_remote
+from lightning_paral.checkpoint.commit import Draft, remove
+from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, is_remote, put_file
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes
 from lightning_paral.checkpoint.optimizer import by_name
-from lightning_paral.checkpoint.plan import Entry, plan, stage
+from lightning_paral.checkpoint.plan import Entry, plan, replace, stage
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.sharded import META, METADATA, flatten, make_metadata, serialized, write_rank_file
@@ -74,6 +79,8 @@ class Save:
     def stage(self) -> None:
         """Copy what this rank writes, so that training can go on before it is written."""
         stage(self.entries)
+        holes = {path: None for entry in self.entries for path in (entry.path, *entry.twins)}
+        self.tree, self.rest = deepcopy(replace(self.tree, holes)), deepcopy(self.rest)
 
     def write(self, ranks: Ranks) -> None:
         """Write and commit. *Collective*.
@@ -81,9 +88,13 @@ class Save:
         Raises:
             CheckpointError: a rank could not write; on all ranks. What was at `path` is as it was.
         """
-        if is_remote(self.path):
-            raise CheckpointError(f"{self.path}: remote checkpoints are not there yet.")
-        self._write_locally(ranks)
+        if not is_remote(self.path):
+            self._write_locally(ranks)
+        elif self.form == "sharded":
+            save_id = ranks.on_first(f"Saving {self.path}", lambda: uuid4().hex[:12])
+            self._write_folder(RemoteFolder(self.path), ranks, save_id)
+        else:
+            self._upload(ranks)
 
     def _write_locally(self, ranks: Ranks) -> None:
         target = Path(self.path)
@@ -100,34 +111,65 @@ class Save:
             if self.form == "full":
                 write_full(self.tree, self.entries, path, ranks, self.about)
             else:
-                self._write_folder(path, ranks, what)
+                self._write_folder(LocalFolder(path), ranks)
             ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
             draft = None
         finally:
             if draft is not None:
                 draft.discard()
 
-    def _write_folder(self, path: Path, ranks: Ranks, what: str) -> None:
-        folder = LocalFolder(path)
+    def _upload(self, ranks: Ranks) -> None:
+        # Written to a local file first, for a file behind a URL cannot be written in parts. Closing it commits it.
+        what = f"Saving {self.path}"
+        folder = ranks.on_first(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
+        try:
+            path = Path(folder) / "full.ckpt"
+            write_full(self.tree, self.entries, path, ranks, self.about)
+            ranks.on_first(what, lambda: put_file(path, self.path))
+        finally:
+            if ranks.is_first:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _write_folder(self, folder: Folder, ranks: Ranks, save_id: str = "") -> None:
+        """Write the files of a folder, its manifest last. With `save_id`, into names that no earlier save has."""
+        what = f"Saving {self.path}"
 
         def write_mine() -> Any:
-            if not path.is_dir():
+            if isinstance(folder, LocalFolder) and not folder.path.is_dir():
                 raise CheckpointError(
                     "this rank does not see the folder that rank 0 made. A sharded checkpoint needs a file system that "
                     "all hosts share; checkpoint='full' does not."
                 )
-            return write_rank_file(folder.create, f"__{ranks.rank}_0.distcp", self.entries, self.objects)
+            return write_rank_file(folder.create, f"__{ranks.rank}_0{save_id}.distcp", self.entries, self.objects)
 
         written = ranks.agree(what, write_mine)
 
         def finish() -> None:
             files = {file.name: file.record for file in written}
             contents = {METADATA: make_metadata(self.entries, written), META: serialized({(): self.rest})[()]}
+            names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
-                files[name] = record_bytes(data)
-            contents[FILE_NAME] = Manifest(files=files, **self.about).to_json().encode()
-            for name, data in contents.items():  # the manifest comes last
-                with folder.create(name) as file:
-                    file.write(data)
+                files[names.get(name, name)] = record_bytes(data)
+                _write(folder, names.get(name, name), data)
+            _write(folder, FILE_NAME, Manifest(files=files, names=names, **self.about).to_json().encode())
+            if isinstance(folder, RemoteFolder):
+                for name, data in contents.items():  # for other tools
+                    _write(folder, name, data)
+                folder.keep({*files, *contents, FILE_NAME})
 
         ranks.on_first(what, finish)
+
+
+def _write(folder: Folder, name: str, data: bytes) -> None:
+    with folder.create(name) as file:
+        file.write(data)
+
+
+def remove_at(path: str) -> None:
+    """Remove the checkpoint at a path or URL, if it is there."""
+    if not is_remote(path):
+        remove(Path(path))
+        return
+    fs, name = url_to_fs(path)
+    if fs.exists(name):
+        fs.rm(name, recursive=True)

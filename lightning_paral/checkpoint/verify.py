@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_paral.checkpoint.geometry import coverage_fault
-from lightning_paral.checkpoint.loading import faults_of, open_checkpoint, read_manifest
+from lightning_paral.checkpoint.loading import faults_of, fetched, open_checkpoint, read_manifest
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.ranks import Ranks
@@ -20,9 +20,10 @@ def verify(path: str | Path) -> list[str]:
     One without a manifest, of another tool, is checked as far as it can be: that it opens, and that boxes cover it.
     """
     try:
-        manifest = read_manifest(path)
-        faults = [] if manifest is None else list(faults_of(path, manifest, Ranks()))
-        return faults or list(_uncovered(path, manifest))
+        with fetched(path, Ranks()) as here:
+            manifest = read_manifest(here)
+            faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
+            return faults or _uncovered(here, manifest)
     except CheckpointError as error:
         return [str(error)]
 

@@ -1,7 +1,8 @@
 """The checkpoint of all our strategies: what is saved by one is loaded by every other, at any world size."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -13,16 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.commit import remove
+from lightning_paral.checkpoint.background import BackgroundSaver
+from lightning_paral.checkpoint.files import without_scheme
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
-from lightning_paral.checkpoint.saving import OWN_KEY, Form, Save
+from lightning_paral.checkpoint.saving import OWN_KEY, Form, Save, remove_at
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import addresses_of_whole, held_state_dict, load_weights, own_state
 from lightning_paral.config import CheckpointOptions
 from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.process_group import DEFAULT_TIMEOUT
 
 
 class PortableCheckpoint(Strategy):
@@ -30,6 +33,8 @@ class PortableCheckpoint(Strategy):
 
     _checkpoint_options: CheckpointOptions
     _default_form: Form = "full"
+    _async_timeout: timedelta = DEFAULT_TIMEOUT
+    _saver: BackgroundSaver | None = None
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -79,10 +84,17 @@ class PortableCheckpoint(Strategy):
         if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
             return  # after the run, without a process group: rank 0 holds all there is
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
-        path = ranks.gather(str(filepath))[0]
+        path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
         save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__)
-        save.write(ranks)
+        if not self._checkpoint_options.async_save:
+            save.write(ranks)
+            return
+        if self._saver is None:
+            self._saver = BackgroundSaver(self._async_timeout)
+        self._saver.wait()  # before memory is taken for another copy
+        save.stage()
+        self._saver.start(save.write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what is at `checkpoint_path`, verified; tensors are read when they are used. *Collective*.
@@ -93,7 +105,9 @@ class PortableCheckpoint(Strategy):
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             return super().load_checkpoint(checkpoint_path, weights_only)
         ranks = all_ranks()
-        checkpoint = load(ranks.gather(str(checkpoint_path))[0], ranks, weights_only=weights_only is not False)
+        checkpoint = load(
+            ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only is not False
+        )
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
         return checkpoint
@@ -128,5 +142,22 @@ class PortableCheckpoint(Strategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once."""
-        if self.is_global_zero:
-            remove(Path(filepath))
+        if not self.is_global_zero:
+            return
+        if self._saver is not None:
+            self._saver.after(partial(remove_at, without_scheme(filepath)))  # what replaces it may still be under way
+        else:
+            remove_at(without_scheme(filepath))
+
+    def teardown(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            super().teardown()

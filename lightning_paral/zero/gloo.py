@@ -1,5 +1,7 @@
 """DeepSpeed's collectives on gloo, with a reduce-scatter and a reduce that cost what ZeRO's paper says they do."""
 
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -7,6 +9,8 @@ from deepspeed.comm.torch import TorchBackend
 from torch import Tensor
 
 from lightning_paral.comm.reduce_scatter import direct_reduce_scatter, start_reduce
+
+_PATIENCE = timedelta(seconds=10)
 
 
 class GlooBackend(TorchBackend):  # type: ignore[misc]
@@ -49,3 +53,14 @@ class GlooBackend(TorchBackend):  # type: ignore[misc]
         for _, works in sending:
             for work in works:
                 work.wait()
+
+    def abandon(self) -> None:
+        """Let what is still on its way arrive, where a run ended before the collective that would wait for it.
+
+        Gloo takes back a message whose work is dropped; the rank that waits for it would wait in vain. Ranks that
+        failed alone are not waited for long.
+        """
+        sending, self._sending = self._sending, []
+        with suppress(RuntimeError):
+            for work in [work for _, works in sending for work in works]:
+                work.wait(_PATIENCE)

@@ -107,6 +107,8 @@ def leave_deepspeed() -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.utils import groups
 
+    if hasattr(comm.cdb, "abandon"):
+        comm.cdb.abandon()
     comm.cdb = None
     groups._WORLD_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None

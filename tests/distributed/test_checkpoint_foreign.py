@@ -11,19 +11,26 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 
 from lightning_paral import CheckpointError, ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.checkpoint.consolidate import write_file
+from lightning_paral.checkpoint.loading import load
+from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.config import CheckpointOptions
 from tests.checkpoint_models import Resumable, fit, mean_losses
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
+ABOUT = {"form": "full", "strategy": "", "world_size": 2, "epoch": 0, "global_step": 2}
 OURS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 
 
 class Sharded(Resumable):
     """For Lightning's `ModelParallelStrategy`, which leaves sharding to the module. FSDP2 takes no 0-d parameters."""
 
+    def __init__(self) -> None:
+        super().__init__(scalar=False)
+
     def configure_model(self) -> None:
-        fully_shard(self, mesh=self.device_mesh["data_parallel"], ignored_params={self.scale})  # type: ignore[index]
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
 
 class ModelParallelOnCPU(ModelParallelStrategy):
@@ -60,17 +67,17 @@ def seeded(make: Any) -> Any:
     return make()
 
 
-def resume(path: str, strategy: str, world_size: int) -> dict[int, float]:
-    return fit(strategy, world_size, resume_from=path).losses
+def resume(path: str, strategy: str, world_size: int, scalar: bool) -> dict[int, float]:
+    return fit(strategy, world_size, resume_from=path, module=Resumable(scalar)).losses
 
 
-@pytest.mark.parametrize("save", [save_with_ddp_of_lightning, save_with_model_parallel])
-def test_what_lightning_saved_is_resumed(on_ranks, tmp_path: Path, save: Any) -> None:
+@pytest.mark.parametrize(("save", "scalar"), [(save_with_ddp_of_lightning, True), (save_with_model_parallel, False)])
+def test_what_lightning_saved_is_resumed(on_ranks, tmp_path: Path, save: Any, scalar: bool) -> None:
     path = str(tmp_path / "theirs.ckpt")
     expected = on_ranks(2, save, path)
     for strategy in OURS:
-        assert_same_losses(on_ranks(2, resume, path, strategy, 2), expected)
-    assert_same_losses(on_ranks(1, resume, path, "paral_ddp", 1), expected)
+        assert_same_losses(on_ranks(2, resume, path, strategy, 2, scalar), expected)
+    assert_same_losses(on_ranks(1, resume, path, "paral_ddp", 1, scalar), expected)
 
 
 # What we write, in Lightning
@@ -79,7 +86,7 @@ def test_what_lightning_saved_is_resumed(on_ranks, tmp_path: Path, save: Any) ->
 def save(path: str, strategy: str, form: str) -> dict[int, float]:
     options = {"checkpoint": form}
     made = ParalDDPStrategy(**options) if strategy == "ddp" else ParalZeROStrategy(stage=3, **options)
-    return fit(made, 2, save_to=path).losses
+    return fit(made, 2, save_to=path, module=seeded(lambda: Resumable(scalar=form == "full"))).losses
 
 
 def resume_in_model_parallel(path: str) -> dict[int, float]:
@@ -102,14 +109,15 @@ def test_full_form_is_an_ordinary_file_of_lightning(on_ranks, tmp_path: Path, st
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "ours.ckpt")
-    full = str(tmp_path / "full.ckpt")
     expected = on_ranks(2, save, path, strategy, "sharded")
-    on_ranks(2, save, full, strategy, "full")
 
     assert_same_losses(on_ranks(2, resume_in_model_parallel, path), expected)
     dcp_to_torch_save(path, tmp_path / "converted.pt")
     converted = torch.load(tmp_path / "converted.pt", weights_only=True)
-    for name, value in torch.load(full)["state_dict"].items():
+    write_file(load(path, Ranks()), tmp_path / "consolidated.ckpt", ABOUT, lambda nbytes: None)
+    consolidated = Resumable.load_from_checkpoint(tmp_path / "consolidated.ckpt", scalar=False).state_dict()
+    assert consolidated.keys() == converted["state_dict"].keys()
+    for name, value in consolidated.items():
         torch.testing.assert_close(converted["state_dict"][name], value)
 
 

@@ -24,7 +24,7 @@ COMMANDS = [
 ]
 INSTALLS = [command for command in COMMANDS if command.startswith("pip install")]
 TRAININGS = [command for command in COMMANDS if " fit " in command and "--ckpt_path" not in command]
-RESUMES = [command for command in COMMANDS if "--ckpt_path" in command]
+ON_CHECKPOINTS = [command for command in COMMANDS if ".ckpt" in command]
 SHORT = (
     "--trainer.max_steps=2 --trainer.val_check_interval=2 --trainer.limit_val_batches=1 "
     "--trainer.num_sanity_val_steps=1 --trainer.accelerator=cpu --model.init_args.num_layers=1"
@@ -45,7 +45,7 @@ def command_line(command: str) -> list[str]:
 
 
 def test_every_command_is_accounted_for() -> None:
-    others = set(COMMANDS) - set(INSTALLS) - set(TRAININGS) - set(RESUMES)
+    others = set(COMMANDS) - set(INSTALLS) - set(TRAININGS) - set(ON_CHECKPOINTS)
 
     assert others == {"pytest", "paral strategies"}
     assert {language for language, _ in BLOCKS} <= {"bash", "python", "yaml"}
@@ -69,25 +69,39 @@ def test_strategies_are_listed() -> None:
     assert "paral_ddp_ring" in run(command_line("paral strategies"))
 
 
-def test_snippets_and_resuming_run_in_the_order_they_are_read(tmp_path: Path) -> None:
-    for number, text in enumerate(text for language, text in BLOCKS if language == "python"):
-        snippet = tmp_path / f"snippet_{number}.py"
-        snippet.write_text(text)
-        process = subprocess.run(
-            [sys.executable, str(snippet)],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert process.returncode == 0, process.stdout + process.stderr
-    (resume,) = RESUMES
-    checkpoint = tmp_path / "gpt.ckpt"
-    options = ["--trainer.max_steps=3", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
-    command = command_line(resume.replace("gpt.ckpt", str(checkpoint)))
+def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(tmp_path: Path) -> None:
+    for number, (language, text) in enumerate(BLOCKS):
+        if language == "python":
+            run_snippet(tmp_path / f"snippet_{number}.py", text)
+        elif language == "bash":
+            for command in text.splitlines():
+                if command in ON_CHECKPOINTS:
+                    run_on_checkpoint(command, tmp_path)
 
-    assert "max_steps=3` reached" in run([*command, *options, f"--trainer.default_root_dir={tmp_path}"])
+
+def run_snippet(path: Path, text: str) -> None:
+    path.write_text(text)
+    process = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=path.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def run_on_checkpoint(command: str, folder: Path) -> None:
+    program, *words = command_line(command)
+    words = [str(folder / word) if word.endswith(".ckpt") else word for word in words]
+    if " fit " not in command:
+        run([program, *words])
+        return
+    options = ["--trainer.max_steps=3", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
+    printed = run([program, *words, *options, f"--trainer.default_root_dir={folder}"])
+    assert "Restored all states" in printed
+    assert "max_steps=3` reached" in printed
 
 
 def test_yaml_is_that_of_the_overlay() -> None:

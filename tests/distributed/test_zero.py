@@ -383,13 +383,13 @@ def save_checkpoint(strategy: str, folder: str) -> list[str]:
         max_epochs=1, devices=2, strategy=strategy, enable_checkpointing=True, default_root_dir=folder
     )
     trainer.fit(model, regression_data(2, 2))
-    return sorted(path.name for path in Path(trainer.checkpoint_callback.best_model_path, "checkpoint").iterdir())
+    return sorted(path.name for path in Path(trainer.checkpoint_callback.best_model_path).iterdir())
 
 
 @pytest.mark.parametrize("strategy", STAGES)
 def test_checkpoint_callback_saves_a_part_of_each_rank(on_ranks, tmp_path: Path, strategy: str) -> None:
     for names in on_ranks(2, save_checkpoint, strategy, str(tmp_path)):
-        assert len([name for name in names if "optim_states" in name]) == 2
+        assert {"__0_0.distcp", "__1_0.distcp", "meta.pt", "manifest.json"} <= set(names)
 
 
 # Memory and traffic, counted

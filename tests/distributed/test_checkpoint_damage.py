@@ -1,0 +1,169 @@
+"""Damage is found and named before any weight changes, and code in a checkpoint never runs."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_paral import CheckpointError, ParalDDPStrategy, ParalFSDPStrategy
+from lightning_paral.checkpoint.loading import load
+from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.verify import verify
+from tests.checkpoint_models import Resumable, fit
+
+
+def save_both(folder: str) -> None:
+    fit(ParalDDPStrategy(checkpoint="full"), 2, save_to=f"{folder}/full")
+    fit(ParalFSDPStrategy(checkpoint="sharded"), 2, save_to=f"{folder}/sharded")
+
+
+@pytest.fixture(scope="module")
+def sound(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    rank_pool.run(2, save_both, str(folder))
+    return folder
+
+
+FILES = [
+    ("full", ""),
+    *(("sharded", name) for name in ("__0_0.distcp", "__1_0.distcp", "meta.pt", ".metadata", "manifest.json")),
+]
+
+
+def copy_of(sound: Path, form: str, tmp_path: Path) -> Path:
+    target = tmp_path / "x"
+    (shutil.copytree if (sound / form).is_dir() else shutil.copy)(sound / form, target)
+    return target
+
+
+def load_into_changed(path: str) -> str:
+    """Load into a module with weights of its own; return the error. The weights are as before."""
+    module = Resumable()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        fit("paral_ddp", 2, resume_from=path, module=module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("form", "name"), FILES)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_damage_is_named_by_verify_and_by_loading(
+    sound: Path, tmp_path: Path, form: str, name: str, damage: str
+) -> None:
+    path = copy_of(sound, form, tmp_path)
+    file = path / name if name else path
+    size = file.stat().st_size
+    places = [size // 7, size // 2, size - 40] if damage == "flip" else [size // 2]
+    data = file.read_bytes()
+    for place in places:
+        if damage == "flip":
+            file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        elif damage == "truncate":
+            file.write_bytes(data[:place])
+        else:
+            file.unlink()
+        (fault, *_) = verify(path)
+        assert str(file) in fault
+        with pytest.raises(CheckpointError) as raised:
+            load(path, Ranks())
+        assert str(file) in str(raised.value)
+
+
+def test_every_byte_of_a_full_file_counts(sound: Path, tmp_path: Path) -> None:
+    path = copy_of(sound, "full", tmp_path)
+    data = bytearray(path.read_bytes())
+    step = max(1, len(data) // 400)
+    for place in [*range(0, len(data) - 3000, step), *range(len(data) - 3000, len(data))]:
+        data[place] ^= 0x10
+        path.write_bytes(data)
+        assert verify(path), f"byte {place} of {len(data)} can change unseen"
+        data[place] ^= 0x10
+    path.write_bytes(data)
+    assert verify(path) == []
+
+
+def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(on_ranks, sound: Path, tmp_path: Path) -> None:
+    path = copy_of(sound, "sharded", tmp_path)
+    with open(path / "__1_0.distcp", "r+b") as file:
+        file.seek(500)
+        file.write(b"\xff\xfe")
+    for message in on_ranks(2, load_into_changed, str(path)):
+        assert "__1_0.distcp is damaged" in message
+
+
+# Hostile files
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.witness),)
+
+
+def without_manifest(sound: Path, tmp_path: Path) -> Path:
+    """A folder as of another tool, so that checksums do not stop it first."""
+    path = copy_of(sound, "sharded", tmp_path)
+    (path / "manifest.json").unlink()
+    meta = torch.load(path / "meta.pt")
+    del meta["lightning_paral"]
+    torch.save(meta, path / "meta.pt")
+    return path
+
+
+def poison_metadata(path: Path, payload: Payload) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(payload))
+
+
+def poison_meta(path: Path, payload: Payload) -> None:
+    torch.save(torch.load(path / "meta.pt") | {"callbacks": payload}, path / "meta.pt")
+
+
+def poison_nothing(path: Path, payload: Payload) -> None:
+    pass
+
+
+@pytest.mark.parametrize("poison", [poison_metadata, poison_meta])
+def test_hostile_folder_is_refused_and_does_not_run(sound: Path, tmp_path: Path, poison: Any) -> None:
+    path = without_manifest(sound, tmp_path)
+    witness = tmp_path / "ran"
+    poison(path, Payload(witness))
+    with pytest.raises(CheckpointError, match=r"(posix|nt)\.mkdir"):
+        fit("paral_ddp", 1, resume_from=path)
+    assert not witness.exists()
+
+
+def test_same_folder_without_the_payload_loads(sound: Path, tmp_path: Path) -> None:
+    fit("paral_ddp", 1, resume_from=without_manifest(sound, tmp_path))
+
+
+def test_hostile_file_is_refused_and_does_not_run(sound: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    torch.save(torch.load(sound / "full") | {"extra": Payload(witness)}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"(posix|nt)\.mkdir"):
+        fit("paral_ddp", 1, resume_from=tmp_path / "x.ckpt")
+    assert not witness.exists()
+
+
+class Settings:
+    """A harmless type of the user's."""
+
+    def __init__(self) -> None:
+        self.depth = 3
+
+
+def test_users_types_are_named_and_load_once_they_are_trusted(tmp_path: Path, sound: Path) -> None:
+    torch.save(torch.load(sound / "full") | {"settings": Settings()}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"test_checkpoint_damage\.Settings.*add_safe_globals\(\[Settings\]\)"):
+        load(tmp_path / "x.ckpt", Ranks())
+    with torch.serialization.safe_globals([Settings]):
+        assert load(tmp_path / "x.ckpt", Ranks())["settings"].depth == 3
+    assert load(tmp_path / "x.ckpt", Ranks(), weights_only=False)["settings"].depth == 3
