@@ -23,8 +23,9 @@ SIZES = ((1, 4), (3, 2), (7, 2), (13, 4), (16, 2), (2, 1), (29, 3))
 class Judged(LightningModule):
     """Logs in every way there is, draws random numbers in its steps, and counts them in a buffer and in Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.hidden = nn.Linear(FEATURES, 16)
         self.out = nn.Linear(16, 1)
         self.accuracy = nn.ModuleList(BinaryAccuracy() for _ in SIZES)
@@ -65,6 +66,7 @@ class Judged(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
+        inputs = nn.functional.dropout(inputs, self.dropout)
         loss = nn.functional.binary_cross_entropy_with_logits(self(inputs), targets.float())
         self.losses.append((loss.item(), len(inputs)))
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
@@ -74,9 +76,9 @@ class Judged(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def judged() -> Judged:
+def judged(dropout: float = 0.0) -> Judged:
     torch.manual_seed(2)
-    return Judged()
+    return Judged(dropout)
 
 
 def samples(length: int) -> TensorDataset:
@@ -132,7 +134,7 @@ class SaveAt(Callback):
 
 def train(label: str, num_ranks: int, options: dict[str, Any], trainer_options: dict[str, Any]) -> dict[str, Any]:
     """Fit on shuffled batches of which the last is smaller, two epochs; return losses, weights and the last metric."""
-    model = judged()
+    model = judged(trainer_options.pop("dropout", 0.0))
     fit = {key: trainer_options.pop(key) for key in ("ckpt_path",) if key in trainer_options}
     save_at = trainer_options.pop("save_at", None)
     callbacks = [SaveAt(*save_at)] if save_at else []

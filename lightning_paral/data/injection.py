@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
@@ -23,10 +21,10 @@ from lightning_paral.data import loader as loaders
 from lightning_paral.data.evaluation import ExactEvaluation, replace
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order import Order, Seed
+from lightning_paral.data.position import Position, Source, processed
 from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
 from lightning_paral.errors import ConfigurationError
 
-Source = RankBatchSampler | ShardedIterable
 _STEPS = {
     RunningStage.VALIDATING: "validation_step",
     RunningStage.TESTING: "test_step",
@@ -55,7 +53,7 @@ class Injection:
         self._seed = Seed(seed)
         self._device = device
         self._run_fillers = run_fillers
-        self._training: list[Source] = []
+        self.position = Position(trainer, self._seed)
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
         self._injected_by_lightning = trainer._data_connector._prepare_dataloader
@@ -81,7 +79,7 @@ class Injection:
         )
         number = self._number_of(mode)
         if training and number == 0:
-            self._training = []
+            self.position.sources = []
         source: Source
         if not loaders.is_stream(loader):
             changed, source = self._spread(loader, share, number, mode)
@@ -91,7 +89,7 @@ class Injection:
             return self._bared(self._agree(loader, share), mode)
         source.set_epoch(self._epoch)
         if training and not loaders.resumes_itself(loader):
-            self._training.append(source)
+            self.position.sources.append(source)
         return self._bared(changed, mode)
 
     def _bared(self, loader: loaders.Loader, mode: RunningStage) -> loaders.Loader:
@@ -110,7 +108,7 @@ class Injection:
 
     @property
     def _epoch(self) -> int:
-        return _tracked(self._trainer.fit_loop.epoch_progress).processed
+        return processed(self._trainer.fit_loop.epoch_progress)
 
     def _number_of(self, mode: RunningStage) -> int:
         """Return which loader of its kind this is: the first that is asked for in an epoch has number 0."""
@@ -221,60 +219,14 @@ class Injection:
                 "Trainer(use_distributed_sampler=False) if it spreads the samples itself."
             )
 
-    # Position in the training data
-
-    def state(self) -> dict[str, Any]:
-        """Return where training is in its data: what a checkpoint keeps."""
-        num_steps = self._progress.processed
-        return {
-            "seed": self._seed.value,
-            # At an epoch's end this is still that epoch, and `processed` the next one.
-            "epoch": self._trainer.current_epoch,
-            "loaders": [_position(source, num_steps) for source in self._training],
-        }
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken, at whatever world size. Called when training starts."""
-        fetcher, combined = self._trainer.fit_loop._data_fetcher, self._trainer.fit_loop._combined_loader
-        if fetcher is None or combined is None:
-            return
-        self._seed.value = state["seed"]
-        positions, num_steps = state["loaders"], self._progress.processed
-        if state["epoch"] == self._epoch and num_steps and len(positions) == len(self._training):
-            steps = [
-                _resume(source, self._epoch, position, num_steps)
-                for source, position in zip(self._training, positions, strict=True)
-            ]
-            self._count_steps_done(steps[0] if steps else num_steps)
-        # Made before the position was known; workers may have begun to load from the start.
-        combined.reset()
-        iter(fetcher)
-
-    def _count_steps_done(self, num_steps: int) -> None:
-        """Tell Lightning how many steps of the epoch this world would have taken to come here."""
-        progress = self._progress
-        shift = num_steps - progress.processed
-        for counter in ("ready", "started", "processed", "completed"):
-            setattr(progress, counter, getattr(progress, counter) + shift)
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-
-    @property
-    def _progress(self) -> _ProcessedTracker:
-        return _tracked(self._trainer.fit_loop.epoch_loop.batch_progress)
-
     def loss_weight(self) -> float:
         """Return what this rank's mean loss counts in the mean over ranks, if they have shares of different sizes."""
-        if self._sampling.split == "batch" or len(self._training) != 1:
+        if self._sampling.split == "batch" or len(self.position.sources) != 1:
             return 1.0
-        source = self._training[0]
+        (source,) = self.position.sources
         if isinstance(source, ShardedIterable):
             return 1.0
         return source.loss_weights.get(self._trainer.fit_loop.epoch_loop.batch_idx, 1.0)
-
-
-def _tracked(progress: _Progress) -> _ProcessedTracker:
-    assert isinstance(progress.current, _ProcessedTracker)
-    return progress.current
 
 
 def _check_training(order: Order, share: Share, batch_size: int | None) -> None:
@@ -291,17 +243,3 @@ def _check_training(order: Order, share: Share, batch_size: int | None) -> None:
         )
     if num_batches and not share.num_steps(num_batches):
         raise too_few_batches(order.batches, share.world_size)
-
-
-def _position(source: Source, num_steps: int) -> dict[str, int]:
-    if isinstance(source, RankBatchSampler):
-        return source.position(num_steps)
-    return {"repetition": 0, "samples": num_steps * source.turn_size}
-
-
-def _resume(source: Source, epoch: int, position: dict[str, int], num_steps: int) -> int:
-    """Move `source` to `position`; return after how many of its steps that is."""
-    if isinstance(source, RankBatchSampler):
-        return source.resume(epoch, position, num_steps)
-    source.resume(epoch, position["samples"])
-    return position["samples"] // source.turn_size

@@ -1,7 +1,7 @@
 """What all our strategies share: one process group per run, on CPU as on CUDA, checked before anything is launched."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_paral.checkpoint.random import restore_states
+from lightning_paral.checkpoint.ranks import all_ranks
+from lightning_paral.checkpoint.saving import OWN_KEY
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
 from lightning_paral.launcher import CheckedSubprocessLauncher
@@ -43,6 +46,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
 
     _injection: Injection | None = None
     _data_state: dict[str, Any] | None = None
+    _random_states: Sequence[dict[str, Any]] = ()
     _process_group: ProcessGroup | None = None
     _activation_checkpointing: ActivationCheckpointing | None = None
     _undo_checkpointing: Callable[[], None] | None = None
@@ -125,8 +129,12 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
         """Move to where the checkpoint was in its data."""
         super().on_train_start()
         if self._data_state is not None and self._injection is not None:
-            self._injection.resume(self._data_state)
-        self._data_state = None
+            self._injection.position.resume(self._data_state, self._restore_random)
+        self._data_state, self._random_states = None, ()
+
+    def _restore_random(self) -> None:
+        if len(self._random_states) == self.world_size:
+            restore_states(list(self._random_states), all_ranks())
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, weighted by this rank's share of the samples where shares differ."""
@@ -140,7 +148,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, and with it where training is in its data. *Collective* over the world."""
         if self._injection is not None and "loops" in checkpoint:  # more than weights
-            checkpoint[_DATA_STATE] = self._injection.state()
+            checkpoint[_DATA_STATE] = self._injection.position.state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -149,6 +157,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._data_state = checkpoint.get(_DATA_STATE)
+            self._random_states = checkpoint.get(OWN_KEY, {}).get("random_states", [])
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:

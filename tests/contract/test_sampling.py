@@ -69,15 +69,15 @@ def test_training_on_global_batches_is_the_same_run_at_any_world_size(on_ranks, 
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_zero2"])
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
 def test_resuming_inside_an_epoch_equals_the_uninterrupted_run(on_ranks, tmp_path, label: str, split: str) -> None:
     path, options = str(tmp_path / "middle.ckpt"), {"split": split}
-    whole = on_ranks(2, train, label, 2, options, {})
+    whole = on_ranks(2, train, label, 2, options, {"dropout": 0.2})
     num_steps = len(whole[0]["losses"])
     saved_at = num_steps // 2 + 1
 
-    on_ranks(2, train, label, 2, options, {"save_at": (saved_at, path), "max_steps": saved_at})
-    resumed = on_ranks(2, train, label, 2, options, {"ckpt_path": path})
+    on_ranks(2, train, label, 2, options, {"dropout": 0.2, "save_at": (saved_at, path), "max_steps": saved_at})
+    resumed = on_ranks(2, train, label, 2, options, {"dropout": 0.2, "ckpt_path": path})
 
     for ours, expected in zip(resumed, whole, strict=True):
         assert len(ours["losses"]) == num_steps - saved_at
@@ -87,13 +87,14 @@ def test_resuming_inside_an_epoch_equals_the_uninterrupted_run(on_ranks, tmp_pat
             torch.testing.assert_close(ours["weights"][name], weight)
 
 
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_resuming_global_batches_at_another_world_size(on_ranks, tmp_path, world_size: int) -> None:
+def test_resuming_global_batches_at_another_world_size(on_ranks, tmp_path, label: str, world_size: int) -> None:
     path, options = str(tmp_path / "middle.ckpt"), {"split": "global"}
-    whole = on_ranks(2, train, "paral_ddp", 2, options, {})
+    whole = on_ranks(2, train, label, 2, options, {})
 
-    on_ranks(2, train, "paral_ddp", 2, options, {"save_at": (7, path), "max_steps": 7})
-    resumed = on_ranks(world_size, train, "paral_ddp", world_size, options, {"ckpt_path": path})
+    on_ranks(2, train, label, 2, options, {"save_at": (7, path), "max_steps": 7})
+    resumed = on_ranks(world_size, train, label, world_size, options, {"ckpt_path": path})
 
     torch.testing.assert_close(mean_losses(resumed), mean_losses(whole)[7:], rtol=1e-5, atol=0.0)
     for name, weight in whole[0]["weights"].items():

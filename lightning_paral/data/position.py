@@ -1,0 +1,97 @@
+"""Where training is in its data: kept in a checkpoint, and found again at any world size."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.progress import _BaseProgress, _ProcessedTracker, _Progress
+
+from lightning_paral.data.iterable import ShardedIterable
+from lightning_paral.data.order import Seed
+from lightning_paral.data.sampler import RankBatchSampler
+
+Source = RankBatchSampler | ShardedIterable
+
+
+class Position:
+    """The position in the training loaders of a run.
+
+    Args:
+        trainer: counts the steps.
+        seed: what all orders derive from; a checkpoint's replaces it.
+    """
+
+    def __init__(self, trainer: Trainer, seed: Seed) -> None:
+        self.sources: list[Source] = []
+        """What the training loaders draw from, in their order."""
+        self._trainer = trainer
+        self._seed = seed
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        num_steps = processed(self._trainer.fit_loop.epoch_loop.batch_progress)
+        return {
+            "seed": self._seed.value,
+            # At an epoch's end this is still that epoch, and `processed` the next one.
+            "epoch": self._trainer.current_epoch,
+            "loaders": [_position(source, num_steps) for source in self.sources],
+        }
+
+    def resume(self, state: dict[str, Any], restore_random: Callable[[], None]) -> None:
+        """Go on where the state was taken, at whatever world size. Called when training starts.
+
+        Args:
+            state: what `state` returned.
+            restore_random: gives the global random generators their states of when the checkpoint was saved.
+        """
+        fit_loop = self._trainer.fit_loop
+        fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
+        if fetcher is None or combined is None or not self.sources:
+            return
+        self._seed.value = state["seed"]
+        epoch = processed(fit_loop.epoch_progress)
+        num_steps = processed(fit_loop.epoch_loop.batch_progress)
+        inside_epoch = state["epoch"] == epoch and num_steps > 0 and len(state["loaders"]) == len(self.sources)
+        if inside_epoch:
+            self._move(state["loaders"], epoch, num_steps)
+        else:
+            restore_random()
+        # The iterator was made before the position was known; workers may have begun to load from the start.
+        combined.reset()
+        iter(fetcher)
+        if inside_epoch:
+            # A new iterator draws a seed for its workers. The uninterrupted run did that when the epoch began.
+            restore_random()
+
+    def _move(self, positions: list[dict[str, int]], epoch: int, num_steps: int) -> None:
+        moved = [
+            _resume(source, epoch, position, num_steps)
+            for source, position in zip(self.sources, positions, strict=True)
+        ]
+        # Lightning has to believe that this world has come here by steps of its own, or the epoch would end elsewhere.
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        for counter in ("ready", "started", "processed", "completed"):
+            setattr(progress, counter, getattr(progress, counter) + moved[0] - num_steps)
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+
+
+def processed(progress: _Progress) -> int:
+    """Return how many epochs, or batches of the current one, are behind."""
+    current: _BaseProgress = progress.current
+    assert isinstance(current, _ProcessedTracker)
+    return current.processed
+
+
+def _position(source: Source, num_steps: int) -> dict[str, int]:
+    if isinstance(source, RankBatchSampler):
+        return source.position(num_steps)
+    return {"repetition": 0, "samples": num_steps * source.turn_size}
+
+
+def _resume(source: Source, epoch: int, position: dict[str, int], num_steps: int) -> int:
+    """Move `source` to `position`; return after how many of its steps that is."""
+    if isinstance(source, RankBatchSampler):
+        return source.resume(epoch, position, num_steps)
+    source.resume(epoch, position["samples"])
+    return position["samples"] // source.turn_size
