@@ -6,6 +6,7 @@ Trainer(strategy="paral_ddp")
 
 from lightning_paral._version import __version__
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload
+from lightning_paral.data import GatherPredictions
 from lightning_paral.errors import (
     CheckpointError,
     ConfigurationError,
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointOptions",
     "ConfigurationError",
+    "GatherPredictions",
     "Offload",
     "ParalDDPStrategy",
     "ParalDPStrategy",

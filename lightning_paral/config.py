@@ -93,6 +93,35 @@ class Offload:
                 raise ConfigurationError(f"Offload({option}={getattr(self, option)!r}) has to be at least 1.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the samples of a loader are spread over the ranks; every strategy takes these as options of its own.
+
+    Raises:
+        ConfigurationError: a value that is not known.
+    """
+
+    split: Literal["batch", "global"] = "batch"
+    """`"batch"`: each rank draws whole batches of the loader's size. `"global"`: each batch is divided among the ranks,
+    so that training is the same run at any world size."""
+
+    remainder: Literal["drop", "wrap"] = "wrap"
+    """For `split="batch"` in training, where the batches do not divide by the ranks: drop the last ones, or complete
+    them with the first ones of the epoch."""
+
+    shard_iterable: bool = True
+    """Divide iterable datasets among ranks and workers. `False`: they look at rank and worker themselves."""
+
+    def __post_init__(self) -> None:
+        for option, known in (("split", ("batch", "global")), ("remainder", ("drop", "wrap"))):
+            if getattr(self, option) not in known:
+                raise ConfigurationError(
+                    f"{option}={getattr(self, option)!r} is not known. Choose from: {', '.join(map(repr, known))}."
+                )
+        if not isinstance(self.shard_iterable, bool):
+            raise ConfigurationError(f"shard_iterable={self.shard_iterable!r} is neither True nor False.")
+
+
 @dataclass(frozen=True)
 class CheckpointOptions:
     """How checkpoints are written and loaded: `CheckpointOptions("sharded", async_save=True)`.

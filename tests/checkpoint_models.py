@@ -105,9 +105,9 @@ def fit(
     module = Resumable() if module is None else module
     callbacks = trainer_options.pop("callbacks", []) + ([SaveOnce(str(save_to))] if save_to else [])
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": callbacks} | trainer_options
+    options["use_distributed_sampler"] = False
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    # Each rank is given its share of the batches, of which only the number counts. DP is one process.
-    batches: Any = range(num_batches * trainer.world_size)
+    batches: Any = range(num_batches)  # on every rank; only the number of a batch counts
     trainer.fit(module, DataLoader(batches), ckpt_path=None if resume_from is None else str(resume_from))
     return module
 

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_paral  # noqa: F401
 from tests.models import quiet_trainer
@@ -144,24 +143,20 @@ def tokens(num_batches: int) -> TensorDataset:
 
 
 def token_loader(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
-    """`num_batches` global batches in order, of each of which this rank draws its share."""
-    dataset = tokens(num_batches)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
-    return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks, sampler=sampler)
+    """Batches in order, such that what `num_ranks` draw in a step is a global batch, `num_batches` of them."""
+    return DataLoader(tokens(num_batches), GLOBAL_BATCH_SIZE // num_ranks)
 
 
 class WholeBatches(torch.utils.data.IterableDataset[list[Tensor]]):
-    """Batches as such, for a loader with `batch_size=None`."""
+    """The same batches as such, for a loader with `batch_size=None`."""
 
     def __init__(self, num_batches: int, num_ranks: int) -> None:
         self.num_batches = num_batches
         self.num_ranks = num_ranks
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for batch in tokens(self.num_batches).tensors[0].split(GLOBAL_BATCH_SIZE):
-            yield [batch[rank :: self.num_ranks]]
+        for batch in tokens(self.num_batches).tensors[0].split(GLOBAL_BATCH_SIZE // self.num_ranks):
+            yield [batch]
 
 
 def fit(

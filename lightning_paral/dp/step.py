@@ -43,6 +43,8 @@ class ParallelStep:
         Raises:
             ConfigurationError: the batch cannot be divided, or the results cannot be put together.
         """
+        if len(self._devices) == 1:
+            return getattr(self._master, name)(batch, *args)
         parts, sizes = scatter(batch, self._devices)
         if len(parts) == 1:
             return getattr(self._master, name)(batch, *args)

@@ -17,6 +17,10 @@ _HOOKS = (
 )  # fmt: skip
 
 
+LEFT_SHARDED = "_lightning_paral_left_sharded"
+"""Set on a module that could not be given back, to the reason."""
+
+
 class Belongings:
     """The class, attributes, hooks and parameters of each submodule.
 
@@ -42,12 +46,13 @@ class Belongings:
         for part in self._parts.values():
             part.seal()
 
-    def restore(self, gather: "Gather | None") -> None:
+    def restore(self, gather: "Gather | str") -> None:
         """Undo it all. Parameters come back whole, on the host. *Collective* over the group of `gather`.
 
-        Without `gather` nothing can be brought together, and everything stays as it is.
+        A string in place of `gather` says why nothing can be brought together; everything stays as it is.
         """
-        if gather is None:
+        if isinstance(gather, str):
+            vars(next(iter(self._parts)))[LEFT_SHARDED] = gather
             return
         whole: dict[Parameter, Parameter] = {}
         for part in self._parts.values():

@@ -1,8 +1,10 @@
-"""Whether, after a failure, the ranks can still bring together what each of them holds."""
+"""Whether, at the end of a run, the ranks can bring together what each of them holds."""
 
 import uuid
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,14 +19,25 @@ def new_run_name() -> str:
     return uuid.uuid4().hex
 
 
-def gather_over(mesh: DeviceMesh) -> Gather:
-    """Return the ordinary way to gather, over the ranks that hold one copy."""
+def gather_over(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gather | str:
+    """Return the way to gather `num_bytes`, or why not: some host has no room for that on each of its ranks.
+
+    *Collective* over the world.
+    """
+    available = _available_bytes()
+    has_room = torch.tensor(available is None or num_bytes * num_local_ranks < 0.9 * available, dtype=torch.int32)
+    dist.all_reduce(has_room, op=dist.ReduceOp.MIN)
+    if not has_room:
+        return (
+            f"{num_bytes / 1e9:,.1f} GB on each of {num_local_ranks} ranks per host are more than the memory that is "
+            "free there"
+        )
     group = mesh.get_group(mesh.ndim - 1)
     return Gather(group, list(range(dist.get_world_size(group))))
 
 
-def gather_after_failure(mesh: DeviceMesh, run: str) -> Gather | None:
-    """Return a way to gather if all ranks failed and are here, `None` if some are elsewhere.
+def gather_after_failure(mesh: DeviceMesh, run: str) -> Gather | str:
+    """Return a way to gather if all ranks failed and are here, or that some are elsewhere.
 
     Ranks that fail alone leave the others in a collective that never ends, so whether all come is asked of the store,
     with a limit of `PATIENCE`, and what is left unfinished in the old groups is avoided with a new one.
@@ -36,5 +49,13 @@ def gather_after_failure(mesh: DeviceMesh, run: str) -> Gather | None:
         store.wait(keys, PATIENCE)
         group = dist.new_group(backend="gloo", timeout=3 * PATIENCE)
     except (dist.DistError, RuntimeError):
-        return None
+        return "the run failed on some of its ranks only"
     return Gather(group, shard_ranks(mesh), on_host=True)
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -16,14 +17,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
-from lightning_paral.comm.reduce_scatter import direct_reduce_scatter
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.fsdp.belongings import Belongings
+from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
+from lightning_paral.fsdp.communication import DirectReduceScatter
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
 from lightning_paral.fsdp.precision import match_inputs
 from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, unshardable
@@ -44,9 +45,7 @@ class Sharding:
 
 
 class ShardedModule:
-    """A module from the moment it is sharded until it is given back.
-
-    *Collective* over the world.
+    """A module from before it is sharded until it is given back.
 
     Args:
         units: the module's.
@@ -61,10 +60,26 @@ class ShardedModule:
         self._deferred = deferred
         self._belongings = Belongings(self.root)
         self._sharded: list[Any] = []
+        self._averaged: AveragedGradients | None = None
         self._originals = list(self.root.named_parameters())
+
+    def shard(self) -> None:
+        """Shard, unit by unit. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: parameters of several dtypes in one unit.
+        """
+        try:
+            self._shard_all()
+        finally:
+            self._belongings.seal()
+
+    def _shard_all(self) -> None:
+        units, sharding = self.units, self._sharding
         names = {parameter: name for name, parameter in self._originals}
         for unit in units.bottom_up:
             _check_dtypes(unit, names)
+        self._fill_what_is_sharded()
         for unit in units.bottom_up:
             if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
                 self._sharded.append(unit.module)
@@ -73,17 +88,23 @@ class ShardedModule:
         if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
             match_inputs(self.root)
         self.replicated = unshardable(self.root)
-        self._averaged = AveragedGradients(self.replicated) if dist.get_world_size() > 1 else None
+        if dist.get_world_size() > 1:
+            self._averaged = AveragedGradients(self.replicated)
+        _move_what_is_no_parameter(self.root, sharding.device)
         self._install_communication()
         inner = {unit.module for unit in units.inner}
         calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         self.calls = RootCalls(self._sharded[-1], calls, inner)
-        self._belongings.seal()
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield names and parameters as they were before; while the module is sharded, they hold nothing."""
         yield from self._originals
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, whole."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.root.parameters())
 
     def set_gradient_sync(self, reduce: bool, all_reduce: bool) -> None:
         """Let the coming backward passes reduce gradients inside the shard group, and across replicas, or not."""
@@ -91,13 +112,25 @@ class ShardedModule:
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(all_reduce)
 
-    def restore(self, gather: Any) -> None:
-        """Give the module back as it was. *Collective* over the group of `gather`; without one, it stays sharded."""
+    def restore(self, gather: Gather | str) -> None:
+        """Give the module back as it was. *Collective* over the group of `gather`.
+
+        A string in place of it says why that cannot be; the module stays sharded.
+        """
         if self._averaged is not None:
             self._averaged.remove()
-        root: Any = self.root
-        root.reset_iter_state()
+        if isinstance(self.root, FSDPModule):
+            self.root.reset_iter_state()
         self._belongings.restore(gather)
+
+    def _fill_what_is_sharded(self) -> None:
+        """Give what the user sharded in `configure_model` its values, module by module."""
+        if self._deferred is None:
+            return
+        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
+            parts = list(module.modules())
+            self._deferred.fill(parts)
+            self._belongings.note(parts)
 
     def _shard(self, unit: Unit) -> None:
         module = unit.module
@@ -139,7 +172,7 @@ class ShardedModule:
     def _install_communication(self) -> None:
         if self._sharding.device.type == "cpu":
             for module in self._sharded:
-                module.set_custom_reduce_scatter(_DirectReduceScatter())
+                module.set_custom_reduce_scatter(DirectReduceScatter())
         if self._sharding.prefetch is not None:
             in_order: list[Any] = [module for module in self.root.modules() if module in self._sharded[:-1]]
             for number, module in enumerate(in_order):
@@ -149,7 +182,12 @@ class ShardedModule:
 
 
 def check_module(module: Module) -> None:
-    """Raise a `ConfigurationError` if something in `module` was wrapped by FSDP1."""
+    """Raise a `ConfigurationError` if something in `module` was wrapped by FSDP1, or is left from an earlier run."""
+    if hasattr(module, LEFT_SHARDED):
+        raise ConfigurationError(
+            f"{type(module).__name__} was left sharded by an earlier run, which could not bring it together: "
+            f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
+        )
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
             raise ConfigurationError(
@@ -158,18 +196,12 @@ def check_module(module: Module) -> None:
             )
 
 
-class _DirectReduceScatter(ReduceScatter):
-    """For gloo, whose own reduce-scatter is an all-reduce that throws most of its result away."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        direct_reduce_scatter(output_tensor, input_tensor, group)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(dist.get_world_size(group))
+def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
+    """Let `root.device` and the states of metrics be on `device`; `root.to` would move offloaded shards as well."""
+    _update_properties(root, device=device)
+    for part in root.modules():
+        if isinstance(part, Metric):
+            part.to(device)
 
 
 def _own_parts(module: Module) -> list[Module]:

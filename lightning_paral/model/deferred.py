@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.model.recorder import Disguise, Recorder
@@ -38,8 +39,9 @@ class DeferredConstruction:
             yield
         for part in module.modules():
             for tensor in _tensors_of(part):
-                if self._tape.owns(tensor):
-                    self._hollow[id(tensor)] = (tensor, View.of(tensor))
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if self._tape.owns(local):
+                    self._hollow[id(tensor)] = (tensor, View.of(local))
 
     @property
     def is_empty(self) -> bool:
@@ -66,6 +68,10 @@ class DeferredConstruction:
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
     value = value.to(tensor.dtype)  # `module.bfloat16()` may have been called since
+    if isinstance(tensor, DTensor):
+        value = DTensor.from_local(
+            value, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
     if not isinstance(tensor, Parameter):
         return value
     parameter = Parameter(value, requires_grad=tensor.requires_grad)

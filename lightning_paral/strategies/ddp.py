@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
-from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, as_checkpoint_options
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -58,6 +58,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
         model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
+        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
         ddp_options: every other option of `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`,
             `static_graph` and `find_unused_parameters`.
 
@@ -87,12 +88,16 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         activation_checkpointing: ActivationCheckpointing | None = None,
+        split: Literal["batch", "global"] = "batch",
+        remainder: Literal["drop", "wrap"] = "wrap",
+        shard_iterable: bool = True,
         **ddp_options: Any,
     ) -> None:
         _check_choice("all_reduce", all_reduce, get_args(AllReduceName))
         _check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
         _check_hook(ddp_comm_hook, all_reduce, wire_dtype)
         _check_options(ddp_options)
+        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -171,7 +176,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             assert self.model is not None
             raise UnusedParametersError(_explain_unused(str(error), self.model, self.global_rank)) from error
 
-    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+    # Sampler injection: `PortableStrategy`.
 
     # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file, of which each rank writes an equal part.
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_paral.config import (
     ActivationCheckpointing,
     CheckpointOptions,
+    Sampling,
     UnitChoice,
     as_checkpoint_options,
     check_unit_choice,
@@ -69,6 +70,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
+        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
 
     Raises:
@@ -76,6 +78,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     """
 
     strategy_name = "paral_fsdp"
+    forward_has_collectives = True
 
     def __init__(
         self,
@@ -96,10 +99,14 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         activation_checkpointing: ActivationCheckpointing | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        split: Literal["batch", "global"] = "batch",
+        remainder: Literal["drop", "wrap"] = "wrap",
+        shard_iterable: bool = True,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
+        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if accelerator is not None:
             self.accelerator = accelerator
@@ -121,7 +128,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         # Of one run:
         self._deferred: DeferredConstruction | None = None
         self._sharded: ShardedModule | None = None
-        self._buffers: list[Tensor] = []
+        self._broadcasts = False
         self._run = ""
         self._failed = False
 
@@ -213,8 +220,10 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             offload=self._offload,
         )
         self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
+        sharded.shard()
         self._deferred = None
-        self._buffers = list(module.buffers()) if self._broadcast_buffers and self.world_size > 1 else []
+        has_buffers = next(module.buffers(), None) is not None
+        self._broadcasts = self._broadcast_buffers and self.world_size > 1 and has_buffers
         return sharded
 
     def _sync_batchnorm(self, fitting: bool) -> None:
@@ -252,8 +261,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Run the training step with the root's parameters gathered."""
         assert self._sharded is not None
         assert self.lightning_module is not None
-        if self._buffers:
-            broadcast(self._buffers)
+        if self._broadcasts:
+            broadcast(self.lightning_module.buffers())
         calls = self._sharded.calls
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
@@ -318,7 +327,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
                 return whole(value)
         raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
 
-    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+    # Sampler injection: `PortableStrategy`.
 
     # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes its part of the DTensors.
 
@@ -332,20 +341,30 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def teardown(self) -> None:
         """Give the module back as it was, whole, on the host. *Collective*.
 
-        After a failure of some ranks only, its parameters stay sharded.
+        After a failure of some ranks only, or where a host's memory has no room for it, it stays sharded.
         """
-        sharded, self._sharded, self._deferred, self._buffers = self._sharded, None, None, []
+        sharded, self._sharded, self._deferred = self._sharded, None, None
         try:
             if sharded is not None:
                 self._reset_optimizers_and_schedulers()
                 mesh = self.device_mesh
-                sharded.restore(gather_after_failure(mesh, self._run) if self._failed else gather_over(mesh))
+                if self._failed:
+                    gather = gather_after_failure(mesh, self._run)
+                else:
+                    gather = gather_over(mesh, sharded.num_bytes, self.num_processes)
+                if isinstance(gather, str):
+                    rank_zero_warn(f"{type(self.lightning_module).__name__} stays sharded: {gather}.")
+                sharded.restore(gather)
+                if not isinstance(gather, str):
+                    sharded.root.cpu()
         finally:
             self._failed = False
             self._device_mesh = None
             super().teardown()
             if self.lightning_module is not None and sharded is not None:
                 self.lightning_module._device_mesh = None
+                if self._layer_sync is not None:
+                    self._layer_sync.revert(self.lightning_module)
 
 
 def _check_options(accumulate: str, prefetch: int | None, reduce_dtype: str | None) -> None:

@@ -1,15 +1,19 @@
 """What all our strategies share: one process group per run, on CPU as on CUDA, checked before anything is launched."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_paral.config import ActivationCheckpointing
+from lightning_paral.config import ActivationCheckpointing, Sampling
+from lightning_paral.data import Injection
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.process_group import (
@@ -22,13 +26,23 @@ from lightning_paral.process_group import (
 )
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 
+_DATA_STATE = "lightning_paral.data"
+
 
 class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(PortableStrategy, DDPStrategy)`.
 
-    It keeps one thing, the process group of the current run, and reads what the Lightning bases hold.
+    It keeps the process group and the sampler injection of the current run, and reads what the Lightning bases hold.
     """
 
+    sampling: Sampling = Sampling()
+    """How samples are spread over the ranks."""
+
+    forward_has_collectives: bool = False
+    """Whether a forward pass waits for the other ranks, which must then all run as many."""
+
+    _injection: Injection | None = None
+    _data_state: dict[str, Any] | None = None
     _process_group: ProcessGroup | None = None
     _activation_checkpointing: ActivationCheckpointing | None = None
     _undo_checkpointing: Callable[[], None] | None = None
@@ -57,6 +71,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
         self._process_group = join_process_group(
             self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
         )
+        self._inject_samplers()
 
     def checkpoint_activations(self) -> None:
         """Let the units of the module keep only their inputs, if that was asked for, until teardown."""
@@ -74,7 +89,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
         """Reduce `tensor` over the ranks, in place, and return it; anything but a tensor is returned as it is.
 
         *Collective* over `group` (all ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA run,
-        and waits for no extra barrier. Integer averages round towards zero.
+        and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts with
+        it the samples behind what is logged.
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
@@ -85,9 +101,55 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
             operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
         dist.all_reduce(tensor, op=operation, group=group)
         if average:
-            rounding_mode = None if tensor.is_floating_point() or tensor.is_complex() else "trunc"
-            tensor.div_(dist.get_world_size(group), rounding_mode=rounding_mode)
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor / dist.get_world_size(group)
+            tensor.div_(dist.get_world_size(group))
         return tensor
+
+    # Sampler injection
+
+    def _inject_samplers(self) -> None:
+        """Spread the loaders of the run that begins, in Lightning's stead. *Collective* over the world."""
+        assert self.lightning_module is not None
+        seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
+        self._data_state = None
+        self._injection = Injection(
+            self.lightning_module.trainer,
+            self.sampling,
+            self.broadcast(int(seed)),
+            self.root_device,
+            run_fillers=self.forward_has_collectives,
+        )
+
+    def on_train_start(self) -> None:
+        """Move to where the checkpoint was in its data."""
+        super().on_train_start()
+        if self._data_state is not None and self._injection is not None:
+            self._injection.resume(self._data_state)
+        self._data_state = None
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass, weighted by this rank's share of the samples where shares differ."""
+        weight = 1.0 if self._injection is None else self._injection.loss_weight()
+        if weight != 1.0:
+            closure_loss = closure_loss * weight
+        return super().backward(closure_loss, *args, **kwargs)
+
+    # Checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save, and with it where training is in its data. *Collective* over the world."""
+        if self._injection is not None and "loops" in checkpoint:  # more than weights
+            checkpoint[_DATA_STATE] = self._injection.state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, with the position in the data if training goes on from it. *Collective*."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._data_state = checkpoint.get(_DATA_STATE)
+        return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
         """Name the timeout in the message of a collective that ran into it."""
@@ -97,6 +159,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
 
     def teardown(self) -> None:
         """Undo the setup, and destroy the process group if this run made it."""
+        if self._injection is not None:
+            self._injection.end()
         try:
             super().teardown()
         finally:

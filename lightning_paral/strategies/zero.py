@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, as_checkpoint_options
+from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -69,6 +69,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
+        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -95,9 +96,14 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
         activation_checkpointing: ActivationCheckpointing | None = None,
+        split: Literal["batch", "global"] = "batch",
+        remainder: Literal["drop", "wrap"] = "wrap",
+        shard_iterable: bool = True,
     ) -> None:
         check_installed()
+        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         self.stage = stage
+        self.forward_has_collectives = stage == 3
         self._options = ZeROOptions(
             stage=stage,
             offload_optimizer=as_offload(offload_optimizer),
@@ -324,7 +330,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
         return self._gradients
 
-    # Sampler injection: Lightning wraps the loaders' samplers in torch's `DistributedSampler` and calls `set_epoch`.
+    # Sampler injection: `PortableStrategy`.
 
     # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes the runs of the tensors that it holds.
 

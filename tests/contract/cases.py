@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import Offload, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral import ActivationCheckpointing, Offload, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,16 @@ CASES = (
         "fsdp_hybrid_unsharded",
         lambda: ParalFSDPStrategy(units=["Linear"], replicate=2, accumulate="unsharded"),
         world_sizes=(4,),
+    ),
+    Case(
+        "fsdp_checkpointing",
+        lambda: ParalFSDPStrategy(activation_checkpointing=ActivationCheckpointing(units=["Linear"])),
+        world_sizes=(2, 4),
+    ),
+    Case(
+        "ddp_checkpointing",
+        lambda: ParalDDPStrategy(activation_checkpointing=ActivationCheckpointing(units=["Linear"])),
+        world_sizes=(2,),
     ),
     Case("paral_zero1", lambda: "paral_zero1"),
     Case("paral_zero2", lambda: "paral_zero2"),

@@ -483,6 +483,12 @@ class Lazy(Scores):
         self.hidden = nn.LazyLinear(6)
 
 
+class TrainedBuffer(Scores):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(1, requires_grad=True))
+
+
 class FromIterator(Scores):
     def training_step(self, dataloader_iter: Any) -> None:
         raise AssertionError
@@ -495,6 +501,7 @@ class FromIterator(Scores):
         (CompiledInPlace, "hidden is compiled.*paral_ddp"),
         (Scripted, "hidden is a ScriptModule.*paral_ddp"),
         (Lazy, "hidden.weight has no shape yet.*Run a batch"),
+        (TrainedBuffer, "buffer shift requires a gradient.*parameter"),
         (FromIterator, "training_step takes `dataloader_iter`"),
     ],
 )
@@ -507,6 +514,17 @@ def make_trainer_on_rank() -> str:
     with pytest.raises(ConfigurationError) as caught:
         dp_trainer(devices=2)
     return str(caught.value)
+
+
+def test_batch_that_cannot_be_divided_is_refused_on_several_devices_only() -> None:
+    class Unlike(Scores):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            return self(batch["inputs"]).mean() * batch["classes"].sum()
+
+    data = DataLoader([{"inputs": torch.ones(2, FEATURES), "classes": torch.ones(5)}], batch_size=None)
+    dp_trainer(devices=1).fit(Unlike(), data)
+    with pytest.raises(ConfigurationError, match=r"\['inputs'\] has 2, batch\['classes'\] has 5"):
+        dp_trainer(devices=2).fit(Unlike(), data)
 
 
 def test_several_processes_are_refused(on_ranks: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
+from lightning_paral.fsdp import recovery
 from tests.fsdp_models import Block, OnTheModule, Tied
 from tests.models import quiet_trainer
 from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
@@ -283,7 +284,7 @@ def test_batchnorm_is_that_of_ddp(on_ranks, precision: str, tolerance: float) ->
     fsdp = on_ranks(2, fit_normalised, "paral_fsdp", precision)
 
     expected = ddp[0][1]  # under DDP the other ranks' last update of the statistics is their own
-    for (losses, _weights), (ddp_losses, _) in zip(fsdp, ddp, strict=True):
+    for (losses, _), (ddp_losses, _) in zip(fsdp, ddp, strict=True):
         assert losses == pytest.approx(ddp_losses, rel=2 * tolerance)
         if precision == "32-true":
             torch.testing.assert_close(losses, ddp_losses, rtol=1e-5, atol=0.0)
@@ -335,3 +336,22 @@ def test_units_are_printed_once_with_their_sizes(on_ranks) -> None:
         "Tied (the root): 320 parameters, 0.0 MB\n"
         "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 0.0 MB"
     )
+
+
+def fit_without_room() -> tuple[str, str]:
+    model, (probe, recovery._available_bytes) = Tied(), (recovery._available_bytes, lambda: 2 * 4 * 5000)
+    trainer = quiet_trainer(max_steps=1, devices=2, strategy="paral_fsdp")
+    try:
+        trainer.fit(model, token_loader(1, 2))
+    finally:
+        recovery._available_bytes = probe
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(model, token_loader(1, 2))
+    return type(next(model.parameters())).__name__, str(caught.value)
+
+
+def test_model_larger_than_the_hosts_memory_stays_sharded(on_ranks) -> None:
+    for kind, message in on_ranks(2, fit_without_room):
+        assert kind == "DTensor"
+        assert "on each of 2 ranks" in message
+        assert "Load a checkpoint" in message

@@ -377,21 +377,6 @@ def test_fit_after_a_failed_one(on_ranks, strategy: str) -> None:
         assert list(nvme_folder().iterdir()) == []
 
 
-def save_checkpoint(strategy: str, folder: str) -> list[str]:
-    model = Regression()
-    trainer = quiet_trainer(
-        max_epochs=1, devices=2, strategy=strategy, enable_checkpointing=True, default_root_dir=folder
-    )
-    trainer.fit(model, regression_data(2, 2))
-    return sorted(path.name for path in Path(trainer.checkpoint_callback.best_model_path).iterdir())
-
-
-@pytest.mark.parametrize("strategy", STAGES)
-def test_checkpoint_callback_saves_a_part_of_each_rank(on_ranks, tmp_path: Path, strategy: str) -> None:
-    for names in on_ranks(2, save_checkpoint, strategy, str(tmp_path)):
-        assert {"__0_0.distcp", "__1_0.distcp", "meta.pt", "manifest.json"} <= set(names)
-
-
 # Memory and traffic, counted
 
 

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_paral import ParalDDPStrategy
+from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.comm import ALL_REDUCE
+from tests.fsdp_models import GAN, MODULES, OnTheModule, Tied
 from tests.models import Regression, fit_regression, quiet_trainer, regression_data
+from tests.zero_models import fit
 
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 
@@ -39,10 +41,43 @@ def zero_losses(strategy: str, precision: str) -> list[float]:
     return losses
 
 
+def fsdp_parity(name: str) -> float:
+    """Largest difference of a module's weights after 5 steps on the GPUs to the same training in one process on CPU."""
+    clipping = {} if MODULES[name] is GAN else {"gradient_clip_val": 0.5}
+    strategy = ParalFSDPStrategy(offload=name == "Tied")
+    _, weights = fit(MODULES[name], 5, WORLD_SIZE, accelerator="gpu", strategy=strategy, **clipping)
+    _become_one_process()
+    _, expected = fit(MODULES[name], 5, 1, **clipping)
+    return max((weights[key] - expected[key]).abs().max().item() for key in expected)
+
+
+def fsdp_precision(precision: str) -> tuple[list[float], list[float]]:
+    """Losses under FSDP and DDP."""
+    return tuple(
+        fit(
+            OnTheModule, 8, WORLD_SIZE, accelerator="gpu", strategy=strategy, precision=precision, gradient_clip_val=0.5
+        )[0]
+        for strategy in ("paral_fsdp", "paral_ddp")
+    )
+
+
+def fsdp_checkpointing() -> float:
+    """Largest difference of the weights with activations recomputed, their inputs on the host, to those without."""
+    fits = [
+        fit(Tied, 5, WORLD_SIZE, accelerator="gpu", strategy=ParalFSDPStrategy(activation_checkpointing=options))[1]
+        for options in (None, ActivationCheckpointing(offload_to_cpu=True))
+    ]
+    return max((fits[0][key] - fits[1][key]).abs().max().item() for key in fits[0])
+
+
 def _in_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
+    _become_one_process()
+    return fit_regression(20, 3, 1, strategy="auto")
+
+
+def _become_one_process() -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")] + ["RANK", "LOCAL_RANK", "WORLD_SIZE"]:
         os.environ.pop(name, None)
-    return fit_regression(20, 3, 1, strategy="auto")
 
 
 class InGroup(Callback):

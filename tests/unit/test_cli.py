@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_paral import STRATEGIES, ParalDDPStrategy
 from lightning_paral.cli import main
+from lightning_paral.config import Sampling
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted((ROOT / "configs/strategies").glob("*.yaml"))
@@ -70,7 +71,8 @@ def test_name_in_yaml(monkeypatch, tmp_path, name: str) -> None:
 def test_class_path_in_yaml(monkeypatch, tmp_path) -> None:
     strategy = {
         "class_path": "lightning_paral.ParalDDPStrategy",
-        "init_args": {"all_reduce": "ring", "wire_dtype": "bf16", "timeout": "0:05:00", "bucket_cap_mb": 5},
+        "init_args": {"all_reduce": "ring", "wire_dtype": "bf16", "timeout": "0:05:00", "bucket_cap_mb": 5}
+        | {"split": "global", "remainder": "drop", "shard_iterable": False},
     }
 
     trainer = run(monkeypatch, tmp_path, "fit", strategy=strategy)
@@ -79,6 +81,7 @@ def test_class_path_in_yaml(monkeypatch, tmp_path) -> None:
     assert trainer.strategy._all_reduce == "ring"
     assert trainer.strategy._timeout.total_seconds() == 300
     assert trainer.strategy._ddp_kwargs["bucket_cap_mb"] == 5
+    assert trainer.strategy.sampling == Sampling(split="global", remainder="drop", shard_iterable=False)
 
 
 def test_name_on_the_command_line(monkeypatch, tmp_path) -> None:

@@ -1,0 +1,307 @@
+"""What replaces Lightning's sampler injection in a run: each loader is handed on with the batches of this rank."""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_paral.config import Sampling
+from lightning_paral.data import loader as loaders
+from lightning_paral.data.evaluation import ExactEvaluation, replace
+from lightning_paral.data.iterable import ShardedIterable, in_agreement
+from lightning_paral.data.order import Order, Seed
+from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
+from lightning_paral.errors import ConfigurationError
+
+Source = RankBatchSampler | ShardedIterable
+_STEPS = {
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+
+
+class Injection:
+    """The loaders of a run, from setup to teardown.
+
+    Active at a world size of one, too, so that the order of batches is the same at all world sizes.
+
+    Args:
+        trainer: its loaders are spread unless it has `use_distributed_sampler=False`.
+        sampling: how.
+        seed: what all orders derive from; the same on every rank.
+        device: for the collectives that compare ranks.
+        run_fillers: whether evaluation steps have collectives, which a rank has to join when its own data has ended.
+    """
+
+    def __init__(
+        self, trainer: Trainer, sampling: Sampling, seed: int, device: torch.device, run_fillers: bool
+    ) -> None:
+        self._trainer = trainer
+        self._sampling = sampling
+        self._seed = Seed(seed)
+        self._device = device
+        self._run_fillers = run_fillers
+        self._training: list[Source] = []
+        self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
+        self._undo = ExitStack()
+        self._injected_by_lightning = trainer._data_connector._prepare_dataloader
+        replace(self._undo, trainer._data_connector, "_prepare_dataloader", self.prepare)
+        if trainer.world_size > 1:
+            ExactEvaluation(trainer, run_fillers, self._undo)
+
+    def end(self) -> None:
+        """Give the trainer back its own ways. The position in the data can still be asked for."""
+        self._undo.close()
+
+    def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
+        """Return `loader` with this rank's batches. *Collective* where a dataset shards itself."""
+        injects = self._trainer._accelerator_connector.use_distributed_sampler
+        if not isinstance(loader, DataLoader) or not injects or loaders.is_distributed(loader):
+            return self._injected_by_lightning(loader, shuffle, mode)
+        training = mode == RunningStage.TRAINING
+        share = Share(
+            rank=self._trainer.global_rank,
+            world_size=self._trainer.world_size,
+            split=self._sampling.split,
+            ending=self._sampling.remainder if training else "fill",
+        )
+        number = self._number_of(mode)
+        if training and number == 0:
+            self._training = []
+        source: Source
+        if not loaders.is_stream(loader):
+            changed, source = self._spread(loader, share, number, mode)
+        elif self._sampling.shard_iterable and not loaders.shards_itself(loader):
+            changed, source = self._shard(loader, share, number)
+        else:
+            return self._bared(self._agree(loader, share), mode)
+        source.set_epoch(self._epoch)
+        if training and not loaders.resumes_itself(loader):
+            self._training.append(source)
+        return self._bared(changed, mode)
+
+    def _bared(self, loader: loaders.Loader, mode: RunningStage) -> loaders.Loader:
+        """Return the loader without fillers, for a step that draws its batches itself, from a `dataloader_iter`."""
+        step = _STEPS.get(mode)
+        module = self._trainer.lightning_module
+        if step is None or not is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            return loader
+        if self._run_fillers and self._trainer.world_size > 1:
+            raise ConfigurationError(
+                f"{type(module).__name__}.{step} takes a `dataloader_iter` and draws its batches itself, but under "
+                f"{type(self._trainer.strategy).__name__} ranks that run out of data have to join in the steps of the "
+                "others. Let it take `batch, batch_idx`."
+            )
+        return loaders.with_iteration(loader, loaders.bare)
+
+    @property
+    def _epoch(self) -> int:
+        return _tracked(self._trainer.fit_loop.epoch_progress).processed
+
+    def _number_of(self, mode: RunningStage) -> int:
+        """Return which loader of its kind this is: the first that is asked for in an epoch has number 0."""
+        epoch, number = self._num_loaders.get(mode, (-1, 0))
+        number = number + 1 if epoch == self._epoch else 0
+        self._num_loaders[mode] = self._epoch, number
+        return number
+
+    def _spread(
+        self, loader: loaders.Loader, share: Share, number: int, mode: RunningStage
+    ) -> tuple[loaders.Loader, RankBatchSampler]:
+        """Spread a dataset with indices."""
+        batches: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        if mode == RunningStage.PREDICTING and getattr(batches, "drop_last", False):
+            batches = copy.copy(batches)
+            batches.drop_last = False  # as Lightning does
+        order = Order(
+            batches=batches,
+            seed=self._seed,
+            number=number,
+            batched=loader.batch_sampler is not None,
+            compare=partial(self._compare, batches.sampler if type(batches) is BatchSampler else batches)
+            if share.world_size > 1
+            else None,
+            samplers=loaders.samplers(loader),
+        )
+        if share.ending != "fill":
+            _check_training(order, share, loader.batch_size)
+        elif not order.batched:
+            share = dataclasses.replace(share, split="batch")
+        sampler = RankBatchSampler(order, share)
+        if mode == RunningStage.PREDICTING and order.batched:
+            # For prediction writers, which ask for the indices of a batch.
+            changed = loaders.with_sampler(loader, sampler)
+            changed.__dict__["batch_sampler"] = _IndexBatchSamplerWrapper(sampler)
+            return changed, sampler
+        return loaders.with_sampler(loader, sampler), sampler
+
+    def _shard(self, loader: loaders.Loader, share: Share, number: int) -> tuple[loaders.Loader, ShardedIterable]:
+        """Spread a stream that every rank can read as a whole."""
+        name = type(loader.dataset).__name__
+        batch_size = loader.batch_size or 1
+        if share.split == "global" and batch_size % share.world_size:
+            if share.ending != "fill":
+                raise ConfigurationError(
+                    f"split='global' divides each batch of {name} among {share.world_size} ranks, but the loader's "
+                    f"batch_size={loader.batch_size}. Make it a multiple of the number of ranks, or set split='batch'."
+                )
+            share = dataclasses.replace(share, split="batch")
+        if share.world_size > 1:
+            rank_zero_info(
+                f"{name} is an iterable dataset: each of {share.world_size} ranks x {max(1, loader.num_workers)} "
+                "workers reads all of it and keeps its part. If it looks at the rank or the worker itself, set "
+                "shard_iterable=False."
+            )
+        stream = ShardedIterable(
+            cast(Iterable[Any], loader.dataset), share, batch_size, loader.drop_last, self._seed, number
+        )
+        return loaders.with_stream(loader, stream), stream
+
+    def _agree(self, loader: loaders.Loader, share: Share) -> loaders.Loader:
+        """Leave a stream that shards itself, and let it end on all ranks at once. *Collective*."""
+        if share.world_size == 1:
+            return loader
+        rank_zero_info(
+            f"{type(loader.dataset).__name__} is left to shard itself. Its ranks may end unevenly, so they agree at "
+            "each batch whether to go on."
+        )
+
+        def any_has(flag: bool) -> bool:
+            return self._agreed(flag, dist.ReduceOp.MAX)
+
+        def all_have(flag: bool) -> bool:
+            return self._agreed(flag, dist.ReduceOp.MIN)
+
+        def iterate(batches: Any, restart: Callable[[], Any]) -> Any:
+            agreed = in_agreement(batches, restart, share, any_has, all_have)
+            return loaders.possibly_uneven(agreed) if share.ending == "fill" else agreed
+
+        try:
+            length = len(loader)
+        except TypeError:
+            length = -1
+        lengths = self._gather(length)
+        if min(lengths) < 0:
+            return loaders.with_iteration(loader, iterate)
+        return loaders.with_iteration(loader, iterate, min(lengths) if share.ending == "drop" else max(lengths))
+
+    def _agreed(self, flag: bool, operation: Any) -> bool:
+        tensor = torch.tensor(int(flag), device=self._device)
+        dist.all_reduce(tensor, op=operation)
+        return bool(tensor)
+
+    def _gather(self, number: int) -> list[int]:
+        ours = torch.tensor([number], device=self._device)
+        gathered = [torch.zeros_like(ours) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, ours)
+        return [int(each) for each in gathered]
+
+    def _compare(self, sampler: object, checksum: int) -> None:
+        checksums = self._gather(checksum)
+        if len(set(checksums)) > 1:
+            different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
+            raise ConfigurationError(
+                f"The {type(sampler).__name__} draws other batches on rank {different[0]} than on rank 0. Every rank "
+                "has to draw the same ones, of which it keeps its part: let the sampler draw from torch's, numpy's or "
+                "random's global generator or from one seeded alike, and not look at the rank; or set "
+                "Trainer(use_distributed_sampler=False) if it spreads the samples itself."
+            )
+
+    # Position in the training data
+
+    def state(self) -> dict[str, Any]:
+        """Return where training is in its data: what a checkpoint keeps."""
+        num_steps = self._progress.processed
+        return {
+            "seed": self._seed.value,
+            # At an epoch's end this is still that epoch, and `processed` the next one.
+            "epoch": self._trainer.current_epoch,
+            "loaders": [_position(source, num_steps) for source in self._training],
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken, at whatever world size. Called when training starts."""
+        fetcher, combined = self._trainer.fit_loop._data_fetcher, self._trainer.fit_loop._combined_loader
+        if fetcher is None or combined is None:
+            return
+        self._seed.value = state["seed"]
+        positions, num_steps = state["loaders"], self._progress.processed
+        if state["epoch"] == self._epoch and num_steps and len(positions) == len(self._training):
+            steps = [
+                _resume(source, self._epoch, position, num_steps)
+                for source, position in zip(self._training, positions, strict=True)
+            ]
+            self._count_steps_done(steps[0] if steps else num_steps)
+        # Made before the position was known; workers may have begun to load from the start.
+        combined.reset()
+        iter(fetcher)
+
+    def _count_steps_done(self, num_steps: int) -> None:
+        """Tell Lightning how many steps of the epoch this world would have taken to come here."""
+        progress = self._progress
+        shift = num_steps - progress.processed
+        for counter in ("ready", "started", "processed", "completed"):
+            setattr(progress, counter, getattr(progress, counter) + shift)
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+
+    @property
+    def _progress(self) -> _ProcessedTracker:
+        return _tracked(self._trainer.fit_loop.epoch_loop.batch_progress)
+
+    def loss_weight(self) -> float:
+        """Return what this rank's mean loss counts in the mean over ranks, if they have shares of different sizes."""
+        if self._sampling.split == "batch" or len(self._training) != 1:
+            return 1.0
+        source = self._training[0]
+        if isinstance(source, ShardedIterable):
+            return 1.0
+        return source.loss_weights.get(self._trainer.fit_loop.epoch_loop.batch_idx, 1.0)
+
+
+def _tracked(progress: _Progress) -> _ProcessedTracker:
+    assert isinstance(progress.current, _ProcessedTracker)
+    return progress.current
+
+
+def _check_training(order: Order, share: Share, batch_size: int | None) -> None:
+    num_batches = order.num_batches()
+    if share.split == "global" and not order.batched:
+        raise ConfigurationError(
+            "split='global' divides the batches of the training loader, but it has batch_size=None and leaves batching "
+            "to its dataset. Give it a batch size, or set split='batch'."
+        )
+    if share.split == "global" and batch_size is not None and batch_size < share.world_size:
+        raise ConfigurationError(
+            f"split='global' divides each batch among {share.world_size} ranks, but the training loader has "
+            f"batch_size={batch_size}. Make it at least the number of ranks, or set split='batch'."
+        )
+    if num_batches and not share.num_steps(num_batches):
+        raise too_few_batches(order.batches, share.world_size)
+
+
+def _position(source: Source, num_steps: int) -> dict[str, int]:
+    if isinstance(source, RankBatchSampler):
+        return source.position(num_steps)
+    return {"repetition": 0, "samples": num_steps * source.turn_size}
+
+
+def _resume(source: Source, epoch: int, position: dict[str, int], num_steps: int) -> int:
+    """Move `source` to `position`; return after how many of its steps that is."""
+    if isinstance(source, RankBatchSampler):
+        return source.resume(epoch, position, num_steps)
+    source.resume(epoch, position["samples"])
+    return position["samples"] // source.turn_size

@@ -1,0 +1,130 @@
+"""A user's `DataLoader` with other batches: everything else about it stays, its class and its workers' settings."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe
+
+from lightning_paral.data.filler import CollateFillers, Filler, Uneven
+from lightning_paral.data.iterable import EpochForwarder, ShardedIterable
+from lightning_paral.data.sampler import RankBatchSampler
+
+Loader = DataLoader[Any]
+
+
+def is_distributed(loader: Loader) -> bool:
+    """Whether a sampler of the loader knows about ranks itself: torch's, or one with its attributes."""
+    return any(
+        isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+        for sampler in samplers(loader)
+    )
+
+
+def is_stream(loader: Loader) -> bool:
+    """Whether the dataset is iterated over, and not indexed."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def shards_itself(loader: Loader) -> bool:
+    """Whether torch divides the dataset among the ranks, as it does with data pipes."""
+    return isinstance(loader.dataset, IterDataPipe)
+
+
+def samplers(loader: Loader) -> tuple[Any, ...]:
+    """Return every object that has a part in the order of the loader's batches."""
+    found = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+    return tuple({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def resumes_itself(loader: Loader) -> bool:
+    """Whether the loader keeps its own position in checkpoints, as torchdata's `StatefulDataLoader` does."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
+    """Return the loader with the batches of `sampler`, marked where they are fillers."""
+
+    def marked(batches: Iterator[Any], restart: object) -> Iterator[Any]:
+        for step, batch in enumerate(batches):
+            yield Filler(batch) if step in sampler.fillers else Uneven(batch) if step in sampler.uneven else batch
+
+    if not sampler.order.batched:
+        changed = _copy(loader, sampler=sampler)
+    elif sampler.share.split == "global" and loader.batch_size is not None:
+        part_size = -(-loader.batch_size // sampler.share.world_size)
+        changed = _copy(loader, batch_sampler=sampler, batch_size=part_size)
+    else:
+        changed = _copy(loader, batch_sampler=sampler)
+    return with_iteration(changed, marked) if sampler.share.ending == "fill" else changed
+
+
+def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
+    """Return the loader with its dataset replaced by a rank's part of it."""
+    forwarder = EpochForwarder(stream)
+    changes: dict[str, Any] = {"dataset": stream, "sampler": forwarder, "drop_last": False}
+    if loader.batch_size is not None:
+        changes["batch_size"] = stream.part_size
+        changes["batch_sampler"] = BatchSampler(forwarder, stream.part_size, drop_last=False)  # type: ignore[arg-type]
+    if stream.share.ending == "fill":
+        changes["collate_fn"] = CollateFillers(loader.collate_fn)
+    changed = _copy(loader, **changes)
+    return with_iteration(changed, possibly_uneven) if stream.share.ending == "fill" else changed
+
+
+def possibly_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+    """Yield `batches`, marked: where a stream ends is not known before."""
+    for batch in batches:
+        yield batch if isinstance(batch, Filler) else Uneven(batch)
+
+
+def bare(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+    """Yield `batches` without fillers and without marks."""
+    for batch in batches:
+        if not isinstance(batch, Filler):
+            yield batch.batch if isinstance(batch, Uneven) else batch
+
+
+def with_iteration(
+    loader: Loader,
+    iterate: Callable[[Iterator[Any], Callable[[], Iterator[Any]]], Iterator[Any]],
+    num_batches: int | None = None,
+) -> Loader:
+    """Return the loader iterating through `iterate`, given its own iterator and what makes another of that.
+
+    Args:
+        loader: not changed.
+        iterate: yields what the loader is to yield.
+        num_batches: the loader's new length, if it is to have another.
+    """
+    original = type(loader)
+
+    class Changed(original):  # type: ignore[valid-type, misc]
+        def __iter__(self) -> Iterator[Any]:
+            def restart() -> Iterator[Any]:
+                batches: Iterator[Any] = super(Changed, self).__iter__()
+                return batches
+
+            return iterate(restart(), restart)
+
+        def __len__(self) -> int:
+            return super().__len__() if num_batches is None else num_batches
+
+    Changed.__name__, Changed.__qualname__, Changed.__module__ = (
+        original.__name__,
+        original.__qualname__,
+        original.__module__,
+    )
+    changed = _copy(loader)
+    changed.__class__ = Changed
+    return changed
+
+
+def _copy(loader: Loader, **attributes: Any) -> Loader:
+    """Return a shallow copy with other attributes.
+
+    `DataLoader` refuses to set them; making another loader instead means to guess the arguments of a user's class.
+    """
+    changed = copy.copy(loader)
+    changed.__dict__.update(attributes, _iterator=None)  # persistent workers belong to the original
+    return changed

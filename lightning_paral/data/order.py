@@ -1,0 +1,121 @@
+"""The order in which one process would draw batches, drawn alike on every rank."""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from lightning_paral.data.randomness import OrderRandomness, derive_seed
+
+_CHUNK = 256  # batches drawn at a time; changing the random state costs as much as drawing some ten batches
+_CHECKED_BATCHES, _CHECKED_INDICES = 8, 64
+
+
+@dataclass
+class Seed:
+    """What all orders of a run derive from; a checkpoint brings its own."""
+
+    value: int
+
+
+@dataclass
+class Order:
+    """The batches of one loader in the order of one process.
+
+    Every rank draws all of them, as lists of indices, and loads only its own.
+    """
+
+    batches: Iterable[Any]
+    """The user's batch sampler; where the loader has `batch_size=None`, the sampler, whose indices count as batches."""
+
+    seed: Seed
+    number: int = 0
+    """Tells the loaders of one kind apart, so that two shuffled ones are not shuffled alike."""
+
+    batched: bool = True
+    """Whether `batches` yields lists of indices, and not single ones."""
+
+    compare: Callable[[int], None] | None = None
+    """*Collective*: given a checksum of the first batches, raises if that of another rank differs."""
+
+    samplers: tuple[Any, ...] = field(default=())
+    """Everything `set_epoch` is forwarded to, and whose generators are seeded."""
+
+    def draw(
+        self, epoch: int, repetition: int, num_samples_to_skip: int = 0, beginning: list[Any] | None = None
+    ) -> Iterator[list[Any]]:
+        """Yield the batches of an epoch in chunks: lists of up to 256 of them, the last one shorter or empty.
+
+        With the first chunk comes a comparison between the ranks, *collective* if there is a `compare`.
+
+        Args:
+            epoch: with the repetition, what the randomness depends on.
+            repetition: how often this epoch's batches were drawn to the end before.
+            num_samples_to_skip: samples to leave out. A batch in which they end comes with the rest of it.
+            beginning: its items are replaced by the first batches of the epoch, skipped or not, as many as it has.
+        """
+        randomness = OrderRandomness(derive_seed(self.seed.value, self.number, epoch, repetition), self._generators())
+        with randomness.drawing():
+            batches = iter(self.batches)
+            if beginning:
+                beginning[:] = islice(batches, len(beginning))
+                batches = chain(list(beginning), batches)
+            rest = self._skip(batches, num_samples_to_skip)
+            chunk = rest + list(islice(batches, _CHUNK - len(rest)))
+        if self.compare is not None:
+            self.compare(checksum(chunk))
+        while len(chunk) == _CHUNK:
+            yield chunk
+            with randomness.drawing():
+                chunk = list(islice(batches, _CHUNK))
+        yield chunk
+
+    def _skip(self, batches: Iterator[Any], num_samples: int) -> list[Any]:
+        """Skip `num_samples`; return the rest of the batch they end in, if they end inside one."""
+        while num_samples > 0:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            size = len(batch) if self.batched else 1
+            if size > num_samples:
+                return [batch[num_samples:]]
+            num_samples -= size
+        return []
+
+    def _generators(self) -> tuple[torch.Generator, ...]:
+        found = (getattr(sampler, "generator", None) for sampler in self.samplers)
+        return tuple({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers that want to know it."""
+        for sampler in self.samplers:
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+
+    def num_batches(self) -> int | None:
+        """Return how many batches an epoch has; `None` if the sampler does not know."""
+        try:
+            return len(self.batches)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    def num_batches_after(self, num_samples: int) -> int | None:
+        """Return how many batches are left after the first samples of an epoch; `None` where they differ in size."""
+        num_batches = self.num_batches()
+        batch_size = getattr(self.batches, "batch_size", None) if self.batched else 1
+        if num_batches is None or not isinstance(batch_size, int):
+            return None
+        try:
+            length = len(getattr(self.batches, "sampler", self.batches))  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            length = num_batches * batch_size
+        return 0 if num_samples >= length else max(0, num_batches - num_samples // batch_size)
+
+
+def checksum(batches: list[Any]) -> int:
+    """Return a checksum of the first indices of the first batches, the same in every process."""
+    beginning = [batch[:_CHECKED_INDICES] if isinstance(batch, list) else batch for batch in batches[:_CHECKED_BATCHES]]
+    return zlib.crc32(repr(beginning).encode())

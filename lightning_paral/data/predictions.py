@@ -1,0 +1,93 @@
+"""The predictions of all ranks, put together as one process would have returned them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_paral.data.iterable import ShardedIterable
+from lightning_paral.data.sampler import Share
+from lightning_paral.errors import ConfigurationError
+
+
+class GatherPredictions(Callback):
+    """Lets `trainer.predict` return on every rank what one process would return: each sample once, in its order.
+
+    `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU. With `split="global"` the
+    parts of a batch are joined: predictions are then tensors, lists, or dicts and tuples of them, one item per sample.
+    """
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Exchange the predictions. *Collective* over the world."""
+        loop = trainer.predict_loop
+        if trainer.world_size == 1 or not loop.return_predictions:
+            return
+        assert loop._combined_loader is not None
+        for loader, predictions in zip(loop._combined_loader.flattened, loop._predictions, strict=True):
+            share, fillers = _share(loader)
+            steps = (step for step in range(len(predictions) + len(fillers)) if step not in fillers)
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, dict(zip(steps, predictions, strict=False)))
+            predictions[:] = _by_turns(gathered) if share.split == "batch" else _joined(gathered)
+
+
+def _share(loader: Any) -> tuple[Share, set[int]]:
+    sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    for source in (sampler, getattr(loader, "sampler", None), dataset):
+        share = getattr(source, "share", None)
+        if isinstance(share, Share):
+            return share, set() if isinstance(source, ShardedIterable) else source.fillers  # type: ignore[union-attr]
+    raise ConfigurationError(
+        f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: it was not "
+        "spread by the strategy. Give a DataLoader without a distributed sampler, and leave "
+        "use_distributed_sampler=True."
+    )
+
+
+def _by_turns(gathered: list[dict[int, Any]]) -> list[Any]:
+    num_steps = max(max(of_rank, default=-1) for of_rank in gathered) + 1
+    return [of_rank[step] for step in range(num_steps) for of_rank in gathered if step in of_rank]
+
+
+def _joined(gathered: list[dict[int, Any]]) -> list[Any]:
+    """Join the parts of each step. Sample number s of all is on rank s modulo the world size."""
+    batches: list[Any] = []
+    num_samples, world_size = 0, len(gathered)
+    for step in range(max(max(of_rank, default=-1) for of_rank in gathered) + 1):
+        order = [gathered[(num_samples + offset) % world_size] for offset in range(world_size)]
+        parts = [of_rank[step] for of_rank in order if step in of_rank]
+        num_samples += sum(map(_num_samples, parts))
+        batches.append(_interleave(parts))
+    return batches
+
+
+def _num_samples(part: Any) -> int:
+    if isinstance(part, dict):
+        return _num_samples(next(iter(part.values())))
+    if isinstance(part, tuple):
+        return _num_samples(part[0])
+    if isinstance(part, list) or (isinstance(part, Tensor) and part.ndim):
+        return len(part)
+    raise ConfigurationError(
+        f"GatherPredictions cannot join parts of type {type(part).__name__}. Let predict_step return tensors or lists "
+        "with one item per sample, or dicts or tuples of them, or set split='batch'."
+    )
+
+
+def _interleave(parts: list[Any]) -> Any:
+    """Join parts of which the first holds samples 0, n, 2n, ... of a batch, the second 1, n + 1, and so on."""
+    if isinstance(parts[0], dict):
+        return {key: _interleave([part[key] for part in parts]) for key in parts[0]}
+    if isinstance(parts[0], tuple):
+        return tuple(_interleave(list(items)) for items in zip(*parts, strict=True))
+    size = sum(map(_num_samples, parts))
+    joined: Any = torch.empty(size, *parts[0].shape[1:], dtype=parts[0].dtype) if _is_tensor(parts) else [None] * size
+    for offset, part in enumerate(parts):
+        joined[offset :: len(parts)] = part
+    return joined
+
+
+def _is_tensor(parts: list[Any]) -> bool:
+    return isinstance(parts[0], Tensor)

@@ -1,0 +1,82 @@
+"""Peak bytes of activations in a training step of the example's GPT, with and without activation checkpointing.
+
+    python -m tests.benchmarks.activation_memory
+
+Counted from the live tensors: the most that forward and backward had alive at once beyond what was there before the
+step, without the gradients of parameters.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from examples.gpt import GPT
+from lightning_paral import ActivationCheckpointing
+from lightning_paral.model.activation_checkpointing import checkpoint_units
+
+BATCH_SIZE, CONTEXT, NUM_LAYERS = 16, 128, 8
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made inside the block and still alive, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        known = {
+            value.untyped_storage()._cdata for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)
+        }
+        for result in tree_flatten(results)[0]:
+            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in known:
+                self._count(result.untyped_storage())
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def freed() -> None:
+            self.now -= num_bytes
+            self._seen.pop(key, None)
+
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        self._seen[key] = weakref.finalize(storage, freed)
+
+
+def peak_bytes(options: ActivationCheckpointing | None) -> int:
+    """Return the peak of one step, gradients of parameters aside."""
+    torch.manual_seed(0)
+    model = GPT(num_layers=NUM_LAYERS, context=CONTEXT)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # made before, and added to in place
+    if options is not None:
+        checkpoint_units(model, options)
+    batch = torch.randint(256, (2, BATCH_SIZE, CONTEXT))
+    with LiveBytes() as live:
+        model.loss((batch[0], batch[1])).backward()
+    return live.peak
+
+
+def main() -> None:
+    """Print the table."""
+    rows = [
+        ["all activations kept", peak_bytes(None) / 1e6],
+        ["inputs of blocks kept", peak_bytes(ActivationCheckpointing()) / 1e6],
+    ]
+    print(f"GPT of {NUM_LAYERS} blocks, width 128, batch {BATCH_SIZE} x {CONTEXT}, fp32")
+    print(tabulate(rows, headers=("", "peak, MB"), floatfmt=".1f"))
+
+
+if __name__ == "__main__":
+    main()
