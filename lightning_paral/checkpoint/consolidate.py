@@ -15,7 +15,7 @@ from lightning_paral.checkpoint.commit import Draft
 from lightning_paral.checkpoint.full import write_part, write_skeleton
 from lightning_paral.checkpoint.geometry import boxes_of_run
 from lightning_paral.checkpoint.held import NOTHING, Part
-from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed
+from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed, reader_of
 from lightning_paral.checkpoint.plan import Entry, tensors_in
 from lightning_paral.checkpoint.stored import read_run
 from lightning_paral.errors import CheckpointError
@@ -23,7 +23,7 @@ from lightning_paral.errors import CheckpointError
 Progress = Callable[[int], None]
 """Called with the number of bytes written since the last call."""
 
-_STEP_BYTES = 2**24
+_STEP_BYTES = 2**22
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -194,18 +194,16 @@ def _identity(tensor: Any) -> Any:
 
 
 def _stretches(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Return the elements a few MiB at a time, with the index of the first."""
+    """Return the elements a few MiB at a time, in memory that is used again, with the index of the first."""
     step = max(1, _STEP_BYTES // tensor.dtype.itemsize)
+    memory = torch.empty(min(step, tensor.numel()), dtype=tensor.dtype)
     for start in range(0, tensor.numel(), step):
-        values = torch.empty(min(step, tensor.numel() - start), dtype=tensor.dtype)
+        values = memory[: tensor.numel() - start]
         read_run(tensor, start, values)
         yield start, values.to(dtype)
 
 
 def _record(path: Path, nbytes: int) -> FileRecord:
     with open(path, "rb", buffering=0) as file:
-
-        def read(offset: int, length: int) -> bytes:
-            return os.pread(file.fileno(), length, offset)
-
+        read = reader_of(file.fileno())
         return FileRecord(bytes=nbytes, blocks=[(*block, crc_of(read, *block)) for block in blocks_of(nbytes)])

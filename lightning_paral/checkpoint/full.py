@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.geometry import Box
 from lightning_paral.checkpoint.held import Part, split
-from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed
+from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed, reader_of
 from lightning_paral.checkpoint.plan import Entry, replace
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.unpickle import load_safely
@@ -160,7 +160,7 @@ def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:
     """Return the CRC-32 of this rank's share of the blocks, by their number."""
     mine = list(enumerate(blocks_of(path.stat().st_size)))[seeing.index(rank) :: len(seeing)]
     with open(path, "rb", buffering=0) as file:
-        return {number: crc_of(_reader(file), offset, length) for number, (offset, length) in mine}
+        return {number: crc_of(reader_of(file.fileno()), offset, length) for number, (offset, length) in mine}
 
 
 def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
@@ -171,13 +171,9 @@ def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
         whole_blocks = blocks_of(path.stat().st_size)
         for number, (offset, length) in enumerate(blocks_of(nbytes)):
             unchanged = whole_blocks[number] == (offset, length) and offset + length <= nbytes
-            crc = by_number[number] if unchanged else crc_of(_reader(file), offset, length)
+            crc = by_number[number] if unchanged else crc_of(reader_of(file.fileno()), offset, length)
             blocks.append((offset, length, crc))
     return FileRecord(bytes=nbytes, blocks=blocks)
-
-
-def _reader(file: Any) -> Any:
-    return lambda offset, length: os.pread(file.fileno(), length, offset)
 
 
 def read_full(path: str | Path, weights_only: bool = True) -> dict[str, Any]:

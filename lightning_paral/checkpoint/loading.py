@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,7 @@ def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[st
         mine = [block for block in range(len(record.blocks)) if (number + block) % ranks.world_size == ranks.rank]
         number += len(record.blocks)
 
-        def read(offset: int, length: int, name: str = name) -> memoryview:
-            return folder.read(name, offset, length)
-
-        yield from damaged_blocks(record, size, folder.name(name), read, mine)
+        yield from damaged_blocks(record, size, folder.name(name), partial(folder.read_into, name), mine)
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:

@@ -122,16 +122,33 @@ def blocks_of(nbytes: int) -> list[tuple[int, int]]:
     return [(offset, min(BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, BLOCK_BYTES)]
 
 
-Read = Callable[[int, int], bytes | memoryview]
-"""Returns bytes of a file from an offset on, of a length."""
+ReadInto = Callable[[int, memoryview], object]
+"""Fills a buffer with the bytes of a file from an offset on."""
+
+_STEP_BYTES = 2**20  # stays in the processor's cache between reading and summing
 
 
-def crc_of(read: Read, offset: int, length: int) -> int:
-    """Return the CRC-32 of a part of a file, by `read(offset, length)`."""
-    crc, step = 0, 2**22
-    for start in range(offset, offset + length, step):
-        crc = zlib.crc32(read(start, min(step, offset + length - start)), crc)
+def crc_of(read: ReadInto, offset: int, length: int) -> int:
+    """Return the CRC-32 of a part of a file."""
+    crc, buffer = 0, memoryview(bytearray(min(_STEP_BYTES, length)))
+    for start in range(offset, offset + length, _STEP_BYTES):
+        part = buffer[: offset + length - start]
+        read(start, part)
+        crc = zlib.crc32(part, crc)
     return crc
+
+
+def reader_of(descriptor: int) -> ReadInto:
+    """Return how an open file is read."""
+
+    def read(offset: int, buffer: memoryview) -> None:
+        while len(buffer):
+            count = os.preadv(descriptor, [buffer], offset)
+            if count == 0:
+                raise CheckpointError(f"A file ended before byte {offset + len(buffer)}.")
+            offset, buffer = offset + count, buffer[count:]
+
+    return read
 
 
 def record_bytes(data: bytes) -> FileRecord:
@@ -198,7 +215,7 @@ def extract(path: str | Path) -> Manifest | None:
     return Manifest.from_json(text, name)
 
 
-def damaged_blocks(record: FileRecord, size: int | None, name: str, read: Read, blocks: Iterable[int]) -> list[str]:
+def damaged_blocks(record: FileRecord, size: int | None, name: str, read: ReadInto, blocks: Iterable[int]) -> list[str]:
     """Return what is wrong with the given blocks of a file of `size` bytes, `None` if it is missing."""
     if size is None:
         return [f"{name} is missing"]
