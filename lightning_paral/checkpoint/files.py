@@ -4,6 +4,7 @@ import mmap
 import os
 import tempfile
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -16,6 +17,7 @@ from lightning_paral.checkpoint.manifest import BlockChecksums, FileRecord, read
 
 _MADV_POPULATE_READ = 22  # not in Python's mmap yet
 _LARGE_BYTES = 2**20
+_AHEAD_BYTES = 2**23
 
 
 def is_remote(path: object) -> bool:
@@ -89,6 +91,7 @@ class LocalFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._maps: dict[str, memoryview] = {}
+        self._opened: dict[str, FileIO] = {}
 
     def __str__(self) -> str:
         return str(self.path)
@@ -127,8 +130,12 @@ class LocalFolder:
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with bytes of a file from `offset` on."""
-        with open(self.path / file, "rb", buffering=0) as opened:
-            reader_of(opened.fileno())(offset, buffer)
+        if file not in self._opened:
+            self._opened[file] = FileIO(self.path / file)
+        descriptor = self._opened[file].fileno()
+        if offset % _AHEAD_BYTES == 0:  # the disk works on what follows while what is here is summed up
+            os.posix_fadvise(descriptor, offset, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        reader_of(descriptor)(offset, buffer)
 
 
 class RemoteFolder:
