@@ -13,7 +13,7 @@ from lightning_paral.checkpoint.lock import Lock, abandoned
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|lock)-(?P<save>[0-9a-f]{12})", re.DOTALL)
+_BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{12})", re.DOTALL)
 
 
 class Draft:
@@ -29,6 +29,7 @@ class Draft:
         remove_leftovers(target.parent)
         save = uuid.uuid4().hex[:12]
         self.path = _beside(target, "saving", save)
+        self._replaced = _beside(target, "replaced", save)
         self._lock = Lock(_beside(target, "lock", save))
         try:
             if folder:
@@ -44,12 +45,22 @@ class Draft:
         if self.path.is_dir():
             _sync_folder(self.path)
         is_folder = self.target.is_dir() and not self.target.is_symlink()
-        if is_folder or (self.path.is_dir() and os.path.lexists(self.target)):
-            exchange(self.path, self.target)
-        else:
+        if not is_folder and not (self.path.is_dir() and os.path.lexists(self.target)):
             os.replace(self.path, self.target)
+        elif not exchange(self.path, self.target):
+            self._replace_in_steps()
         _sync_folder(self.target.parent)
         self.discard()
+
+    def _replace_in_steps(self) -> None:
+        """Swap draft and target where the system cannot: between two renames `present` finds the old one beside."""
+        os.rename(self.target, self._replaced)
+        try:
+            os.rename(self.path, self.target)
+        except BaseException:
+            os.rename(self._replaced, self.target)
+            raise
+        os.rename(self._replaced, self.path)
 
     def discard(self) -> None:
         """Remove what is at the draft's path; the target stays as it is."""
@@ -63,27 +74,54 @@ def _beside(target: Path, role: str, save: str) -> Path:
     return target.parent / f".{target.name}.{role}-{save}"
 
 
+def present(target: Path) -> Path:
+    """Return where the checkpoint `target` is: beside, if one that was to replace it did not get there (yet)."""
+    for _ in range(3):  # while it is looked for beside, it may come back
+        if os.path.lexists(target):
+            break
+        with suppress(FileNotFoundError):
+            moved = _moved_away(target)
+            if moved:
+                return max(moved, key=lambda path: path.lstat().st_mtime)
+    return target
+
+
+def _moved_away(target: Path) -> list[Path]:
+    with suppress(OSError):
+        found = filter(None, map(_BESIDE.fullmatch, os.listdir(target.parent)))
+        moved = [match[0] for match in found if match["target"] == target.name and match["role"] == "replaced"]
+        return [target.parent / name for name in moved]
+    return []
+
+
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that died have left in `folder`."""
+    """Remove what processes that died have left in `folder`, and put back what they moved away and did not replace."""
     found = filter(None, map(_BESIDE.fullmatch, os.listdir(folder)))
     for name, save in {(match["target"], match["save"]) for match in found}:
         target = folder / name
-        lock = _beside(target, "lock", save)
+        draft, replaced, lock = (_beside(target, role, save) for role in ("saving", "replaced", "lock"))
         with suppress(OSError), abandoned(lock) as is_left:
-            if is_left:
-                delete(_beside(target, "saving", save))
-                delete(lock)
+            if not is_left:
+                continue
+            if present(target) == replaced:
+                os.rename(replaced, target)
+            delete(draft)
+            if os.path.lexists(replaced):
+                os.rename(replaced, draft)  # what is half deleted must not be taken for what was moved away
+                delete(draft)
+            delete(lock)
 
 
 def remove(target: Path) -> None:
     """Remove a checkpoint: it is gone at once, so that nobody meets a part of it."""
-    if target.is_symlink() or target.is_file():
-        target.unlink()
-    elif target.exists():
-        doomed = _beside(target, "saving", uuid.uuid4().hex[:12])
-        os.rename(target, doomed)
-        with suppress(OSError):
-            delete(doomed)
+    for path in (*_moved_away(target), target):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.exists():
+            doomed = _beside(target, "saving", uuid.uuid4().hex[:12])
+            os.rename(path, doomed)
+            with suppress(OSError):
+                delete(doomed)
 
 
 def delete(path: Path) -> None:
@@ -95,22 +133,17 @@ def delete(path: Path) -> None:
             path.unlink()
 
 
-def exchange(first: Path, second: Path) -> None:
-    """Swap two paths in one step, where the system can (Linux); else by two renames, between which `second` is away.
-
-    Even then the old one stays complete beside, until the new one is in place.
-    """
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step; `False` where the system cannot: outside of Linux, on NFS and others."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise OSError(number, os.strerror(number), str(second))
-    old = _beside(second, "saving", uuid.uuid4().hex[:12])
-    os.rename(second, old)
-    os.rename(first, second)
-    os.rename(old, first)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise OSError(number, os.strerror(number), str(second))
+    return False
 
 
 def _sync_folder(folder: Path) -> None:

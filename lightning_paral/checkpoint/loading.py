@@ -1,20 +1,29 @@
 """Loading: find out what is at a path, verify it, and return it as Lightning dumps it, tensors unread."""
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from lightning_paral.checkpoint.commit import present
 from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
-from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, folder_at, get_file, is_remote
+from lightning_paral.checkpoint.files import (
+    Folder,
+    LocalFolder,
+    RemoteFolder,
+    folder_at,
+    get_file,
+    is_remote,
+    without_scheme,
+)
 from lightning_paral.checkpoint.full import read_full
 from lightning_paral.checkpoint.geometry import Box
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, damaged_blocks, extract
@@ -25,6 +34,10 @@ from lightning_paral.checkpoint.sharded import META, METADATA
 from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor
 from lightning_paral.checkpoint.unpickle import load_metadata, load_safely
 from lightning_paral.errors import CheckpointError
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5
 
 
 def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[str, Any]:
@@ -39,22 +52,45 @@ def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[s
         CheckpointError: there is none, or it is damaged; on all ranks, with the file's name.
     """
     what = f"Loading {path}"
-    with fetched(path, ranks) as here:
+
+    def read(here: str | Path) -> dict[str, Any]:
         manifest = ranks.each(what, lambda: read_manifest(here))
         if manifest is not None:
             ranks.each(what, lambda: verify_share(here, manifest, ranks))
         return ranks.each(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
 
+    return read_present(path, ranks, read)
 
-@contextmanager
-def fetched(path: str | Path, ranks: Ranks) -> Iterator[str | Path]:
-    """Have a file behind a URL as a local one: it is mapped, and gone when nothing of it is used any more."""
-    copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
-    try:
-        yield path if copy is None else copy
-    finally:
-        if copy is not None:
-            copy.unlink()
+
+def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]) -> T:
+    """Call `read` with where the checkpoint `path` is, and again if it failed because a save replaced it. *Collective*.
+
+    `read` is given a local copy of a file behind a URL, for it is mapped: the copy is gone when nothing of it is used
+    any more.
+    """
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        here, version = ranks.on_first(f"Loading {path}", lambda: _find(path))
+        copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
+        try:
+            return read(here if copy is None else copy)
+        except (CheckpointError, OSError):
+            if not attempts_left or ranks.on_first(f"Loading {path}", lambda: _find(path)) == (here, version):
+                raise
+        finally:
+            if copy is not None:
+                copy.unlink()
+    raise AssertionError("unreachable")
+
+
+def _find(path: str | Path) -> tuple[str | Path, Any]:
+    """Return where the checkpoint is, and what tells it from another at the same path."""
+    if is_remote(path):
+        return path, None
+    here = present(Path(without_scheme(path)))
+    with suppress(OSError):
+        about = here.stat()
+        return here, (about.st_dev, about.st_ino, about.st_mtime_ns)
+    return here, None
 
 
 def read_manifest(path: str | Path) -> Manifest | None:

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_paral.checkpoint.geometry import coverage_fault
-from lightning_paral.checkpoint.loading import faults_of, fetched, open_checkpoint, read_manifest
+from lightning_paral.checkpoint.loading import faults_of, open_checkpoint, read_manifest, read_present
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.plan import tensors_in
-from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.ranks import Ranks, explain
 from lightning_paral.checkpoint.stored import StoredTensor
 from lightning_paral.errors import CheckpointError
 
@@ -20,12 +20,26 @@ def verify(path: str | Path) -> list[str]:
     One without a manifest, of another tool, is checked as far as it can be: that it opens, and that boxes cover it.
     """
     try:
-        with fetched(path, Ranks()) as here:
-            manifest = read_manifest(here)
-            faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
-            return faults or _uncovered(here, manifest)
-    except CheckpointError as error:
-        return [str(error)]
+        read_present(path, Ranks(), _check)
+    except _FaultyError as error:
+        return error.faults
+    except (CheckpointError, OSError) as error:
+        return [explain(error)]
+    return []
+
+
+class _FaultyError(CheckpointError):
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+def _check(here: str | Path) -> None:
+    manifest = read_manifest(here)
+    faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
+    faults = faults or _uncovered(here, manifest)
+    if faults:
+        raise _FaultyError(faults)
 
 
 def _uncovered(path: str | Path, manifest: Manifest | None) -> list[str]:
