@@ -62,6 +62,20 @@ def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[s
     return read_present(path, ranks, read)
 
 
+def look(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, dict[str, Any]]:
+    """Return manifest and contents of the checkpoint at `path`, which are not verified, in this process alone.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+
+    def read(here: str | Path) -> tuple[Manifest | None, dict[str, Any]]:
+        manifest = read_manifest(here)
+        return manifest, open_checkpoint(here, weights_only=weights_only, manifest=manifest)
+
+    return read_present(path, Ranks(), read)
+
+
 def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]) -> T:
     """Call `read` with where the checkpoint `path` is, and again if it failed because a save replaced it. *Collective*.
 
@@ -73,9 +87,12 @@ def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]
         copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
         try:
             return read(here if copy is None else copy)
-        except (CheckpointError, OSError):
-            if not attempts_left or ranks.on_first(f"Loading {path}", lambda: _find(path)) == (here, version):
-                raise
+        except (CheckpointError, OSError) as error:
+            if attempts_left and ranks.on_first(f"Loading {path}", lambda: _find(path)) != (here, version):
+                continue
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise
         finally:
             if copy is not None:
                 copy.unlink()
@@ -148,7 +165,10 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     folder = folder_at(path)
     if isinstance(folder, LocalFolder):
         if folder.path.is_file():
-            return read_full(folder.path, weights_only)
+            checkpoint = read_full(folder.path, weights_only)
+            if "state_dict" not in checkpoint:
+                raise CheckpointError(f"{path} is no checkpoint: it has no 'state_dict'.")
+            return checkpoint
         of_deepspeed = find_folder(folder.path)
         if of_deepspeed is not None:
             return read_deepspeed(of_deepspeed, weights_only)
@@ -158,7 +178,7 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     checkpoint = read_meta(folder, names.get(META, META), weights_only)
     if OWN_KEY in checkpoint and manifest is None:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
-    tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None)
+    tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if key.startswith("optimizer_"))
@@ -176,13 +196,14 @@ def read_meta(folder: Folder, name: str, weights_only: bool) -> dict[str, Any]:
     return dict(load_safely(file, weights_only=weights_only, name=folder.name(name)))
 
 
-def read_tree(folder: Folder, name: str, *, contiguous: bool) -> dict[str, Any]:
+def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool) -> dict[str, Any]:
     """Return what a Distributed Checkpoint holds, nested, with tensors unread.
 
     Args:
         folder: where it lies.
         name: of the file with its metadata.
         contiguous: whether all boxes are known to lie in row-major order, as this package writes them.
+        weights_only: `False` trusts what lies there beside tensors.
     """
     size = folder.size(name)
     assert size is not None
@@ -193,7 +214,8 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool) -> dict[str, Any]:
         if isinstance(kind, BytesStorageMetadata):
             info = metadata.storage_data[MetadataIndex(key)]
             data = folder.read(info.relative_path, info.offset, info.length)
-            value = load_safely(io.BytesIO(data), name=f"{key} in {folder.name(info.relative_path)}")
+            entry = f"{key} in {folder.name(info.relative_path)}"
+            value = load_safely(io.BytesIO(data), weights_only=weights_only, name=entry)
         else:
             pieces = []
             for chunk in kind.chunks:
