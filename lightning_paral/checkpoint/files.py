@@ -3,7 +3,7 @@
 import mmap
 import os
 import tempfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +13,11 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_paral.checkpoint.manifest import BlockChecksums, FileRecord, reader_of
+from lightning_paral.checkpoint.checksums import BlockChecksums, FileRecord, reader_of
+from lightning_paral.checkpoint.flushing import Flushing
 
 _MADV_POPULATE_READ = 22  # not in Python's mmap yet
 _LARGE_BYTES = 2**20
-_AHEAD_BYTES = 2**23
 
 
 def is_remote(path: object) -> bool:
@@ -33,23 +33,29 @@ def without_scheme(path: object) -> str:
 class Writing:
     """A new file that is written from its beginning to its end; flushed to the disk when closed without an error."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, *, on_disk: bool) -> None:
         self._file = file
+        self._flushing = Flushing(file.fileno()) if on_disk else None  # an upload lasts when it is closed
         self._checksums = BlockChecksums()
-        self.position = 0
         self.error: OSError | None = None
         """What the last write failed of: `torch.save` raises an error of its own in its place."""
+
+    @property
+    def position(self) -> int:
+        """Number of bytes written."""
+        return self._checksums.position
 
     def write(self, data: Any) -> int:
         """Append bytes."""
         view = memoryview(data).cast("B")
         try:
             self._file.write(view)
+            if self._flushing is not None:
+                self._flushing.wrote(len(view))
         except OSError as error:
             self.error = error
             raise
         self._checksums.update(view)
-        self.position += len(view)
         return len(view)
 
     def pad(self, alignment: int) -> None:
@@ -69,20 +75,13 @@ class Writing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
+        with self._file, self._flushing or nullcontext():
             if error is None:
                 self._file.flush()
-                _sync(self._file)
+                if self._flushing is not None:
+                    self._flushing.finish()
             elif self.error is not None:
                 raise self.error
-
-
-def _sync(file: BinaryIO) -> None:
-    try:
-        descriptor = file.fileno()
-    except (OSError, AttributeError, NotImplementedError):
-        return  # an upload: closing it is what makes it lasting
-    os.fsync(descriptor)
 
 
 class LocalFolder:
@@ -102,7 +101,7 @@ class LocalFolder:
 
     def create(self, file: str) -> Writing:
         """Return a new file."""
-        return Writing(open(self.path / file, "xb", buffering=2**20))
+        return Writing(open(self.path / file, "xb", buffering=2**20), on_disk=True)
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes, `None` if there is none."""
@@ -132,10 +131,7 @@ class LocalFolder:
         """Fill `buffer` with bytes of a file from `offset` on."""
         if file not in self._opened:
             self._opened[file] = FileIO(self.path / file)
-        descriptor = self._opened[file].fileno()
-        if offset % _AHEAD_BYTES == 0:  # the disk works on what follows while what is here is summed up
-            os.posix_fadvise(descriptor, offset, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        reader_of(descriptor)(offset, buffer)
+        reader_of(self._opened[file].fileno())(offset, buffer)
 
 
 class RemoteFolder:
@@ -155,7 +151,7 @@ class RemoteFolder:
     def create(self, file: str) -> Writing:
         """Return a new file; it exists when it is closed."""
         self.fs.makedirs(self.path, exist_ok=True)
-        return Writing(self.fs.open(f"{self.path}/{file}", "wb"))
+        return Writing(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
 
     def keep(self, files: set[str]) -> None:
         """Remove all other files of the folder: those of saves before, and of saves that did not end."""

@@ -4,7 +4,6 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from lightning_paral.checkpoint.checksums import damaged_blocks
 from lightning_paral.checkpoint.commit import present
 from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
 from lightning_paral.checkpoint.files import (
@@ -25,8 +25,8 @@ from lightning_paral.checkpoint.files import (
     without_scheme,
 )
 from lightning_paral.checkpoint.full import read_full
-from lightning_paral.checkpoint.geometry import Box
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, damaged_blocks, extract
+from lightning_paral.checkpoint.geometry import Box, coverage_fault
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, extract
 from lightning_paral.checkpoint.optimizer import by_number
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.saving import OWN_KEY
@@ -54,7 +54,7 @@ def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[s
     what = f"Loading {path}"
 
     def read(here: str | Path) -> dict[str, Any]:
-        manifest = ranks.each(what, lambda: read_manifest(here))
+        manifest = ranks.on_first(what, lambda: read_manifest(here))  # what follows depends on it on all ranks
         if manifest is not None:
             ranks.each(what, lambda: verify_share(here, manifest, ranks))
         return ranks.each(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
@@ -146,18 +146,27 @@ def verify_share(path: str | Path, manifest: Manifest, ranks: Ranks) -> None:
 
 
 def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[str]:
-    """Return what is wrong with this rank's share of the files, as the manifest has them."""
-    folder, names = _place(path, manifest)
-    number = 0
-    for file, record in manifest.files.items():
-        name = names[file]
-        size = folder.size(name)
-        if manifest.form == "full" and size is not None:
-            size = min(size, record.bytes)
-        mine = [block for block in range(len(record.blocks)) if (number + block) % ranks.world_size == ranks.rank]
-        number += len(record.blocks)
+    """Return what is wrong with this rank's share of the files, as the manifest has them.
 
-        yield from damaged_blocks(record, size, folder.name(name), partial(folder.read_into, name), mine)
+    A share is a stretch of all blocks, in the order of the ranks that wrote them: at the same world size it is what
+    this rank reads afterwards, so that each host gets it from a shared disk once.
+    """
+    folder, names = _place(path, manifest)
+    files = sorted(manifest.files, key=lambda file: (len(file), file))  # `__10_0` behind `__9_0`
+    num_blocks = sum(max(1, len(manifest.files[file].blocks)) for file in files)
+    share = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
+    first = 0
+    for file in files:
+        record, name = manifest.files[file], names[file]
+        here = range(first, first + max(1, len(record.blocks)))  # an empty file counts, too: it has to be there
+        first = here.stop
+        mine = range(max(here.start, share.start), min(here.stop, share.stop))
+        if mine:
+            size = folder.size(name)
+            if manifest.form == "full" and size is not None:
+                size = min(size, record.bytes)
+            blocks = [number - here.start for number in mine if record.blocks]
+            yield from damaged_blocks(record, size, folder.name(name), partial(folder.read_into, name), blocks)
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
@@ -206,7 +215,8 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
         weights_only: `False` trusts what lies there beside tensors.
     """
     size = folder.size(name)
-    assert size is not None
+    if size is None:
+        raise CheckpointError(f"{folder.name(name)} is missing: the checkpoint is incomplete.")
     metadata = load_metadata(io.BytesIO(folder.read(name, 0, size)), folder.name(name))
     tree: dict[str, Any] = {}
     for key, kind in metadata.state_dict_metadata.items():
@@ -223,6 +233,9 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
                 read = _reader(folder, info, box, kind.properties.dtype, contiguous)
                 pieces.append(StoredPiece(box, read, (info.relative_path, info.offset)))
+            fault = None if contiguous else coverage_fault(kind.size, [piece.box for piece in pieces])
+            if fault is not None:
+                raise CheckpointError(f"{folder} does not hold all of {key}: {fault}.")
             value = StoredTensor(kind.size, kind.properties.dtype, pieces)
         set_element(tree, (metadata.planner_data or {}).get(key, (key,)), value)
     return tree
@@ -236,7 +249,7 @@ def _reader(folder: Folder, info: Any, box: Box, dtype: torch.dtype, contiguous:
             return loaded
         reader: Any = torch._C.PyTorchFileReader(_View(data))  # type: ignore[call-overload]
         offset = reader.get_record_offset("data/0")
-        return torch.frombuffer(data, dtype=dtype, count=prod(box.sizes), offset=offset).view(box.sizes)
+        return torch.frombuffer(data, dtype=dtype, count=box.numel, offset=offset).view(box.sizes)
 
     return read
 

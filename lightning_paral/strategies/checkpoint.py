@@ -92,8 +92,8 @@ class PortableCheckpoint(Strategy):
             return
         if self._saver is None:
             self._saver = BackgroundSaver(self._async_timeout)
-        self._saver.wait()  # before memory is taken for another copy
-        save.stage()
+        self._saver.wait()  # what it writes is about to be overwritten
+        save.stage(self._saver.staging)
         self._saver.start(save.write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
