@@ -73,6 +73,36 @@ def test_weights_built_on_nvme_stay_for_a_second_fit_and_go_with_the_model(on_ra
         assert left == []
 
 
+class BuiltWhole(BuiltOnDisk):
+    """The same weights, partitioned and moved to disk when the fit begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        BuiltOnDisk.configure_model(self)
+
+
+def fit_built_whole(num_ranks: int, strategy: Any) -> BuiltOnDisk:
+    torch.manual_seed(3)
+    model = BuiltWhole()
+    quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy).fit(model, regression_data(4, num_ranks))
+    return model
+
+
+def fit_built_whole_on_nvme(folder: str) -> tuple[list[float], set[torch.dtype]]:
+    model = fit_built_whole(2, on_nvme(folder))
+    return model.losses, {parameter.dtype for parameter in model.parameters()}
+
+
+def test_weights_built_before_go_to_nvme_in_their_own_dtype(on_ranks, tmp_path: Path) -> None:
+    expected = fit_built_whole(1, "auto").losses
+
+    ranks = on_ranks(2, fit_built_whole_on_nvme, str(tmp_path))
+
+    losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-4, atol=0.0)
+    assert all(dtypes == {torch.float32} for _, dtypes in ranks)
+
+
 ONE_OF_TWO = """
 import sys, torch
 from tests.distributed.test_zero_nvme import fit_twice, on_nvme
