@@ -9,25 +9,44 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_paral.checkpoint.checksums import BlockChecksums, FileRecord, reader_of
 from lightning_paral.checkpoint.flushing import Flushing
+from lightning_paral.errors import CheckpointError
 
 _MADV_POPULATE_READ = 22  # not in Python's mmap yet
 _LARGE_BYTES = 2**20
 
 
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path there.
+
+    Raises:
+        CheckpointError: nothing that is installed knows such URLs.
+    """
+    try:
+        found, path = url_to_fs(url)
+        found.invalidate_cache()  # it remembers listings, and sizes from them, that other ranks have made old
+        return found, path
+    except (ImportError, ValueError) as error:
+        extra = _EXTRAS.get(url.split("://")[0])
+        remedy = f"pip install 'lightning_paral[{extra}]' brings it." if extra else "fsspec has to know the scheme."
+        raise CheckpointError(f"There is no access to {url}: {error}. {remedy}") from error
+
+
 def is_remote(path: object) -> bool:
     """Whether `path` is a URL of a file system other than the operating system's."""
-    return "://" in str(path) and type(url_to_fs(str(path))[0]) is not LocalFileSystem
+    return "://" in str(path) and type(file_system(str(path))[0]) is not LocalFileSystem
 
 
 def without_scheme(path: object) -> str:
     """Return a path of the operating system's file system without `file://`, and any other URL as it is."""
-    return str(path) if "://" not in str(path) or is_remote(path) else str(url_to_fs(str(path))[1])
+    return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
 
 
 class Writing:
@@ -139,7 +158,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.fs, self.path = fsspec.core.url_to_fs(self.url)
+        self.fs, self.path = file_system(self.url)
 
     def __str__(self) -> str:
         return self.url
@@ -166,16 +185,21 @@ class RemoteFolder:
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
         """Return bytes of a file."""
-        return memoryview(bytearray(self.fs.cat_file(f"{self.path}/{file}", offset, offset + length)))
+        return memoryview(bytearray(self._read(file, offset, length)))
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with bytes of a file from `offset` on."""
-        buffer[:] = self.fs.cat_file(f"{self.path}/{file}", offset, offset + len(buffer))
+        buffer[:] = self._read(file, offset, len(buffer))
+
+    def _read(self, file: str, offset: int, length: int) -> bytes:
+        # By keyword: file systems put different parameters in the second place.
+        data: bytes = self.fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + length)
+        return data
 
 
 def put_file(source: Path, url: str) -> None:
     """Copy a local file to a URL, in place of what is there."""
-    fs, path = url_to_fs(url)
+    fs, path = file_system(url)
     if fs.isdir(path):
         fs.rm(path, recursive=True)
     fs.makedirs(fs._parent(path), exist_ok=True)
@@ -184,7 +208,7 @@ def put_file(source: Path, url: str) -> None:
 
 def get_file(url: str) -> Path | None:
     """Copy the file at a URL to a temporary one; `None` if it is a folder, or nothing."""
-    fs, path = url_to_fs(url)
+    fs, path = file_system(url)
     if not fs.isfile(path):
         return None
     descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".ckpt")

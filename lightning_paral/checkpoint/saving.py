@@ -10,11 +10,10 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import torch
-from fsspec.core import url_to_fs
 
 from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.commit import Draft, remove
-from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, is_remote, put_file
+from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, file_system, is_remote, put_file
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.memory import Staging
@@ -172,6 +171,6 @@ def remove_at(path: str) -> None:
     if not is_remote(path):
         remove(Path(path))
         return
-    fs, name = url_to_fs(path)
+    fs, name = file_system(path)
     if fs.exists(name):
         fs.rm(name, recursive=True)
