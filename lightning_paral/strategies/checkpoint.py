@@ -100,14 +100,14 @@ class PortableCheckpoint(Strategy):
         """Return what is at `checkpoint_path`, verified; tensors are read when they are used. *Collective*.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it holds code and `weights_only=False` was not given.
+            CheckpointError: there is none, it is damaged, or it holds code and is not trusted.
         """
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             return super().load_checkpoint(checkpoint_path, weights_only)
         ranks = all_ranks()
-        checkpoint = load(
-            ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only is not False
-        )
+        if weights_only is None:
+            weights_only = self._checkpoint_options.weights_only
+        checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
         return checkpoint
