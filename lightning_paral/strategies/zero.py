@@ -4,8 +4,8 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,8 @@ from lightning_paral.zero import nvme, settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
 from lightning_paral.zero.gradients import PartitionedGradients
-from lightning_paral.zero.holdings import Holdings, UsersGroups, fill, held
+from lightning_paral.zero.holdings import Holdings, UsersGroups
+from lightning_paral.zero.masterless import fill, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam, make_run_folders
 from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
@@ -341,6 +342,17 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
 
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
         return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save, reading what is on NVMe once. *Collective* over the world."""
+        with nullcontext() if self._holdings is None else self._holdings.in_memory():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the module its weights, of which each rank reads only what it holds."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self._holdings is not None:
+            self._holdings.write_masters()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""

@@ -1,6 +1,8 @@
 """DeepSpeed's engines around a module: one that trains, one that only gathers parameters."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,7 @@ def _initialize(
 ) -> "DeepSpeedEngine":
     import deepspeed
 
-    with scalars_as_bytes():
+    with scalars_as_bytes(), _dtype_as_given():
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
             config=config,
@@ -44,3 +46,23 @@ def _initialize(
             dist_init_required=False,
         )
     return engine
+
+
+@contextmanager
+def _dtype_as_given() -> Iterator[None]:
+    # Where the accelerator has no fp16, which some CPUs have not, DeepSpeed 0.19.8 takes bf16 in place of the weights'
+    # dtype for the files on NVMe: by a missing pair of parentheses.
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    choose = Patches._set_dtype
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        choose(self, ds_config, dtype)
+        if dtype is not None:
+            self.dtype = dtype
+
+    Patches._set_dtype = set_dtype
+    try:
+        yield
+    finally:
+        Patches._set_dtype = choose

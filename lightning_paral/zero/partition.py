@@ -18,6 +18,13 @@ def is_partitioned(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and parameter.ds_status.name == "NOT_AVAILABLE"
 
 
+def run_of_partition(parameter: Any) -> tuple[int, int]:
+    """Return start and number of the elements this rank holds of a parameter of stage 3."""
+    share = parameter.ds_tensor.ds_numel
+    start = min(parameter.ds_numel, share * parameter.ds_zero_partition_rank)
+    return start, min(share, parameter.ds_numel - start)
+
+
 def lies_in(folder: Path, parameter: Any) -> bool:
     """Whether this rank's part of `parameter` is in a file below `folder`, and only there."""
     on_nvme = is_partitioned(parameter) and parameter.ds_tensor.status.name == "NOT_AVAILABLE"

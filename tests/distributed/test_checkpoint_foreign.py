@@ -2,13 +2,20 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
 
 from lightning_paral import CheckpointError, ParalDDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.consolidate import write_file
@@ -80,6 +87,66 @@ def test_what_lightning_saved_is_resumed(on_ranks, tmp_path: Path, save: Any, sc
     assert_same_losses(on_ranks(1, resume, path, "paral_ddp", 1, scalar), expected)
 
 
+# Lightning's FSDPStrategy, on FSDP1
+
+
+class FSDP1OnCPU(FSDPStrategy):
+    """Lightning's; only torch's FSDP1 is told that it computes on the CPU, where it would look for an accelerator."""
+
+    def __init__(self, state_dict_type: Any) -> None:
+        super().__init__(state_dict_type=state_dict_type, auto_wrap_policy=is_unit)
+
+    def _setup_model(self, model: Any) -> Any:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
+def gathering_on_cpu(module: torch.nn.Module, **_: Any) -> Any:
+    """Lightning's context of the full form, without offloading: FSDP1 would save what is on CPU after freeing it."""
+    kept = {"offload_to_cpu": False, "rank0_only": True}
+    return FullyShardedDataParallel.state_dict_type(
+        module, StateDictType.FULL_STATE_DICT, FullStateDictConfig(**kept), FullOptimStateDictConfig(**kept)
+    )
+
+
+def is_unit(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """Two units, and the root with the tied and the frozen weights."""
+    return recurse or (isinstance(module, torch.nn.Linear) and module.in_features != module.out_features)
+
+
+class GroupedByName(Resumable):
+    """FSDP1 shows flat weights, which cannot be told from biases by their dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(scalar=False)
+
+    def configure_optimizers(self) -> Any:
+        trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        weights = [p for name, p in trained if name.endswith("weight")]
+        others = [p for name, p in trained if not name.endswith("weight")]
+        groups = [{"params": weights, "weight_decay": 0.3, "lr": 2e-2}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def save_with_fsdp1(path: str, form: str) -> dict[int, float]:
+    with mock.patch("lightning.pytorch.strategies.fsdp._get_full_state_dict_context", gathering_on_cpu):
+        return fit(FSDP1OnCPU(form), 2, save_to=path, module=seeded(GroupedByName)).losses
+
+
+def resume_from_fsdp1(path: str, strategy: str, world_size: int) -> dict[int, float]:
+    return fit(strategy, world_size, resume_from=path, module=GroupedByName()).losses
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_what_fsdp_strategy_of_lightning_saved_is_resumed(on_ranks, tmp_path: Path, form: str) -> None:
+    path = str(tmp_path / "theirs.ckpt")
+    expected = on_ranks(2, save_with_fsdp1, path, form)
+    for strategy in OURS:
+        assert_same_losses(on_ranks(2, resume_from_fsdp1, path, strategy, 2), expected)
+    assert_same_losses(on_ranks(1, resume_from_fsdp1, path, "paral_ddp", 1), expected)
+
+
 # What we write, in Lightning
 
 
@@ -121,7 +188,7 @@ def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: 
         torch.testing.assert_close(converted["state_dict"][name], value)
 
 
-# DeepSpeed's and FSDP1's folders
+# DeepSpeed's folders
 
 
 class OnCPU(ParalZeROStrategy):
@@ -173,26 +240,3 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         fit("paral_ddp", 1, resume_from=tmp_path)
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
         fit("paral_ddp", 1, resume_from=tmp_path / "nowhere")
-
-
-def test_fsdp1_layout_is_read(tmp_path: Path) -> None:
-    """Lightning's FSDPStrategy, which needs CUDA, names weights `model.` where others say `state_dict.`."""
-    import torch.distributed.checkpoint as dcp
-
-    assert FSDPStrategy is not None
-    module = seeded(Resumable)
-    dcp.save({"model": module.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
-    torch.save({"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}, tmp_path / "x" / "meta.pt")
-
-    found = Resumable()
-    found.validation_step = lambda *_: None  # type: ignore[method-assign]
-    from tests.models import quiet_trainer
-
-    quiet_trainer(devices=1, strategy="paral_ddp").validate(
-        found,
-        torch.utils.data.DataLoader(range(1)),
-        ckpt_path=str(tmp_path / "x"),
-        verbose=False,  # type: ignore[arg-type]
-    )
-    for name, value in found.state_dict().items():
-        torch.testing.assert_close(value, module.state_dict()[name])
