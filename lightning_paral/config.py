@@ -145,6 +145,10 @@ class CheckpointOptions:
     restore_optimizer: bool = True
     """Whether resuming restores the optimizer's state; an error where the checkpoint has none that fits."""
 
+    weights_only: bool = True
+    """`False` trusts every checkpoint that is loaded: objects of any type are made, and code in the file runs. It says
+    so for all strategies, while `trainer.fit(..., weights_only=False)` reaches DP and DDP only."""
+
     def __post_init__(self) -> None:
         if self.form not in ("full", "sharded", None):
             raise ConfigurationError(f"CheckpointOptions(form={self.form!r}) is not known. Choose 'full' or 'sharded'.")

@@ -96,6 +96,7 @@ def fit(
     *,
     save_to: str | Path | None = None,
     resume_from: str | Path | None = None,
+    weights_only: bool | None = None,
     num_batches: int = NUM_BATCHES,
     module: LightningModule | None = None,
     **trainer_options: Any,
@@ -108,7 +109,8 @@ def fit(
     options["use_distributed_sampler"] = False
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
     batches: Any = range(num_batches)  # on every rank; only the number of a batch counts
-    trainer.fit(module, DataLoader(batches), ckpt_path=None if resume_from is None else str(resume_from))
+    path = None if resume_from is None else str(resume_from)
+    trainer.fit(module, DataLoader(batches), ckpt_path=path, weights_only=weights_only)
     return module
 
 

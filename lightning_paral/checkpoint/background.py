@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 
 
@@ -16,6 +17,7 @@ class BackgroundSaver:
     def __init__(self, timeout: timedelta) -> None:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.staging = Staging()
         self._save: Future[None] | None = None
         self._later: list[Future[None]] = []
 

@@ -2,115 +2,148 @@
 
 import ctypes
 import errno
-import fcntl
 import os
+import re
 import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from lightning_paral.checkpoint.lock import Lock, abandoned
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_MARK = ".saving-"
+_BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{12})", re.DOTALL)
 
 
 class Draft:
     """A file or folder beside `target`, which takes its place when it is complete.
 
-    Its name begins with a dot, and it is locked while the process that made it lives: drafts without a lock are
-    leftovers of processes that died, and the next save in the folder removes them.
+    A file beside both is locked while the process that made them lives. Drafts without such a lock are leftovers, and
+    the next save in the folder removes them.
     """
 
     def __init__(self, target: Path, *, folder: bool) -> None:
         self.target = target
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
-        while True:
-            self.path = beside(target)
+        save = uuid.uuid4().hex[:12]
+        self.path = _beside(target, "saving", save)
+        self._replaced = _beside(target, "replaced", save)
+        self._lock = Lock(_beside(target, "lock", save))
+        try:
             if folder:
                 self.path.mkdir()
             else:
                 self.path.touch(exist_ok=False)
-            self._lock = os.open(self.path, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():
-                break  # else another save has taken it for a leftover, in the moment before it was locked
-            os.close(self._lock)
+        except BaseException:
+            self._lock.release()
+            raise
 
     def commit(self) -> None:
         """Put the draft in the place of the target, at once, and remove what was there."""
         if self.path.is_dir():
             _sync_folder(self.path)
-        if self.target.is_symlink() or (self.target.exists() and (self.path.is_dir() or self.target.is_dir())):
-            exchange(self.path, self.target)
-            _sync_folder(self.target.parent)
-            delete(self.path)
-        else:
+        is_folder = self.target.is_dir() and not self.target.is_symlink()
+        if not is_folder and not (self.path.is_dir() and os.path.lexists(self.target)):
             os.replace(self.path, self.target)
-            _sync_folder(self.target.parent)
-        os.close(self._lock)
+        elif not exchange(self.path, self.target):
+            self._replace_in_steps()
+        _sync_folder(self.target.parent)
+        self.discard()
+
+    def _replace_in_steps(self) -> None:
+        """Swap draft and target where the system cannot: between two renames `present` finds the old one beside."""
+        os.rename(self.target, self._replaced)
+        try:
+            os.rename(self.path, self.target)
+        except BaseException:
+            os.rename(self._replaced, self.target)
+            raise
+        os.rename(self._replaced, self.path)
 
     def discard(self) -> None:
-        """Remove the draft; the target stays as it is."""
-        with suppress(OSError):
+        """Remove what is at the draft's path; the target stays as it is."""
+        with suppress(OSError):  # NFS keeps files that are open: then it is a leftover
             delete(self.path)
-        os.close(self._lock)
+        self._lock.release()
 
 
-def beside(target: Path) -> Path:
-    """Return a new path in the folder of `target` that is no checkpoint's."""
-    return target.parent / f".{target.name}{_MARK}{uuid.uuid4().hex[:12]}"
+def _beside(target: Path, role: str, save: str) -> Path:
+    """Return a path in the folder of `target` that is no checkpoint's."""
+    return target.parent / f".{target.name}.{role}-{save}"
+
+
+def present(target: Path) -> Path:
+    """Return where the checkpoint `target` is: beside, if one that was to replace it did not get there (yet)."""
+    for _ in range(3):  # while it is looked for beside, it may come back
+        if os.path.lexists(target):
+            break
+        with suppress(FileNotFoundError):
+            moved = _moved_away(target)
+            if moved:
+                return max(moved, key=lambda path: path.lstat().st_mtime)
+    return target
+
+
+def _moved_away(target: Path) -> list[Path]:
+    with suppress(OSError):
+        found = filter(None, map(_BESIDE.fullmatch, os.listdir(target.parent)))
+        moved = [match[0] for match in found if match["target"] == target.name and match["role"] == "replaced"]
+        return [target.parent / name for name in moved]
+    return []
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that died have left in `folder`."""
-    for path in folder.glob(f".*{_MARK}*"):
-        with suppress(OSError):
-            if path.is_symlink():
-                path.unlink()
+    """Remove what processes that died have left in `folder`, and put back what they moved away and did not replace."""
+    found = filter(None, map(_BESIDE.fullmatch, os.listdir(folder)))
+    for name, save in {(match["target"], match["save"]) for match in found}:
+        target = folder / name
+        draft, replaced, lock = (_beside(target, role, save) for role in ("saving", "replaced", "lock"))
+        with suppress(OSError), abandoned(lock) as is_left:
+            if not is_left:
                 continue
-            lock = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                delete(path)
-            finally:
-                os.close(lock)
+            if present(target) == replaced:
+                os.rename(replaced, target)
+            delete(draft)
+            if os.path.lexists(replaced):
+                os.rename(replaced, draft)  # what is half deleted must not be taken for what was moved away
+                delete(draft)
+            delete(lock)
 
 
 def remove(target: Path) -> None:
     """Remove a checkpoint: it is gone at once, so that nobody meets a part of it."""
-    if target.is_symlink() or target.is_file():
-        target.unlink()
-    elif target.exists():
-        doomed = beside(target)
-        os.rename(target, doomed)
-        delete(doomed)
+    for path in (*_moved_away(target), target):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.exists():
+            doomed = _beside(target, "saving", uuid.uuid4().hex[:12])
+            os.rename(path, doomed)
+            with suppress(OSError):
+                delete(doomed)
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link or a folder with all in it."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Delete a file, a link or a folder with all in it, if it is there."""
+    with suppress(FileNotFoundError):  # of leftovers, another process may be deleting the same
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
-def exchange(first: Path, second: Path) -> None:
-    """Swap two paths in one step, where the system can (Linux); else by two renames, between which `second` is away.
-
-    Even then the old one stays complete beside, until the new one is in place.
-    """
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step; `False` where the system cannot: outside of Linux, on NFS and others."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise OSError(number, os.strerror(number), str(second))
-    old = beside(second)
-    os.rename(second, old)
-    os.rename(first, second)
-    os.rename(old, first)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise OSError(number, os.strerror(number), str(second))
+    return False
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,23 +1,25 @@
 """From any checkpoint to one file, or files of safetensors, in constant memory: one tensor at a time."""
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_paral.checkpoint.checksums import BlockChecksums, FileRecord, reader_of
 from lightning_paral.checkpoint.commit import Draft
-from lightning_paral.checkpoint.full import write_part, write_skeleton
-from lightning_paral.checkpoint.geometry import boxes_of_run
-from lightning_paral.checkpoint.held import NOTHING, Part
-from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed, reader_of
+from lightning_paral.checkpoint.flushing import Flushing
+from lightning_paral.checkpoint.full import bytes_of, write_all, write_skeleton
+from lightning_paral.checkpoint.held import NOTHING
+from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.plan import Entry, tensors_in
-from lightning_paral.checkpoint.stored import read_run
+from lightning_paral.checkpoint.stored import stretches
 from lightning_paral.errors import CheckpointError
 
 Progress = Callable[[int], None]
@@ -84,14 +86,25 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
     draft = Draft(out, folder=False)
     try:
         offsets = write_skeleton(checkpoint, entries, draft.path)
+        checksums = BlockChecksums()
         with open(draft.path, "r+b") as file:
-            for (entry, tensor), offset in zip(pairs, offsets, strict=True):
-                for start, values in _stretches(tensor, entry.dtype):
-                    boxes = tuple(boxes_of_run(entry.shape, start, start + values.numel()))
-                    write_part(file.fileno(), entry, offset, Part(boxes, lambda values=values: values))  # type: ignore[misc]
-                    progress(values.nbytes)
-            os.fsync(file.fileno())
-        embed(draft.path, lambda nbytes: Manifest(files={".": _record(draft.path, nbytes)}, **about))
+            read, write = reader_of(file.fileno()), partial(write_all, file.fileno())
+            with Flushing(file.fileno()) as flushing:
+                for offset, (entry, tensor) in sorted(zip(offsets, pairs, strict=True), key=itemgetter(0)):
+                    checksums.catch_up(read, offset)
+                    for values in stretches(tensor, _STEP_BYTES):
+                        data = bytes_of(values.to(entry.dtype))
+                        write(data, checksums.position)
+                        checksums.update(data)
+                        flushing.wrote(len(data))
+                        progress(len(data))
+                flushing.finish()
+
+            def record(nbytes: int) -> FileRecord:
+                checksums.catch_up(read, nbytes)
+                return checksums.record()
+
+            embed(draft.path, lambda nbytes: Manifest(files={".": record(nbytes)}, **about))
         draft.commit()
     except BaseException:
         draft.discard()
@@ -147,14 +160,17 @@ def _write_shard(shard: list[tuple[Entry, Tensor]], path: Path, progress: Progre
     text += b" " * (-len(text) % 8)
     draft = Draft(path, folder=False)
     try:
-        with open(draft.path, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
+        with open(draft.path, "wb", buffering=0) as file, Flushing(file.fileno()) as flushing:
+            write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
             for entry, tensor in shard:
-                for _, values in _stretches(tensor, entry.dtype):
-                    file.write(memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-                    progress(values.nbytes)
-            file.flush()
-            os.fsync(file.fileno())
+                offset = 8 + len(text) + header[str(entry.path[1])]["data_offsets"][0]
+                for values in stretches(tensor, _STEP_BYTES):
+                    data = bytes_of(values.to(entry.dtype))
+                    write_all(file.fileno(), data, offset)
+                    offset += len(data)
+                    flushing.wrote(len(data))
+                    progress(len(data))
+            flushing.finish()
         draft.commit()
     except BaseException:
         draft.discard()
@@ -191,19 +207,3 @@ def _identity(tensor: Any) -> Any:
         places = [piece.place for piece in pieces]
         return tuple(places) if places and None not in places else id(tensor)
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) if tensor.numel() else id(tensor)
-
-
-def _stretches(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Return the elements a few MiB at a time, in memory that is used again, with the index of the first."""
-    step = max(1, _STEP_BYTES // tensor.dtype.itemsize)
-    memory = torch.empty(min(step, tensor.numel()), dtype=tensor.dtype)
-    for start in range(0, tensor.numel(), step):
-        values = memory[: tensor.numel() - start]
-        read_run(tensor, start, values)
-        yield start, values.to(dtype)
-
-
-def _record(path: Path, nbytes: int) -> FileRecord:
-    with open(path, "rb", buffering=0) as file:
-        read = reader_of(file.fileno())
-        return FileRecord(bytes=nbytes, blocks=[(*block, crc_of(read, *block)) for block in blocks_of(nbytes)])

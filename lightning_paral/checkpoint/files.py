@@ -3,53 +3,78 @@
 import mmap
 import os
 import tempfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_paral.checkpoint.manifest import BlockChecksums, FileRecord, reader_of
+from lightning_paral.checkpoint.checksums import BlockChecksums, FileRecord, reader_of
+from lightning_paral.checkpoint.flushing import Flushing
+from lightning_paral.errors import CheckpointError
 
 _MADV_POPULATE_READ = 22  # not in Python's mmap yet
 _LARGE_BYTES = 2**20
-_AHEAD_BYTES = 2**23
+
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path there.
+
+    Raises:
+        CheckpointError: nothing that is installed knows such URLs.
+    """
+    try:
+        found, path = url_to_fs(url)
+        found.invalidate_cache()  # it remembers listings, and sizes from them, that other ranks have made old
+        return found, path
+    except (ImportError, ValueError) as error:
+        extra = _EXTRAS.get(url.split("://")[0])
+        remedy = f"pip install 'lightning_paral[{extra}]' brings it." if extra else "fsspec has to know the scheme."
+        raise CheckpointError(f"There is no access to {url}: {error}. {remedy}") from error
 
 
 def is_remote(path: object) -> bool:
     """Whether `path` is a URL of a file system other than the operating system's."""
-    return "://" in str(path) and type(url_to_fs(str(path))[0]) is not LocalFileSystem
+    return "://" in str(path) and type(file_system(str(path))[0]) is not LocalFileSystem
 
 
 def without_scheme(path: object) -> str:
     """Return a path of the operating system's file system without `file://`, and any other URL as it is."""
-    return str(path) if "://" not in str(path) or is_remote(path) else str(url_to_fs(str(path))[1])
+    return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
 
 
 class Writing:
     """A new file that is written from its beginning to its end; flushed to the disk when closed without an error."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, *, on_disk: bool) -> None:
         self._file = file
+        self._flushing = Flushing(file.fileno()) if on_disk else None  # an upload lasts when it is closed
         self._checksums = BlockChecksums()
-        self.position = 0
         self.error: OSError | None = None
         """What the last write failed of: `torch.save` raises an error of its own in its place."""
+
+    @property
+    def position(self) -> int:
+        """Number of bytes written."""
+        return self._checksums.position
 
     def write(self, data: Any) -> int:
         """Append bytes."""
         view = memoryview(data).cast("B")
         try:
             self._file.write(view)
+            if self._flushing is not None:
+                self._flushing.wrote(len(view))
         except OSError as error:
             self.error = error
             raise
         self._checksums.update(view)
-        self.position += len(view)
         return len(view)
 
     def pad(self, alignment: int) -> None:
@@ -69,20 +94,13 @@ class Writing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
+        with self._file, self._flushing or nullcontext():
             if error is None:
                 self._file.flush()
-                _sync(self._file)
+                if self._flushing is not None:
+                    self._flushing.finish()
             elif self.error is not None:
                 raise self.error
-
-
-def _sync(file: BinaryIO) -> None:
-    try:
-        descriptor = file.fileno()
-    except (OSError, AttributeError, NotImplementedError):
-        return  # an upload: closing it is what makes it lasting
-    os.fsync(descriptor)
 
 
 class LocalFolder:
@@ -102,7 +120,7 @@ class LocalFolder:
 
     def create(self, file: str) -> Writing:
         """Return a new file."""
-        return Writing(open(self.path / file, "xb", buffering=2**20))
+        return Writing(open(self.path / file, "xb", buffering=2**20), on_disk=True)
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes, `None` if there is none."""
@@ -132,10 +150,7 @@ class LocalFolder:
         """Fill `buffer` with bytes of a file from `offset` on."""
         if file not in self._opened:
             self._opened[file] = FileIO(self.path / file)
-        descriptor = self._opened[file].fileno()
-        if offset % _AHEAD_BYTES == 0:  # the disk works on what follows while what is here is summed up
-            os.posix_fadvise(descriptor, offset, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        reader_of(descriptor)(offset, buffer)
+        reader_of(self._opened[file].fileno())(offset, buffer)
 
 
 class RemoteFolder:
@@ -143,7 +158,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.fs, self.path = fsspec.core.url_to_fs(self.url)
+        self.fs, self.path = file_system(self.url)
 
     def __str__(self) -> str:
         return self.url
@@ -155,7 +170,7 @@ class RemoteFolder:
     def create(self, file: str) -> Writing:
         """Return a new file; it exists when it is closed."""
         self.fs.makedirs(self.path, exist_ok=True)
-        return Writing(self.fs.open(f"{self.path}/{file}", "wb"))
+        return Writing(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
 
     def keep(self, files: set[str]) -> None:
         """Remove all other files of the folder: those of saves before, and of saves that did not end."""
@@ -170,16 +185,21 @@ class RemoteFolder:
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
         """Return bytes of a file."""
-        return memoryview(bytearray(self.fs.cat_file(f"{self.path}/{file}", offset, offset + length)))
+        return memoryview(bytearray(self._read(file, offset, length)))
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with bytes of a file from `offset` on."""
-        buffer[:] = self.fs.cat_file(f"{self.path}/{file}", offset, offset + len(buffer))
+        buffer[:] = self._read(file, offset, len(buffer))
+
+    def _read(self, file: str, offset: int, length: int) -> bytes:
+        # By keyword: file systems put different parameters in the second place.
+        data: bytes = self.fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + length)
+        return data
 
 
 def put_file(source: Path, url: str) -> None:
     """Copy a local file to a URL, in place of what is there."""
-    fs, path = url_to_fs(url)
+    fs, path = file_system(url)
     if fs.isdir(path):
         fs.rm(path, recursive=True)
     fs.makedirs(fs._parent(path), exist_ok=True)
@@ -188,7 +208,7 @@ def put_file(source: Path, url: str) -> None:
 
 def get_file(url: str) -> Path | None:
     """Copy the file at a URL to a temporary one; `None` if it is a folder, or nothing."""
-    fs, path = url_to_fs(url)
+    fs, path = file_system(url)
     if not fs.isfile(path):
         return None
     descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".ckpt")

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_paral.checkpoint.checksums import FileRecord, blocks_of, checksum_of_block, reader_of
+from lightning_paral.checkpoint.flushing import Flushing
 from lightning_paral.checkpoint.geometry import Box
-from lightning_paral.checkpoint.held import Part, split
-from lightning_paral.checkpoint.manifest import FileRecord, Manifest, blocks_of, crc_of, embed, reader_of
+from lightning_paral.checkpoint.held import Part, same, split
+from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.plan import Entry, replace
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.unpickle import load_safely
@@ -67,7 +69,7 @@ def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> li
         for data, storage in finder.found.items():
             if place[data] not in set(offsets) and storage.nbytes():
                 file.seek(place[data])
-                file.write(_bytes_of(_tensor_over(storage)))
+                file.write(bytes_of(_tensor_over(storage)))
     return offsets
 
 
@@ -95,10 +97,12 @@ class _StorageFinder(pickle.Pickler):
 def _write_parts(entries: list[Entry], offsets: list[int], path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        for entry, offset in zip(entries, offsets, strict=True):
-            if entry.part.boxes:
-                write_part(descriptor, entry, offset, entry.part)
-        os.fsync(descriptor)
+        with Flushing(descriptor) as flushing:
+            for entry, offset in zip(entries, offsets, strict=True):
+                if entry.part.boxes:
+                    write_part(descriptor, entry, offset, entry.part)
+                    flushing.wrote(sum(box.numel for box in entry.part.boxes) * entry.dtype.itemsize)
+            flushing.finish()
     finally:
         os.close(descriptor)
 
@@ -119,16 +123,18 @@ def _write_box(descriptor: int, shape: tuple[int, ...], itemsize: int, offset: i
     stretches = values.reshape(prod(outer), -1)
     for number, index in enumerate(product(*map(range, outer))):
         position = start + sum(at * stride for at, stride in zip(index, strides, strict=False))
-        _write_all(descriptor, _bytes_of(stretches[number]), offset + position * itemsize)
+        write_all(descriptor, bytes_of(stretches[number]), offset + position * itemsize)
 
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write `data` at byte `offset` of a file."""
     while len(data):
         written = os.pwrite(descriptor, data[: 2**30], offset)
         data, offset = data[written:], offset + written
 
 
-def _bytes_of(values: Tensor) -> memoryview:
+def bytes_of(values: Tensor) -> memoryview:
+    """Return the memory of `values`, of a copy of them where they are not contiguous."""
     data: Any = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
@@ -146,33 +152,31 @@ def _write_parts_of_others(
         def write(parts: list[Any] | None = parts, entry: Entry = entry, offset: int = offset) -> None:
             with open(path, "r+b") as file:
                 for boxes, values in filter(None, parts or ()):
-                    write_part(file.fileno(), entry, offset, Part(boxes, partial(_same, values)))
+                    write_part(file.fileno(), entry, offset, Part(boxes, partial(same, values)))
                 os.fsync(file.fileno())
 
         ranks.on_first(what, write)
 
 
-def _same(values: Tensor) -> Tensor:
-    return values
-
-
 def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:
-    """Return the CRC-32 of this rank's share of the blocks, by their number."""
+    """Return the checksums of this rank's share of the blocks, by their number."""
     mine = list(enumerate(blocks_of(path.stat().st_size)))[seeing.index(rank) :: len(seeing)]
     with open(path, "rb", buffering=0) as file:
-        return {number: crc_of(reader_of(file.fileno()), offset, length) for number, (offset, length) in mine}
+        return {
+            number: checksum_of_block(reader_of(file.fileno()), offset, length) for number, (offset, length) in mine
+        }
 
 
 def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
     """Return the record of the first `nbytes` bytes; only the block they end in is read again."""
-    by_number = {number: crc for part in sums for number, crc in part.items()}
+    by_number = {number: total for part in sums for number, total in part.items()}
     blocks = []
     with open(path, "rb", buffering=0) as file:
         whole_blocks = blocks_of(path.stat().st_size)
         for number, (offset, length) in enumerate(blocks_of(nbytes)):
             unchanged = whole_blocks[number] == (offset, length) and offset + length <= nbytes
-            crc = by_number[number] if unchanged else crc_of(reader_of(file.fileno()), offset, length)
-            blocks.append((offset, length, crc))
+            total = by_number[number] if unchanged else checksum_of_block(reader_of(file.fileno()), offset, length)
+            blocks.append((offset, length, total))
     return FileRecord(bytes=nbytes, blocks=blocks)
 
 

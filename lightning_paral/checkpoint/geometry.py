@@ -69,6 +69,14 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of_run(shape[1:], start, stop)]
 
 
+def run_of_box(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """Return the elements `[start, stop)` of a row-major tensor that `box` holds; `None` if they are not in a row."""
+    start = 0
+    for size, offset in zip(shape, box.offsets, strict=True):
+        start = start * size + offset
+    return (start, start + box.numel) if boxes_of_run(shape, start, start + box.numel) == [box] else None
+
+
 def share_of(rank: int, world_size: int, nbytes: int, position: int, itemsize: int) -> tuple[int, int]:
     """Return which elements of a tensor `rank` writes, as `[start, stop)`, where all ranks hold all tensors.
 

@@ -128,6 +128,11 @@ def run_of(value: Tensor, start: int, stop: int) -> Part:
     return Part(tuple(boxes_of_run(value.shape, start, stop)), lambda: flat(value)[start:stop])
 
 
+def same(values: Tensor) -> Tensor:
+    """Return `values`: for parts whose values are at hand."""
+    return values
+
+
 def flat(value: Tensor) -> Tensor:
     """Return `value` as 1-dimensional and contiguous: a view where possible."""
     return value.detach().contiguous().view(-1)

@@ -1,23 +1,32 @@
 """Loading: find out what is at a path, verify it, and return it as Lightning dumps it, tensors unread."""
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from lightning_paral.checkpoint.checksums import damaged_blocks
+from lightning_paral.checkpoint.commit import present
 from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
-from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, folder_at, get_file, is_remote
+from lightning_paral.checkpoint.files import (
+    Folder,
+    LocalFolder,
+    RemoteFolder,
+    folder_at,
+    get_file,
+    is_remote,
+    without_scheme,
+)
 from lightning_paral.checkpoint.full import read_full
-from lightning_paral.checkpoint.geometry import Box
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, damaged_blocks, extract
+from lightning_paral.checkpoint.geometry import Box, coverage_fault
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, extract
 from lightning_paral.checkpoint.optimizer import by_number
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.saving import OWN_KEY
@@ -25,6 +34,10 @@ from lightning_paral.checkpoint.sharded import META, METADATA
 from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor
 from lightning_paral.checkpoint.unpickle import load_metadata, load_safely
 from lightning_paral.errors import CheckpointError
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5
 
 
 def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[str, Any]:
@@ -39,22 +52,62 @@ def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[s
         CheckpointError: there is none, or it is damaged; on all ranks, with the file's name.
     """
     what = f"Loading {path}"
-    with fetched(path, ranks) as here:
-        manifest = ranks.each(what, lambda: read_manifest(here))
+
+    def read(here: str | Path) -> dict[str, Any]:
+        manifest = ranks.on_first(what, lambda: read_manifest(here))  # what follows depends on it on all ranks
         if manifest is not None:
             ranks.each(what, lambda: verify_share(here, manifest, ranks))
         return ranks.each(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
 
+    return read_present(path, ranks, read)
 
-@contextmanager
-def fetched(path: str | Path, ranks: Ranks) -> Iterator[str | Path]:
-    """Have a file behind a URL as a local one: it is mapped, and gone when nothing of it is used any more."""
-    copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
-    try:
-        yield path if copy is None else copy
-    finally:
-        if copy is not None:
-            copy.unlink()
+
+def look(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, dict[str, Any]]:
+    """Return manifest and contents of the checkpoint at `path`, which are not verified, in this process alone.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+
+    def read(here: str | Path) -> tuple[Manifest | None, dict[str, Any]]:
+        manifest = read_manifest(here)
+        return manifest, open_checkpoint(here, weights_only=weights_only, manifest=manifest)
+
+    return read_present(path, Ranks(), read)
+
+
+def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]) -> T:
+    """Call `read` with where the checkpoint `path` is, and again if it failed because a save replaced it. *Collective*.
+
+    `read` is given a local copy of a file behind a URL, for it is mapped: the copy is gone when nothing of it is used
+    any more.
+    """
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        here, version = ranks.on_first(f"Loading {path}", lambda: _find(path))
+        copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
+        try:
+            return read(here if copy is None else copy)
+        except (CheckpointError, OSError) as error:
+            if attempts_left and ranks.on_first(f"Loading {path}", lambda: _find(path)) != (here, version):
+                continue
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise
+        finally:
+            if copy is not None:
+                copy.unlink()
+    raise AssertionError("unreachable")
+
+
+def _find(path: str | Path) -> tuple[str | Path, Any]:
+    """Return where the checkpoint is, and what tells it from another at the same path."""
+    if is_remote(path):
+        return path, None
+    here = present(Path(without_scheme(path)))
+    with suppress(OSError):
+        about = here.stat()
+        return here, (about.st_dev, about.st_ino, about.st_mtime_ns)
+    return here, None
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
@@ -93,18 +146,27 @@ def verify_share(path: str | Path, manifest: Manifest, ranks: Ranks) -> None:
 
 
 def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[str]:
-    """Return what is wrong with this rank's share of the files, as the manifest has them."""
-    folder, names = _place(path, manifest)
-    number = 0
-    for file, record in manifest.files.items():
-        name = names[file]
-        size = folder.size(name)
-        if manifest.form == "full" and size is not None:
-            size = min(size, record.bytes)
-        mine = [block for block in range(len(record.blocks)) if (number + block) % ranks.world_size == ranks.rank]
-        number += len(record.blocks)
+    """Return what is wrong with this rank's share of the files, as the manifest has them.
 
-        yield from damaged_blocks(record, size, folder.name(name), partial(folder.read_into, name), mine)
+    A share is a stretch of all blocks, in the order of the ranks that wrote them: at the same world size it is what
+    this rank reads afterwards, so that each host gets it from a shared disk once.
+    """
+    folder, names = _place(path, manifest)
+    files = sorted(manifest.files, key=lambda file: (len(file), file))  # `__10_0` behind `__9_0`
+    num_blocks = sum(max(1, len(manifest.files[file].blocks)) for file in files)
+    share = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
+    first = 0
+    for file in files:
+        record, name = manifest.files[file], names[file]
+        here = range(first, first + max(1, len(record.blocks)))  # an empty file counts, too: it has to be there
+        first = here.stop
+        mine = range(max(here.start, share.start), min(here.stop, share.stop))
+        if mine:
+            size = folder.size(name)
+            if manifest.form == "full" and size is not None:
+                size = min(size, record.bytes)
+            blocks = [number - here.start for number in mine if record.blocks]
+            yield from damaged_blocks(record, size, folder.name(name), partial(folder.read_into, name), blocks)
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
@@ -112,7 +174,10 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     folder = folder_at(path)
     if isinstance(folder, LocalFolder):
         if folder.path.is_file():
-            return read_full(folder.path, weights_only)
+            checkpoint = read_full(folder.path, weights_only)
+            if "state_dict" not in checkpoint:
+                raise CheckpointError(f"{path} is no checkpoint: it has no 'state_dict'.")
+            return checkpoint
         of_deepspeed = find_folder(folder.path)
         if of_deepspeed is not None:
             return read_deepspeed(of_deepspeed, weights_only)
@@ -122,7 +187,7 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     checkpoint = read_meta(folder, names.get(META, META), weights_only)
     if OWN_KEY in checkpoint and manifest is None:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
-    tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None)
+    tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if key.startswith("optimizer_"))
@@ -140,16 +205,18 @@ def read_meta(folder: Folder, name: str, weights_only: bool) -> dict[str, Any]:
     return dict(load_safely(file, weights_only=weights_only, name=folder.name(name)))
 
 
-def read_tree(folder: Folder, name: str, *, contiguous: bool) -> dict[str, Any]:
+def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool) -> dict[str, Any]:
     """Return what a Distributed Checkpoint holds, nested, with tensors unread.
 
     Args:
         folder: where it lies.
         name: of the file with its metadata.
         contiguous: whether all boxes are known to lie in row-major order, as this package writes them.
+        weights_only: `False` trusts what lies there beside tensors.
     """
     size = folder.size(name)
-    assert size is not None
+    if size is None:
+        raise CheckpointError(f"{folder.name(name)} is missing: the checkpoint is incomplete.")
     metadata = load_metadata(io.BytesIO(folder.read(name, 0, size)), folder.name(name))
     tree: dict[str, Any] = {}
     for key, kind in metadata.state_dict_metadata.items():
@@ -157,7 +224,8 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool) -> dict[str, Any]:
         if isinstance(kind, BytesStorageMetadata):
             info = metadata.storage_data[MetadataIndex(key)]
             data = folder.read(info.relative_path, info.offset, info.length)
-            value = load_safely(io.BytesIO(data), name=f"{key} in {folder.name(info.relative_path)}")
+            entry = f"{key} in {folder.name(info.relative_path)}"
+            value = load_safely(io.BytesIO(data), weights_only=weights_only, name=entry)
         else:
             pieces = []
             for chunk in kind.chunks:
@@ -165,6 +233,9 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool) -> dict[str, Any]:
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
                 read = _reader(folder, info, box, kind.properties.dtype, contiguous)
                 pieces.append(StoredPiece(box, read, (info.relative_path, info.offset)))
+            fault = None if contiguous else coverage_fault(kind.size, [piece.box for piece in pieces])
+            if fault is not None:
+                raise CheckpointError(f"{folder} does not hold all of {key}: {fault}.")
             value = StoredTensor(kind.size, kind.properties.dtype, pieces)
         set_element(tree, (metadata.planner_data or {}).get(key, (key,)), value)
     return tree
@@ -178,7 +249,7 @@ def _reader(folder: Folder, info: Any, box: Box, dtype: torch.dtype, contiguous:
             return loaded
         reader: Any = torch._C.PyTorchFileReader(_View(data))  # type: ignore[call-overload]
         offset = reader.get_record_offset("data/0")
-        return torch.frombuffer(data, dtype=dtype, count=prod(box.sizes), offset=offset).view(box.sizes)
+        return torch.frombuffer(data, dtype=dtype, count=box.numel, offset=offset).view(box.sizes)
 
     return read
 

@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: what it is, and size and checksums of every file, so that damage is found and named.
 
 A folder holds it as `manifest.json`, a single file as a record inside its zip archive, which other readers ignore.
-Checksums are CRC-32 of blocks of 64 MiB, so that ranks can share the work of verifying; they find accidents, not fraud.
 """
 
 import json
@@ -9,28 +8,19 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_paral.checkpoint.checksums import FileRecord, checksum
 from lightning_paral.errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
-BLOCK_BYTES = 64 * 2**20
 _RECORD = "lightning_paral.json"
-_COMMENT = re.compile(rb"lightning_paral ([0-9a-f]{16}) ([0-9a-f]{8})")
-_CRC_DIGITS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """Size and checksums of one file."""
-
-    bytes: int
-    blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    """Offset, length and CRC-32 of each block, in order, without gaps."""
+_COMMENT = re.compile(rb"lightning_paral ([0-9a-f]{16}) ([0-9a-f]{16})")
+_SUM_DIGITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +53,8 @@ class Manifest:
         """
         try:
             content = json.loads(text)
-            checksum = content.pop("checksum")
-            intact = checksum == _checksum(content) and text == _text(content | {"checksum": checksum})
+            own = content.pop("checksum")
+            intact = own == _checksum(content) and text == _text(content | {"checksum": own})
         except (ValueError, KeyError, TypeError, AttributeError):
             intact = False
         if not intact:
@@ -85,77 +75,7 @@ def _text(content: dict[str, Any]) -> str:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    return f"{zlib.crc32(_text(content).encode()):08x}"
-
-
-class BlockChecksums:
-    """Checksums of a file that is written from its beginning to its end."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[int, int, int]] = []
-        self._offset = self._length = self._crc = 0
-
-    def update(self, data: memoryview) -> None:
-        """Take in the bytes that follow."""
-        while len(data):
-            taken = data[: BLOCK_BYTES - self._length]
-            self._crc = zlib.crc32(taken, self._crc)
-            self._length += len(taken)
-            data = data[len(taken) :]
-            if self._length == BLOCK_BYTES:
-                self._close()
-
-    def record(self) -> FileRecord:
-        """Return size and checksums of what was taken in."""
-        if self._length:
-            self._close()
-        return FileRecord(bytes=self._offset, blocks=self._blocks)
-
-    def _close(self) -> None:
-        self._blocks.append((self._offset, self._length, self._crc))
-        self._offset += self._length
-        self._length = self._crc = 0
-
-
-def blocks_of(nbytes: int) -> list[tuple[int, int]]:
-    """Return offset and length of each block of a file."""
-    return [(offset, min(BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, BLOCK_BYTES)]
-
-
-ReadInto = Callable[[int, memoryview], object]
-"""Fills a buffer with the bytes of a file from an offset on."""
-
-_STEP_BYTES = 2**20  # stays in the processor's cache between reading and summing
-
-
-def crc_of(read: ReadInto, offset: int, length: int) -> int:
-    """Return the CRC-32 of a part of a file."""
-    crc, buffer = 0, memoryview(bytearray(min(_STEP_BYTES, length)))
-    for start in range(offset, offset + length, _STEP_BYTES):
-        part = buffer[: offset + length - start]
-        read(start, part)
-        crc = zlib.crc32(part, crc)
-    return crc
-
-
-def reader_of(descriptor: int) -> ReadInto:
-    """Return how an open file is read."""
-
-    def read(offset: int, buffer: memoryview) -> None:
-        while len(buffer):
-            count = os.preadv(descriptor, [buffer], offset)
-            if count == 0:
-                raise CheckpointError(f"A file ended before byte {offset + len(buffer)}.")
-            offset, buffer = offset + count, buffer[count:]
-
-    return read
-
-
-def record_bytes(data: bytes) -> FileRecord:
-    """Return size and checksums of a file with this content."""
-    checksums = BlockChecksums()
-    checksums.update(memoryview(data))
-    return checksums.record()
+    return f"{checksum(_text(content).encode()):016x}"
 
 
 # In a single file
@@ -170,12 +90,12 @@ def embed(path: str | Path, make: Callable[[int], Manifest]) -> None:
         start = archive.start_dir
         top = archive.namelist()[0].split("/")[0]
         archive.writestr(f"{top}/{_RECORD}", make(start).to_json())
-        archive.comment = b"lightning_paral %016x %08x" % (start, 0)
+        archive.comment = b"lightning_paral %016x %016x" % (start, 0)
     with open(path, "r+b") as file:
         file.seek(start)
-        tail = file.read()[:-_CRC_DIGITS]
+        tail = file.read()[:-_SUM_DIGITS]
         file.seek(start + len(tail))
-        file.write(b"%08x" % zlib.crc32(tail))
+        file.write(b"%016x" % checksum(tail))
         file.flush()
         os.fsync(file.fileno())
 
@@ -207,23 +127,9 @@ def extract(path: str | Path) -> Manifest | None:
         OSError,
     ) as error:
         raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {error}.") from error
-    start, crc = int(found.group(1), 16), int(found.group(2), 16)
+    start, expected = int(found.group(1), 16), int(found.group(2), 16)
     with open(path, "rb") as file:
         file.seek(start)
-        if zlib.crc32(file.read()[:-_CRC_DIGITS]) != crc:
+        if checksum(file.read()[:-_SUM_DIGITS]) != expected:
             raise CheckpointError(f"{name} is damaged: bytes from {start} on are not what was written.")
     return Manifest.from_json(text, name)
-
-
-def damaged_blocks(record: FileRecord, size: int | None, name: str, read: ReadInto, blocks: Iterable[int]) -> list[str]:
-    """Return what is wrong with the given blocks of a file of `size` bytes, `None` if it is missing."""
-    if size is None:
-        return [f"{name} is missing"]
-    if size != record.bytes:
-        return [f"{name} has {size} bytes instead of {record.bytes}"]
-    faults = []
-    for number in blocks:
-        offset, length, crc = record.blocks[number]
-        if crc_of(read, offset, length) != crc:
-            faults.append(f"{name} is damaged between bytes {offset} and {offset + length}")
-    return faults

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.memory import fresh_like
 from lightning_paral.checkpoint.stored import read_into, read_whole
 from lightning_paral.errors import CheckpointError
 
@@ -156,9 +158,18 @@ def _restored(key: str, value: Any, parameter: Parameter) -> Any:
         return value
     if key == "step" or value.shape != parameter.shape:
         return read_whole(value).clone()
-    target = torch.zeros_like(parameter, requires_grad=False)
+    target = _memory_for(parameter.detach())
     read_into(value, target)
     return target
+
+
+def _memory_for(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        local = _memory_for(parameter.to_local())
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
+    return fresh_like(parameter) if on_host else torch.empty_like(parameter)
 
 
 def _plain(value: Any) -> Any:

@@ -87,24 +87,6 @@ def replace(tree: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
     return tree
 
 
-def stage(entries: list[Entry]) -> None:
-    """Copy this rank's parts to the host, so that training can change the originals."""
-    for entry in entries:
-        if entry.part.boxes:
-            entry.part = Part(entry.part.boxes, _constant(_to_host(entry.part.values())))
-
-
-def _to_host(values: Tensor) -> Tensor:
-    if values.device.type == "cpu":
-        return values.clone()
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
-    return host.copy_(values)
-
-
-def _constant(values: Tensor) -> Any:
-    return lambda: values
-
-
 def _identity(value: Tensor) -> Any:
     if is_divided(value) or value.numel() == 0:
         return id(value)

@@ -48,8 +48,8 @@ class Ranks:
         failed = {rank: told[rank][0] for rank in range(self.world_size) if told[rank][0] is not None}
         if failed:
             rank, message = next(iter(failed.items()))
-            of = f" of {self.world_size}" if self.world_size > 1 else ""
-            raise CheckpointError(f"{what} failed on rank {rank}{of}: {message}") from error
+            where = f" on rank {rank} of {self.world_size}" if self.world_size > 1 else ""
+            raise CheckpointError(f"{what} failed{where}: {message}") from error
         return [value for _, value in told]  # type: ignore[misc]
 
     def each(self, what: str, action: Callable[[], T]) -> T:

@@ -10,14 +10,15 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import torch
-from fsspec.core import url_to_fs
 
+from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.commit import Draft, remove
-from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, is_remote, put_file
+from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, file_system, is_remote, put_file
 from lightning_paral.checkpoint.full import write_full
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.optimizer import by_name
-from lightning_paral.checkpoint.plan import Entry, plan, replace, stage
+from lightning_paral.checkpoint.plan import Entry, plan, replace
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.sharded import META, METADATA, flatten, make_metadata, serialized, write_rank_file
@@ -77,9 +78,9 @@ class Save:
         }
         return Save(str(path), form, tree, rest, entries, objects, about)
 
-    def stage(self) -> None:
+    def stage(self, staging: Staging) -> None:
         """Copy what this rank writes, so that training can go on before it is written."""
-        stage(self.entries)
+        staging.stage(self.entries)
         holes = {path: None for entry in self.entries for path in (entry.path, *entry.twins)}
         self.tree, self.rest = deepcopy(replace(self.tree, holes)), deepcopy(self.rest)
 
@@ -171,6 +172,6 @@ def remove_at(path: str) -> None:
     if not is_remote(path):
         remove(Path(path))
         return
-    fs, name = url_to_fs(path)
+    fs, name = file_system(path)
     if fs.exists(name):
         fs.rm(name, recursive=True)

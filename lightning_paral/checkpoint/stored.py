@@ -1,6 +1,6 @@
 """Tensors that lie in a checkpoint: read when they are touched, and only the part that is wanted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_paral.checkpoint.geometry import Box, boxes_of_run, intersection, whole
-from lightning_paral.checkpoint.held import box_of_dtensor
+from lightning_paral.checkpoint.geometry import Box, boxes_of_run, intersection, run_of_box, whole
+from lightning_paral.checkpoint.held import box_of_dtensor, flat
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,40 @@ def read_run(stored: Tensor, start: int, target: Tensor) -> None:
     for box in boxes_of_run(stored.shape, start, start + target.numel()):
         read_box(stored, box, target[position : position + box.numel].view(box.sizes))
         position += box.numel
+
+
+def stretches(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
+    """Return all elements in their order, 1-dimensional, at most `max_bytes` at a time.
+
+    They are mapped from the file, not copied, where its pieces are runs of the flattened tensor, as those of our own
+    checkpoints are. Else they come in memory that is used again.
+    """
+    step = max(1, max_bytes // stored.dtype.itemsize)
+    runs = _runs(stored)
+    if runs is not None:
+        for values in runs:
+            mapped = flat(values())
+            for start in range(0, mapped.numel(), step):
+                yield mapped[start : start + step]
+        return
+    memory = torch.empty(min(step, stored.numel()), dtype=stored.dtype)
+    for start in range(0, stored.numel(), step):
+        part = memory[: stored.numel() - start]
+        read_run(stored, start, part)
+        yield part
+
+
+def _runs(stored: Tensor) -> list[Callable[[], Tensor]] | None:
+    """Return how to read the pieces of `stored` one after the other, if that gives its elements in their order."""
+    if not isinstance(stored, StoredTensor):
+        return [lambda: stored]
+    position, ordered = 0, []
+    for piece in sorted(stored.pieces, key=lambda piece: piece.box.offsets):
+        run = run_of_box(stored.shape, piece.box)
+        if run is not None and run[0] == position:
+            position = run[1]
+            ordered.append(piece.values)
+    return ordered if position == stored.numel() else None
 
 
 def read_into(stored: Tensor, target: Tensor) -> None:

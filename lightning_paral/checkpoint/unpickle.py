@@ -44,8 +44,10 @@ def load_safely(
         raise CheckpointError(
             f"{name} holds an object of {what!r}. Making it would run code, so it was not loaded. If you trust the "
             f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before; "
-            "trainer.fit(..., weights_only=False) trusts everything in it."
+            "CheckpointOptions(weights_only=False), in the command `paral` --trust, trusts everything in it."
         ) from error
+    except (AttributeError, ImportError) as error:
+        raise CheckpointError(f"{name} holds an object of a type that cannot be imported here: {error}") from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {error}") from error
 

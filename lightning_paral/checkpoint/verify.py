@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_paral.checkpoint.geometry import coverage_fault
-from lightning_paral.checkpoint.loading import faults_of, fetched, open_checkpoint, read_manifest
+from lightning_paral.checkpoint.loading import faults_of, open_checkpoint, read_manifest, read_present
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.ranks import Ranks
@@ -14,22 +14,47 @@ from lightning_paral.checkpoint.stored import StoredTensor
 from lightning_paral.errors import CheckpointError
 
 
-def verify(path: str | Path) -> list[str]:
-    """Return all that is wrong with the checkpoint at `path`; nothing if it is complete and undamaged.
+class DamagedError(CheckpointError):
+    """A checkpoint is damaged or incomplete; `faults` says where."""
 
-    One without a manifest, of another tool, is checked as far as it can be: that it opens, and that boxes cover it.
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
+    """Return the manifest of the checkpoint at `path`, complete and undamaged; `None` if it is of another tool.
+
+    The latter is checked as far as it can be: that it opens, and that boxes cover it. `weights_only=False` trusts it.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+        DamagedError: it is not what was written.
     """
+
+    def read(here: str | Path) -> Manifest | None:
+        manifest = read_manifest(here)
+        faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
+        faults = faults or _uncovered(open_checkpoint(here, weights_only=weights_only, manifest=manifest))
+        if faults:
+            raise DamagedError(faults)
+        return manifest
+
+    return read_present(path, Ranks(), read)
+
+
+def verify(path: str | Path) -> list[str]:
+    """Return all that is wrong with the checkpoint at `path`; nothing if it is complete and undamaged."""
     try:
-        with fetched(path, Ranks()) as here:
-            manifest = read_manifest(here)
-            faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
-            return faults or _uncovered(here, manifest)
+        check(path)
+    except DamagedError as error:
+        return error.faults
     except CheckpointError as error:
         return [str(error)]
+    return []
 
 
-def _uncovered(path: str | Path, manifest: Manifest | None) -> list[str]:
-    checkpoint = open_checkpoint(path, manifest=manifest)
+def _uncovered(checkpoint: dict[str, Any]) -> list[str]:
     faults = []
     for name, tensor in named_tensors(checkpoint):
         if isinstance(tensor, StoredTensor):

@@ -3,12 +3,14 @@
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from lightning_paral.checkpoint.consolidate import select, size_of, write_file, write_safetensors
-from lightning_paral.checkpoint.loading import load, read_manifest
+from lightning_paral.checkpoint.loading import load, read_manifest, read_present
+from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.errors import ConfigurationError
 
@@ -19,25 +21,32 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def consolidate(arguments: list[str]) -> None:
     """Write what a checkpoint holds to one file, tensor by tensor: memory does not grow with the model."""
     parser = argparse.ArgumentParser(prog="paral consolidate", description=consolidate.__doc__)
-    parser.add_argument("checkpoint", help="a folder or file of this package, Lightning or DeepSpeed")
-    parser.add_argument("out", type=Path, help="OUT.ckpt, a Lightning file, or OUT.safetensors, weights only")
+    parser.add_argument("checkpoint", help="a path or URL; a checkpoint of this package, Lightning or DeepSpeed")
+    parser.add_argument("out", help="OUT.ckpt, a Lightning file, or OUT.safetensors, weights only")
     parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; as they are saved by default")
     parser.add_argument("--max-shard-size", default="5GB", help="of each safetensors file (default: %(default)s)")
+    parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
     options = parser.parse_args(arguments)
-    as_safetensors = options.out.suffix == ".safetensors"
-    if not as_safetensors and options.out.suffix != ".ckpt":
+    as_safetensors = options.out.endswith(".safetensors")
+    if not as_safetensors and not options.out.endswith(".ckpt"):
         raise ConfigurationError(f"{options.out} is neither OUT.ckpt nor OUT.safetensors.")
-    if options.out.exists() and options.out.samefile(options.checkpoint):
-        raise ConfigurationError(f"{options.out} is the checkpoint itself. Write to another file.")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    manifest = read_manifest(options.checkpoint)
-    found = load(options.checkpoint, Ranks())
+    if "://" in options.out:
+        raise ConfigurationError(f"{options.out} is a URL. Write to a file, and copy it there.")
+    out = Path(options.out)
+
+    def read(here: str | Path) -> tuple[dict[str, Any], Manifest | None]:
+        if out.exists() and Path(here).exists() and out.samefile(here):
+            raise ConfigurationError(f"{out} is the checkpoint itself. Write to another file.")
+        return load(here, Ranks(), weights_only=not options.trust), read_manifest(here)
+
+    found, manifest = read_present(options.checkpoint, Ranks(), read)
+    out.parent.mkdir(parents=True, exist_ok=True)
     kept = select(found, weights_only=options.weights_only or as_safetensors, dtype=_DTYPES.get(options.dtype))
     total = size_of({"state_dict": kept["state_dict"]} if as_safetensors else kept)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=str(options.out.name)) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=out.name) as bar:
         if as_safetensors:
-            written = write_safetensors(kept["state_dict"], options.out, _bytes(options.max_shard_size), bar.update)
+            written = write_safetensors(kept["state_dict"], out, _bytes(options.max_shard_size), bar.update)
         else:
             about = {
                 "form": "full",
@@ -46,8 +55,8 @@ def consolidate(arguments: list[str]) -> None:
                 "epoch": int(kept.get("epoch", 0)),
                 "global_step": int(kept.get("global_step", 0)),
             }
-            write_file(kept, options.out, about, bar.update)
-            written = [options.out]
+            write_file(kept, out, about, bar.update)
+            written = [out]
     for path in written:
         print(path)
 

@@ -2,21 +2,24 @@
 
 import argparse
 import json
+import sys
+from contextlib import redirect_stdout
 
 from tabulate import tabulate
 
-from lightning_paral.checkpoint.loading import open_checkpoint, read_manifest
+from lightning_paral.checkpoint.loading import look
 from lightning_paral.checkpoint.verify import named_tensors
 
 
 def print_contents(arguments: list[str]) -> None:
     """Print who saved a checkpoint, when in training, and its tensors with their sizes."""
     parser = argparse.ArgumentParser(prog="paral inspect", description=print_contents.__doc__)
-    parser.add_argument("checkpoint")
+    parser.add_argument("checkpoint", help="a path or URL; a checkpoint of this package, Lightning or DeepSpeed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
     options = parser.parse_args(arguments)
-    manifest = read_manifest(options.checkpoint)
-    found = open_checkpoint(options.checkpoint, manifest=manifest)
+    with redirect_stdout(sys.stderr):  # DeepSpeed, whose types its checkpoints hold, prints when it is imported
+        manifest, found = look(options.checkpoint, weights_only=not options.trust)
     tensors = [
         {
             "name": name,

@@ -1,6 +1,7 @@
 """`paral fit | validate | test | predict`: LightningCLI for any model and data module, with our strategies known."""
 
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ class AnyModelCLI(LightningCLI):
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
         if path and Path(path).is_file():
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            try:
+                checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except (pickle.UnpicklingError, RuntimeError, EOFError):
+                return  # the strategy knows more types and whether the file is trusted, and says what is wrong
             if "_class_path" not in checkpoint.get("hyper_parameters", {}):
                 return
         super()._parse_ckpt_path()

@@ -3,19 +3,20 @@
 import argparse
 import sys
 
-from lightning_paral.checkpoint.loading import read_manifest
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.verify import DamagedError, check
 
 
 def print_faults(arguments: list[str]) -> None:
     """Check a checkpoint: its manifest, sizes and checksums of its files, and that every tensor is covered once."""
     parser = argparse.ArgumentParser(prog="paral verify", description=print_faults.__doc__)
-    parser.add_argument("checkpoint")
-    path = parser.parse_args(arguments).checkpoint
-    faults = verify(path)
-    if faults:
-        sys.exit("\n".join(f"paral: {fault}" for fault in faults))
-    manifest = read_manifest(path)
+    parser.add_argument("checkpoint", help="a path or URL")
+    parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
+    options = parser.parse_args(arguments)
+    path = options.checkpoint
+    try:
+        manifest = check(path, weights_only=not options.trust)
+    except DamagedError as error:
+        sys.exit("\n".join(f"paral: {fault}" for fault in error.faults))
     if manifest is None:
         print(f"{path}: opens, and its tensors are covered; it has no manifest to check its bytes by.")
     else:

@@ -92,22 +92,22 @@ class PortableCheckpoint(Strategy):
             return
         if self._saver is None:
             self._saver = BackgroundSaver(self._async_timeout)
-        self._saver.wait()  # before memory is taken for another copy
-        save.stage()
+        self._saver.wait()  # what it writes is about to be overwritten
+        save.stage(self._saver.staging)
         self._saver.start(save.write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what is at `checkpoint_path`, verified; tensors are read when they are used. *Collective*.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it holds code and `weights_only=False` was not given.
+            CheckpointError: there is none, it is damaged, or it holds code and is not trusted.
         """
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             return super().load_checkpoint(checkpoint_path, weights_only)
         ranks = all_ranks()
-        checkpoint = load(
-            ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only is not False
-        )
+        if weights_only is None:
+            weights_only = self._checkpoint_options.weights_only
+        checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
         return checkpoint

@@ -3,8 +3,9 @@
     python -m tests.benchmarks.checkpoint [FOLDER]
 
 Beside each figure stands what it is measured against, in the same process and on the same disk (FOLDER, or a temporary
-one): gathering on rank 0 and `torch.save`, which is what Lightning's full save does; reading the bytes; copying a file;
-DeepSpeed's `zero_to_fp32`. Everything is flushed to the disk. Files are read both from the page cache and without it.
+one): gathering on rank 0 and `torch.save`, which is what Lightning's full save does; reading the bytes into memory of
+their own, and through one small buffer, which keeps none of them; copying a file; DeepSpeed's `zero_to_fp32`. What is
+written is flushed to the disk, and what is read comes from there or from the page cache. Medians of interleaved rounds.
 """
 
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from tests.rank_pool import RankPool
 
 WIDTH = 2048
 NUM_LAYERS = 48
-ROUNDS = 3
+ROUNDS = 5
 
 
 class Wide(LightningModule):
@@ -75,7 +77,15 @@ def drop_from_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_bytes(path: Path) -> None:
+def read_to_memory(path: Path) -> None:
+    with open(path, "rb", buffering=0) as file:
+        data = memoryview(bytearray(path.stat().st_size))
+        position = 0
+        while position < len(data):
+            position += file.readinto(data[position : position + 2**24])
+
+
+def read_through_buffer(path: Path) -> None:
     with open(path, "rb", buffering=0) as file:
         buffer = bytearray(2**24)
         while file.readinto(buffer):
@@ -103,7 +113,11 @@ class Measured(Callback):
             strategy._saver.wait()
             strategy._checkpoint_options = CheckpointOptions()
             mine = path / f"__{strategy.global_rank}_0.distcp"
-            reading = {"read the bytes": partial(read_bytes, mine), "load": partial(self.load, strategy, path)}
+            reading = {
+                "read to memory": partial(read_to_memory, mine),
+                "read through a buffer": partial(read_through_buffer, mine),
+                "load": partial(self.load, strategy, path),
+            }
             for name, action in reading.items():
                 self.note(f"{name}, from the page cache", action)
                 drop_from_cache(path)
@@ -132,7 +146,7 @@ def save_and_load(folder: str) -> dict[str, float]:
         max_steps=1, devices=2, strategy=ParalFSDPStrategy(timeout=_long()), callbacks=[measured], max_epochs=1
     )
     trainer.fit(Wide(), DataLoader(range(2)))  # type: ignore[arg-type]
-    return {name: sorted(seconds)[len(seconds) // 2] for name, seconds in measured.seconds.items()}
+    return {name: median(seconds) for name, seconds in measured.seconds.items()}
 
 
 def _long() -> Any:
@@ -183,6 +197,14 @@ def copied(source: Path, target: Path) -> float:
     return time.perf_counter() - begin
 
 
+def consolidated_and_copied(folder: Path) -> tuple[float, float, float]:
+    """Seconds of each, and growth of anonymous memory in MiB."""
+    for name in ("whole.ckpt", "copy.ckpt"):
+        (folder / name).unlink(missing_ok=True)
+    spent, growth = consolidated(folder / "sharded", folder / "whole.ckpt")
+    return spent, copied(folder / "whole.ckpt", folder / "copy.ckpt"), growth
+
+
 def save_with_deepspeed(folder: str) -> None:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -219,10 +241,12 @@ def main(folder: Path) -> None:
         ]
         rows[1] = (*rows[1][:4], rows[1][1] / saved)
         for where in ("from the page cache", "from the disk"):
-            load, read = seconds[f"load, {where}"], seconds[f"read the bytes, {where}"]
-            rows.append((f"load, {where}", load, "read the bytes", read, load / read))
-        spent, growth = consolidated(folder / "sharded", folder / "whole.ckpt")
-        plain = copied(folder / "whole.ckpt", folder / "copy.ckpt")
+            load = seconds[f"load, {where}"]
+            for how in ("read to memory", "read through a buffer"):
+                read = seconds[f"{how}, {where}"]
+                rows.append((f"load, {where}", load, how, read, load / read))
+        rounds = [consolidated_and_copied(folder) for _ in range(ROUNDS)]
+        spent, plain, growth = median(r[0] for r in rounds), median(r[1] for r in rounds), max(r[2] for r in rounds)
         rows.append((f"consolidate, +{growth:.0f} MiB anonymous memory", spent, "copy the file", plain, spent / plain))
         for name in ("whole.ckpt", "copy.ckpt", "gathered.ckpt"):
             (folder / name).unlink()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_paral import CheckpointError, ParalDDPStrategy, ParalFSDPStrategy
+from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.verify import verify
@@ -109,6 +109,13 @@ class Payload:
         return os.mkdir, (str(self.witness),)
 
 
+class Settings:
+    """A harmless type of the user's."""
+
+    def __init__(self) -> None:
+        self.depth = 3
+
+
 def without_manifest(sound: Path, tmp_path: Path) -> Path:
     """A folder as of another tool, so that checksums do not stop it first."""
     path = copy_of(sound, "sharded", tmp_path)
@@ -153,11 +160,67 @@ def test_hostile_file_is_refused_and_does_not_run(sound: Path, tmp_path: Path) -
     assert not witness.exists()
 
 
-class Settings:
-    """A harmless type of the user's."""
+def resume_from_hostile(label: str, path: str, weights_only: bool | None) -> str | None:
+    """Resume under a strategy of which `trainer.fit(weights_only=False)` is known to reach it, or not."""
+    options = {} if weights_only is None else {"checkpoint": CheckpointOptions(weights_only=weights_only)}
+    made = ParalFSDPStrategy(**options) if label == "fsdp" else ParalZeROStrategy(stage=int(label[-1]), **options)  # type: ignore[arg-type]
+    try:
+        fit(made, 1, resume_from=path)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
-    def __init__(self) -> None:
-        self.depth = 3
+
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("label", ["fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_code_runs_only_for_who_trusts_the_file(on_ranks, sound: Path, tmp_path: Path, label: str, form: str) -> None:
+    witness = tmp_path / "ran"
+    if form == "sharded":
+        path = without_manifest(sound, tmp_path)
+        poison_meta(path, Payload(witness))
+    else:
+        path = tmp_path / "x.ckpt"
+        torch.save(torch.load(sound / "full") | {"extra": Payload(witness)}, path)
+    for weights_only in (None, True):
+        (message,) = on_ranks(1, resume_from_hostile, label, str(path), weights_only)
+        assert "posix.mkdir" in message
+        assert "add_safe_globals([mkdir])" in message
+        assert "CheckpointOptions(weights_only=False)" in message
+        assert not witness.exists()
+    assert on_ranks(1, resume_from_hostile, label, str(path), False) == [None]
+    assert witness.exists()
+
+
+def test_what_trainer_fit_says_comes_first(sound: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    torch.save(torch.load(sound / "full") | {"extra": Payload(witness)}, tmp_path / "x.ckpt")
+    trusting = ParalDDPStrategy(checkpoint=CheckpointOptions(weights_only=False))
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+        fit(trusting, 1, resume_from=tmp_path / "x.ckpt", weights_only=True)
+    assert not witness.exists()
+    fit("paral_ddp", 1, resume_from=tmp_path / "x.ckpt", weights_only=False)
+    assert witness.exists()
+
+
+class WithState(Resumable):
+    """Has a state beside tensors, which a sharded checkpoint holds among them."""
+
+    def get_extra_state(self) -> Settings:
+        return Settings()
+
+    def set_extra_state(self, state: Settings) -> None:
+        self.depth = state.depth
+
+
+def test_trust_reaches_what_lies_among_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=path, module=WithState())
+    with pytest.raises(CheckpointError, match="Settings"):
+        fit("paral_ddp", 1, resume_from=path, module=WithState())
+    module = WithState()
+    fit(ParalDDPStrategy(checkpoint=CheckpointOptions(weights_only=False)), 1, resume_from=path, module=module)
+    assert module.depth == 3
 
 
 def test_users_types_are_named_and_load_once_they_are_trusted(tmp_path: Path, sound: Path) -> None:

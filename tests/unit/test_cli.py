@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -111,6 +112,18 @@ def test_other_commands(monkeypatch, tmp_path, command: str) -> None:
     trainer = run(monkeypatch, tmp_path, command, strategy="paral_ddp")
 
     assert trainer.state.fn.value == command
+
+
+def test_checkpoint_with_a_type_that_only_the_strategy_knows(monkeypatch, tmp_path) -> None:
+    run(monkeypatch, tmp_path, "fit", strategy="paral_ddp").save_checkpoint(tmp_path / "plain.ckpt")
+    path = tmp_path / "x.ckpt"
+    torch.save(torch.load(tmp_path / "plain.ckpt") | {"folder": tmp_path}, path)
+
+    trainer = run(
+        monkeypatch, tmp_path, "fit", "--ckpt_path", str(path), strategy="paral_ddp", max_steps=3, max_epochs=2
+    )
+
+    assert trainer.global_step == 3
 
 
 def test_bad_input_ends_in_one_line(monkeypatch, tmp_path, capsys) -> None:

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_paral.checkpoint.geometry import Box, boxes_of_run, coverage_fault, intersection, share_of, whole
+from lightning_paral.checkpoint.geometry import (
+    Box,
+    boxes_of_run,
+    coverage_fault,
+    intersection,
+    run_of_box,
+    share_of,
+    whole,
+)
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -109,3 +117,23 @@ def test_shares_are_equal(numel, world_size) -> None:
 def test_whole_tensor_is_one_box() -> None:
     assert boxes_of_run((3, 4), 0, 12) == [whole((3, 4))]
     assert boxes_of_run((), 0, 1) == [whole(())]
+
+
+@given(st.data())
+def test_box_is_a_run_if_its_elements_follow_each_other(data) -> None:
+    shape = data.draw(shapes)
+    box = data.draw(boxes(shape))
+    numbers = torch.arange(prod(shape)).view(shape)[box.index].flatten().tolist()
+    follow = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert run_of_box(shape, box) == ((numbers[0], numbers[-1] + 1) if follow else None)
+
+
+@given(runs())
+def test_boxes_of_a_run_are_runs(run) -> None:
+    shape, start, stop = run
+    for box in boxes_of_run(shape, start, stop):
+        found = run_of_box(shape, box)
+        assert found is not None
+        assert found[0] == start
+        start = found[1]
+    assert start == stop

@@ -1,0 +1,132 @@
+"""Drafts of checkpoints: who may remove them, and when."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_paral.checkpoint.commit import Draft, remove_leftovers
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(target: Path, content: str, *, folder: bool = True) -> None:
+    draft = Draft(target, folder=folder)
+    (draft.path / "content" if folder else draft.path).write_text(content)
+    draft.commit()
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("before", [None, "file", "folder", "link"])
+def test_draft_takes_the_place_of_anything(tmp_path: Path, folder: bool, before: str | None) -> None:
+    target = tmp_path / "x.ckpt"
+    if before == "link":
+        target.symlink_to("elsewhere")
+    elif before is not None:
+        write(target, "old", folder=before == "folder")
+    write(target, "new", folder=folder)
+    assert (target / "content" if folder else target).read_text() == "new"
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+    first, second = Draft(tmp_path / "x.ckpt", folder=True), Draft(tmp_path / "x.ckpt", folder=False)
+    assert first.path.is_dir()
+    assert second.path.is_file()
+    first.discard()
+    second.discard()
+    assert os.listdir(tmp_path) == []
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+from lightning_paral.checkpoint.commit import Draft
+draft = Draft(Path(sys.argv[1]), folder=True)
+(draft.path / "content").write_text("half")
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_draft_is_a_leftover_as_soon_as_its_process_is_dead(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDING, str(tmp_path / "x.ckpt")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "holding\n"
+        remove_leftovers(tmp_path)
+        assert len(os.listdir(tmp_path)) == 2
+        other.send_signal(signal.SIGKILL)
+        other.wait(timeout=30)
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_lock_that_its_owner_does_not_hold_yet_is_left_alone(tmp_path: Path) -> None:
+    lock = tmp_path / ".x.ckpt.lock-0123456789ab"
+    lock.touch()
+    remove_leftovers(tmp_path)
+    assert lock.exists()
+    age(lock)
+    remove_leftovers(tmp_path)
+    assert not lock.exists()
+
+
+def age(path: Path) -> None:
+    yesterday = time.time() - 25 * 3600
+    os.utime(path, (yesterday, yesterday))
+
+
+def save_many(folder: str) -> int:
+    """Save again and again, under one name and under several."""
+    rank = dist.get_rank()
+    for number in range(150):
+        name = f"x-{rank}.ckpt" if number % 3 else f"y-{number}-{rank}.ckpt"
+        write(Path(folder) / name, str(number), folder=number % 2 == 0)
+    return len(list(Path(folder).glob("[xy]*")))
+
+
+def test_processes_that_save_in_one_folder_leave_each_others_drafts(on_ranks, tmp_path: Path) -> None:
+    on_ranks(3, save_many, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [f"x-{rank}.ckpt" for rank in range(3)] + [f"y-{n}-{rank}.ckpt" for n in range(0, 150, 3) for rank in range(3)]
+    )
+
+
+def flock_of_nfs(descriptor: int, operation: int) -> None:
+    """As Linux does it on NFS, where an exclusive lock needs a descriptor that is open for writing."""
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    flock(descriptor, operation)
+
+
+flock = fcntl.flock
+
+
+def test_locks_suit_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    (tmp_path / ".x.ckpt.saving-0123456789ab").mkdir()
+    write(tmp_path / "x.ckpt", "new")
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_leftovers_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def no_flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    dead = Draft(tmp_path / "x.ckpt", folder=True)
+    write(tmp_path / "x.ckpt", "new")
+    assert dead.path.exists()
+    age(next(tmp_path.glob(".*lock*")))
+    write(tmp_path / "x.ckpt", "newer")
+    assert os.listdir(tmp_path) == ["x.ckpt"]
