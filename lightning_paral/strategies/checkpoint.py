@@ -100,7 +100,8 @@ class PortableCheckpoint(Strategy):
         """Return what is at `checkpoint_path`, verified; tensors are read when they are used. *Collective*.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it holds code and is not trusted.
+            CheckpointError: there is none, it is damaged, it holds code and is not trusted, or it has no optimizer
+                state to resume from.
         """
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -108,8 +109,14 @@ class PortableCheckpoint(Strategy):
         if weights_only is None:
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
+        assert self.lightning_module is not None
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
+        elif "optimizer_states" not in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            raise CheckpointError(
+                f"{checkpoint_path} holds no optimizer state that could be loaded: training cannot go on as it was. To "
+                "go on with a new optimizer, say checkpoint=CheckpointOptions(restore_optimizer=False)."
+            )
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
