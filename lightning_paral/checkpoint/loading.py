@@ -29,10 +29,10 @@ from lightning_paral.checkpoint.geometry import Box, coverage_fault
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, extract
 from lightning_paral.checkpoint.optimizer import by_number
 from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.saving import OWN_KEY
 from lightning_paral.checkpoint.sharded import META, METADATA
 from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor
 from lightning_paral.checkpoint.unpickle import load_metadata, load_safely
+from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.errors import CheckpointError
 
 T = TypeVar("T")
