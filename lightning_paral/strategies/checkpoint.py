@@ -16,14 +16,12 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
 from lightning_paral.checkpoint.files import without_scheme
-from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
-from lightning_paral.checkpoint.saving import OWN_KEY, Form, Save, remove_at
 from lightning_paral.checkpoint.stored import read_into
-from lightning_paral.checkpoint.weights import addresses_of_whole, held_state_dict, load_weights, own_state
-from lightning_paral.config import CheckpointOptions
+from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
+from lightning_paral.config import CheckpointOptions, Form
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 
@@ -67,6 +65,8 @@ class PortableCheckpoint(Strategy):
         Raises:
             CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
         """
+        from lightning_paral.checkpoint.saving import Save  # here, as torch's checkpoints take long to import
+
         assert self.lightning_module is not None
         if checkpoint.get("optimizer_states") == [] and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             raise ConfigurationError(
@@ -103,6 +103,8 @@ class PortableCheckpoint(Strategy):
             CheckpointError: there is none, it is damaged, it holds code and is not trusted, or it has no optimizer
                 state to resume from.
         """
+        from lightning_paral.checkpoint.loading import load
+
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             return super().load_checkpoint(checkpoint_path, weights_only)
         ranks = all_ranks()
@@ -149,6 +151,8 @@ class PortableCheckpoint(Strategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once."""
+        from lightning_paral.checkpoint.saving import remove_at
+
         if not self.is_global_zero:
             return
         if self._saver is not None:
