@@ -25,6 +25,10 @@ from lightning_paral.config import CheckpointOptions, Form
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 
+# Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
+# that of its DDP, too.
+_LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
+
 
 class PortableCheckpoint(Strategy):
     """Mixin, placed before the Lightning base. Strategies that divide tensors say what a rank holds of them."""
@@ -83,6 +87,9 @@ class PortableCheckpoint(Strategy):
         ranks = all_ranks()
         if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
             return  # after the run, without a process group: rank 0 holds all there is
+        state = checkpoint.get(type(self.precision_plugin).__qualname__)
+        if _is_loss_scale(state):
+            checkpoint.setdefault("MixedPrecision", state)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
@@ -111,6 +118,9 @@ class PortableCheckpoint(Strategy):
         if weights_only is None:
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
+        if _is_loss_scale(self.precision_plugin.state_dict()):
+            for name in filter(lambda name: _is_loss_scale(checkpoint.get(name)), _LOSS_SCALES):
+                checkpoint.setdefault(type(self.precision_plugin).__qualname__, checkpoint[name])
         assert self.lightning_module is not None
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
@@ -172,3 +182,8 @@ class PortableCheckpoint(Strategy):
                 saver.close()
         finally:
             super().teardown()
+
+
+def _is_loss_scale(state: Any) -> bool:
+    """Whether `state` is that of a `torch.amp.GradScaler`."""
+    return isinstance(state, Mapping) and {"scale", "_growth_tracker"} <= state.keys()
