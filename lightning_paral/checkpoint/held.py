@@ -24,6 +24,9 @@ class Part:
     values: Callable[[], Tensor]
     """Returns the elements of the boxes, one after the other: 1-dimensional, contiguous, on any device."""
 
+    place: int = 0
+    """The `place` of a TensorRun."""
+
 
 NOTHING = Part((), lambda: torch.empty(0))
 
@@ -51,21 +54,30 @@ class TensorRun(Tensor):
         start: index of the first element held.
         numel: how many are held; may be 0.
         read: returns them, 1-dimensional; called when they are needed, so that what is offloaded stays so until then.
+        place: on all ranks the same for tensors that lie together, and are cheap to read one after the other.
     """
 
     start: int
     held: int
     read: Callable[[], Tensor]
+    place: int
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, start: int, numel: int, read: Callable[[], Tensor]
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        start: int,
+        numel: int,
+        read: Callable[[], Tensor],
+        place: int = 0,
     ) -> "TensorRun":
         """Make the tensor without memory of its own."""
         run: TensorRun = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         run.start = start
         run.held = numel
         run.read = read
+        run.place = place
         return run
 
     def __init__(self, *args: Any) -> None:
@@ -94,7 +106,7 @@ class TensorRun(Tensor):
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = run.read, args[1:]
         dtype = kwargs.get("dtype") or func(torch.empty(1, dtype=run.dtype), *rest, **kwargs).dtype
-        return TensorRun(run.shape, dtype, run.start, run.held, lambda: func(read(), *rest, **kwargs))
+        return TensorRun(run.shape, dtype, run.start, run.held, lambda: func(read(), *rest, **kwargs), run.place)
 
 
 def _has_dims(value: object) -> bool:
@@ -104,7 +116,7 @@ def _has_dims(value: object) -> bool:
 def part_of(value: Tensor) -> Part:
     """Return what this rank holds of `value`; nothing for the second and later replicas of a DTensor."""
     if isinstance(value, TensorRun):
-        return Part(tuple(boxes_of_run(value.shape, value.start, value.start + value.held)), value.read)
+        return Part(tuple(boxes_of_run(value.shape, value.start, value.start + value.held)), value.read, value.place)
     if isinstance(value, DTensor):
         return _part_of_dtensor(value)
     return Part((whole(value.shape),) if value.numel() else (), lambda: flat(value))

@@ -1,6 +1,8 @@
 """DeepSpeed's engines around a module: one that trains, one that only gathers parameters."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,10 @@ def build_training_engine(
 
     The scheduler stays with Lightning: it keeps setting learning rates in the parameter groups, which are shared.
     """
-    return _initialize(module, config, device, optimizer, [p for p in module.parameters() if p.requires_grad])
+    engine = _initialize(module, config, device, optimizer, [p for p in module.parameters() if p.requires_grad])
+    if getattr(engine.optimizer, "round_robin_gradients", False):
+        _find_masters_again(engine.optimizer)
+    return engine
 
 
 def build_inference_engine(module: Module, config: dict[str, Any], device: torch.device) -> "DeepSpeedEngine":
@@ -34,7 +39,7 @@ def _initialize(
 ) -> "DeepSpeedEngine":
     import deepspeed
 
-    with scalars_as_bytes():
+    with scalars_as_bytes(), _dtype_as_given():
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
             config=config,
@@ -44,3 +49,33 @@ def _initialize(
             dist_init_required=False,
         )
     return engine
+
+
+def _find_masters_again(optimizer: Any) -> None:
+    # With `round_robin_gradients` DeepSpeed 0.19.8 lays out master weights in another order than the parameters, and
+    # then looks for them in the parameters' order: it would read and save those of others. Only where it has padded
+    # between them it looks up their places.
+    padding = optimizer.round_robin_bit16_padding
+    optimizer.round_robin_bit16_padding = [[True] for _ in padding]
+    optimizer._link_all_hp_params()
+    optimizer.round_robin_bit16_padding = padding
+
+
+@contextmanager
+def _dtype_as_given() -> Iterator[None]:
+    # Where the accelerator has no fp16, which some CPUs have not, DeepSpeed 0.19.8 takes bf16 in place of the weights'
+    # dtype for the files on NVMe: by a missing pair of parentheses.
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    choose = Patches._set_dtype
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        choose(self, ds_config, dtype)
+        if dtype is not None:
+            self.dtype = dtype
+
+    Patches._set_dtype = set_dtype
+    try:
+        yield
+    finally:
+        Patches._set_dtype = choose

@@ -1,8 +1,9 @@
 """What is in a checkpoint, what hooks may change, what does not fit, saving in the background and behind URLs."""
 
 import random
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -20,6 +21,7 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
+from lightning_paral.checkpoint.files import folder_at
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.verify import verify
@@ -136,7 +138,7 @@ def test_weights_only(on_ranks, tmp_path: Path, label: str) -> None:
     on_ranks(2, save_weights_only, str(tmp_path), label)
     path = tmp_path / "w.ckpt"
     assert "optimizer_states" not in contents(path)
-    with pytest.raises(KeyError, match="only the model"):
+    with pytest.raises(CheckpointError, match="restore_optimizer=False"):
         fit("paral_ddp", 1, resume_from=path)
     fit(make("ddp", restore_optimizer=False), 1, resume_from=path)
 
@@ -312,9 +314,27 @@ def test_failure_in_the_background_surfaces_on_all_ranks(on_ranks, tmp_path: Pat
 
 
 class SharedFileSystem(LocalFileSystem):
-    """An object store of the tests: what all processes see behind `shared://`."""
+    """An object store of the tests: what all processes see behind `shared://`, with the ways of `s3fs`.
+
+    It remembers what it found until it is told not to, and takes a version in the second place of `cat_file`.
+    """
 
     protocol = "shared"
+    found: ClassVar[dict[str, Any]] = {}
+    requests: ClassVar[list[tuple[int, int]]] = []
+
+    def info(self, path: Any, **kwargs: Any) -> Any:
+        if path not in self.found:
+            self.found[path] = super().info(path, **kwargs)
+        return self.found[path]
+
+    def invalidate_cache(self, path: Any = None) -> None:
+        self.found.clear()
+
+    def cat_file(self, path: Any, version_id: Any = None, start: Any = None, end: Any = None, **kwargs: Any) -> Any:
+        assert version_id is None
+        self.requests.append((start, end))
+        return super().cat_file(path, start=start, end=end, **kwargs)
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -350,6 +370,32 @@ def test_memory_file_system(form: str) -> None:
     assert contents(url)["global_step"] == 10
     with pytest.raises(CheckpointError, match="There is no checkpoint at memory://"):
         contents("memory://checkpoints/none")
+
+
+def test_what_others_have_written_behind_a_url_is_seen(tmp_path: Path) -> None:
+    fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
+    for nbytes in (2, 3):
+        (tmp_path / "x").write_bytes(bytes(nbytes))
+        assert folder_at(f"shared://{tmp_path}").size("x") == nbytes
+
+
+def test_small_pieces_behind_a_url_come_in_one_request(tmp_path: Path) -> None:
+    fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
+    data = random.Random(1).randbytes(1000)
+    (tmp_path / "x").write_bytes(data)
+    folder = folder_at(f"shared://{tmp_path}")
+    SharedFileSystem.requests.clear()
+    for offset in (100, 110, 500, 990):
+        assert folder.read("x", offset, 10) == data[offset : offset + 10]
+    assert len(SharedFileSystem.requests) == 1
+    assert folder.read("x", 0, 10) == data[:10]
+    assert len(SharedFileSystem.requests) == 2
+
+
+@pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_missing_file_system_names_the_extra() -> None:
+    (fault,) = verify("s3://bucket/x.ckpt")
+    assert "pip install 'lightning_paral[s3]'" in fault
 
 
 # Ranks
