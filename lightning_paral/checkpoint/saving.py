@@ -119,7 +119,7 @@ class Save:
         try:
             path = Path(ranks.on_first(what, begin))
             if self.form == "full":
-                write_full(self.tree, self.entries, path, ranks, self.about)
+                write_full(self.tree, self.entries, path, ranks, self.about, what)
             else:
                 self._write_folder(LocalFolder(path), ranks)
             ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
@@ -134,7 +134,7 @@ class Save:
         folder = ranks.on_first(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
         try:
             path = Path(folder) / "full.ckpt"
-            write_full(self.tree, self.entries, path, ranks, self.about)
+            write_full(self.tree, self.entries, path, ranks, self.about, what)
             ranks.on_first(what, lambda: put_file(path, self.path))
         finally:
             if ranks.is_first:

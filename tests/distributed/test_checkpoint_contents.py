@@ -9,7 +9,14 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral import (
+    CheckpointError,
+    CheckpointOptions,
+    ParalDDPStrategy,
+    ParalDPStrategy,
+    ParalFSDPStrategy,
+    ParalZeROStrategy,
+)
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.verify import verify
@@ -174,6 +181,40 @@ def test_extra_states_of_modules_come_back_as_they_were(tmp_path: Path, form: st
         found = module.keeping[name].state
         assert type(found) is type(expected)
         assert repr(found) == repr(expected)
+
+
+class Odd(nn.Module):
+    """Buffers of all kinds, some of which are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.randn(12)
+        self.register_buffer("conjugate", torch.randn(3, 2, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.randn(3, 2, dtype=torch.complex64).conj().imag)
+        self.register_buffer("part", base[2:5])
+        self.register_buffer("overlapping", base[4:8])
+        self.register_buffer("strided", base[::3])
+        self.register_buffer("expanded", torch.randn(1, 3).expand(4, 3))
+        self.register_buffer("transposed", torch.randn(4, 3).t())
+        self.register_buffer("channels_last", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("eighth", torch.randn(4).to(torch.float8_e4m3fn))
+        self.register_buffer("unsigned", torch.arange(3).to(torch.uint16))
+        self.register_buffer("float64", torch.randn(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_tensors_of_all_kinds_come_back(tmp_path: Path, form: Any, in_background: bool) -> None:
+    module = Resumable()
+    module.odd = Odd()
+    expected = {name: value.clone() for name, value in module.odd.named_buffers(prefix="odd")}
+    strategy = ParalDPStrategy(checkpoint=CheckpointOptions(form, async_save=in_background))
+    fit(strategy, 1, save_to=tmp_path / "x.ckpt", module=module)
+    found = load(tmp_path / "x.ckpt", Ranks())["state_dict"]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].clone(), value, rtol=0, atol=0)
 
 
 # Optimizers whose state holds nothing, or that are none
