@@ -44,6 +44,12 @@ class Draft:
             self._lock.release()
             raise
 
+    def __enter__(self) -> "Draft":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
     def commit(self) -> None:
         """Put the draft in the place of the target, at once, and remove what was there."""
         if self.path.is_dir():
@@ -74,8 +80,12 @@ class Draft:
 
 
 def _beside(target: Path, role: str, save: str) -> Path:
-    """Return a path in the folder of `target` that is no checkpoint's."""
-    return target.parent / f".{target.name}.{role}-{save}"
+    """Return a path in the folder of `target` that is no checkpoint's, nor looks like one.
+
+    The name is written backwards, for Lightning looks for `last` and `hpc_ckpt_` within names, and would take what a
+    killed save has left for the newest checkpoint.
+    """
+    return target.parent / f".{target.name[::-1]}.{role}-{save}"
 
 
 def present(target: Path) -> Path:
@@ -93,7 +103,7 @@ def present(target: Path) -> Path:
 def _moved_away(target: Path) -> list[Path]:
     with suppress(OSError):
         found = filter(None, map(_BESIDE.fullmatch, os.listdir(target.parent)))
-        moved = [match[0] for match in found if match["target"] == target.name and match["role"] == "replaced"]
+        moved = [match[0] for match in found if match["target"][::-1] == target.name and match["role"] == "replaced"]
         return [target.parent / name for name in moved]
     return []
 
@@ -102,7 +112,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what processes that died have left in `folder`, and put back what they moved away and did not replace."""
     found = filter(None, map(_BESIDE.fullmatch, os.listdir(folder)))
     for name, save in {(match["target"], match["save"]) for match in found}:
-        target = folder / name
+        target = folder / name[::-1]
         draft, replaced, lock = (_beside(target, role, save) for role in ("saving", "replaced", "lock"))
         with suppress(OSError), abandoned(lock) as is_left:
             if not is_left:

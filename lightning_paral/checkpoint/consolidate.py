@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -126,24 +127,31 @@ def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, 
         if shards[-1] and sum(entry.nbytes for entry, _ in shards[-1]) + pair[0].nbytes > max_shard_bytes:
             shards.append([])
         shards[-1].append(pair)
-    if len(shards) == 1:
-        _write_shard(shards[0], out, progress)
-        return [out]
-    names = [f"{out.stem}-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(shard, out.with_name(name), progress)
-    index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs)},
-        "weight_map": {str(e.path[1]): name for name, shard in zip(names, shards, strict=True) for e, _ in shard},
-    }
-    path = out.with_name(out.name + ".index.json")
-    draft = Draft(path, folder=False)
-    draft.path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    draft.commit()
-    return [*(out.with_name(name) for name in names), path]
+    index_path = out.with_name(out.name + ".index.json")
+    with ExitStack() as drafts:
+        if len(shards) == 1:
+            drafts.enter_context(_write_shard(shards[0], out, progress)).commit()
+            index_path.unlink(missing_ok=True)  # of an earlier output: one form only, for readers look for either
+            return [out]
+        names = [f"{out.stem}-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+        written = [
+            drafts.enter_context(_write_shard(shard, out.with_name(name), progress))
+            for name, shard in zip(names, shards, strict=True)
+        ]
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs)},
+            "weight_map": {str(e.path[1]): name for name, shard in zip(names, shards, strict=True) for e, _ in shard},
+        }
+        written.append(drafts.enter_context(Draft(index_path, folder=False)))
+        written[-1].path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for draft in written:
+            draft.commit()
+        out.unlink(missing_ok=True)
+        return [draft.target for draft in written]
 
 
-def _write_shard(shard: list[tuple[Entry, Tensor]], path: Path, progress: Progress) -> None:
+def _write_shard(shard: list[tuple[Entry, Tensor]], path: Path, progress: Progress) -> Draft:
+    """Write a file of safetensors beside `path`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for entry, _ in shard:
@@ -171,10 +179,10 @@ def _write_shard(shard: list[tuple[Entry, Tensor]], path: Path, progress: Progre
                     flushing.wrote(len(data))
                     progress(len(data))
             flushing.finish()
-        draft.commit()
     except BaseException:
         draft.discard()
         raise
+    return draft
 
 
 def _entries(checkpoint: dict[str, Any]) -> list[tuple[Entry, Tensor]]:

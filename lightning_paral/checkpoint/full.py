@@ -25,7 +25,9 @@ from lightning_paral.checkpoint.unpickle import load_safely
 from lightning_paral.errors import CheckpointError
 
 
-def write_full(tree: dict[str, Any], entries: list[Entry], path: Path, ranks: Ranks, about: dict[str, Any]) -> None:
+def write_full(
+    tree: dict[str, Any], entries: list[Entry], path: Path, ranks: Ranks, about: dict[str, Any], what: str
+) -> None:
     """Write `tree` to the new file `path`: what `torch.save` would, and a manifest. *Collective* over `ranks`.
 
     Args:
@@ -34,8 +36,8 @@ def write_full(tree: dict[str, Any], entries: list[Entry], path: Path, ranks: Ra
         path: on a file system that all ranks share; parts of ranks that do not see it go through rank 0.
         ranks: who writes.
         about: fields of the manifest.
+        what: what errors say that failed.
     """
-    what = f"Saving {path}"
     offsets = ranks.on_first(what, lambda: write_skeleton(tree, entries, path))
     visible = ranks.gather(path.exists())
     ranks.agree(what, lambda: _write_parts(entries, offsets, path) if visible[ranks.rank] else None)
@@ -59,7 +61,11 @@ def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> li
     at = {where: fake for entry, fake in zip(entries, fakes, strict=True) for where in (entry.path, *entry.twins)}
     skeleton = replace(tree, at)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(skeleton, path)
+        try:
+            torch.save(skeleton, path)
+        except RuntimeError:
+            _try_to_write(path)  # torch does not say what the system said
+            raise
         finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
         finder.dump(skeleton)
     reader: Any = torch._C.PyTorchFileReader(str(path))
@@ -71,6 +77,13 @@ def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> li
                 file.seek(place[data])
                 file.write(bytes_of(_tensor_over(storage)))
     return offsets
+
+
+def _try_to_write(path: Path) -> None:
+    """Write to a file that could not be written, so that the system says why, by an OSError."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(bytes(2**16))
+        os.fsync(file.fileno())
 
 
 def _tensor_over(storage: Any) -> Tensor:

@@ -135,7 +135,7 @@ def same(values: Tensor) -> Tensor:
 
 def flat(value: Tensor) -> Tensor:
     """Return `value` as 1-dimensional and contiguous: a view where possible."""
-    return value.detach().contiguous().view(-1)
+    return value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def is_divided(value: Tensor) -> bool:

@@ -27,9 +27,10 @@ from lightning_paral.checkpoint.full import read_full
 from lightning_paral.checkpoint.geometry import Box, coverage_fault
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, extract
 from lightning_paral.checkpoint.optimizer import by_number
+from lightning_paral.checkpoint.plan import is_large
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.sharded import META, METADATA
-from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor
+from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor, read_whole
 from lightning_paral.checkpoint.unpickle import load_metadata, load_safely
 from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.errors import CheckpointError
@@ -202,10 +203,22 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
-    numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if key.startswith("optimizer_"))
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if is_large(key))
     if numbers:
-        checkpoint["optimizer_states"] = [by_number(tree[f"optimizer_{number}"]) for number in numbers]
+        checkpoint["optimizer_states"] = [by_number(tree.pop(f"optimizer_{number}")) for number in numbers]
+    if manifest is not None:
+        _fill(checkpoint, tree)
     return checkpoint
+
+
+def _fill(holes: Any, values: Any) -> None:
+    """Put the tensors in `values`, read, to their places in `holes`: what callbacks hold of divided tensors."""
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in items:
+        if isinstance(value, Tensor):
+            holes[key] = read_whole(value)
+        elif value is not None:
+            _fill(holes[key], value)
 
 
 def read_meta(folder: Folder, name: str, weights_only: bool) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> State:
     """Return the state of an optimizer over whole parameters or DTensors; tensors are not copied."""
-    state = optimizer.state_dict()
+    state = {"state": {}, "param_groups": []} | optimizer.state_dict()  # Lightning's stand-in for none has neither
     for group, of_group in zip(state["param_groups"], names, strict=True):
         group["param_names"] = list(of_group)
     return state
@@ -55,9 +55,9 @@ def by_name(state: State, names: Sequence[Sequence[str]] | None = None) -> State
     Raises:
         CheckpointError: the numbers are not those of `names`.
     """
-    groups = state["param_groups"]
+    groups = state.get("param_groups", [])
     if all(isinstance(key, str) for group in groups for key in group["params"]):
-        return {"state": dict(state["state"]), "param_groups": [dict(group) for group in groups]}
+        return {"state": dict(state.get("state", {})), "param_groups": [dict(group) for group in groups]}
     if names is None or any("param_names" in group for group in groups):
         names = [group["param_names"] for group in groups]
     if [len(group["params"]) for group in groups] != [len(of_group) for of_group in names]:
@@ -79,14 +79,17 @@ def by_name(state: State, names: Sequence[Sequence[str]] | None = None) -> State
 
 
 def by_number(state: State) -> State:
-    """Return state by name as `Optimizer.state_dict` has it: by number, with names in the groups."""
+    """Return state by name as `Optimizer.state_dict` has it: by number, with names in the groups.
+
+    Distributed Checkpoints leave out empty dicts: the state of plain SGD, or of any optimizer before its first step.
+    """
     groups: list[dict[str, Any]] = []
     number_of: dict[str, int] = {}
-    for group in state["param_groups"]:
+    for group in state.get("param_groups", []):
         numbers = [number_of.setdefault(name, len(number_of)) for name in group["params"]]
         groups.append(hyper_parameters(group) | {"params": numbers, "param_names": list(group["params"])})
     return {
-        "state": {number_of[name]: value for name, value in state["state"].items() if name in number_of},
+        "state": {number_of[name]: value for name, value in state.get("state", {}).items() if name in number_of},
         "param_groups": groups,
     }
 

@@ -15,10 +15,11 @@ from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.commit import Draft, remove
 from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, file_system, is_remote, put_file
 from lightning_paral.checkpoint.full import write_full
+from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.optimizer import by_name
-from lightning_paral.checkpoint.plan import Entry, plan, replace
+from lightning_paral.checkpoint.plan import Entry, check_same, is_large, plan, replace, tensors_in
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.sharded import META, METADATA, flatten, make_metadata, serialized, write_rank_file
@@ -54,17 +55,24 @@ class Save:
             replicated: addresses of weights' storages that are the same on all ranks.
             strategy: for the manifest.
         """
-        tree, rest = dict(checkpoint), {}
+        what = f"Saving {path}"
+        tree, rest, objects = dict(checkpoint), {}, {}
         if form == "sharded":
-            rest, tree = tree, {"state_dict": tree.pop("state_dict", {})}
-            for number, state in enumerate(rest.pop("optimizer_states", [])):
+            for number, state in enumerate(tree.pop("optimizer_states", [])):
                 tree[f"optimizer_{number}"] = by_name(state)
-        large = {key: tree[key] for key in tree if key in ("state_dict", "optimizer_states") or form == "sharded"}
-        # What lies together is read together: from NVMe, it is once then.
-        entries = sorted(plan(large, ranks, replicated), key=lambda entry: entry.part.place)
-        objects = {}
-        if form == "sharded" and ranks.is_first:
-            objects = serialized({p: v for p, v in flatten(large).items() if not isinstance(v, torch.Tensor)})
+            tree["state_dict"], extra_states = _without_extra_states(tree.get("state_dict", {}))
+        entries = ranks.each(what, lambda: plan(tree, ranks, replicated))
+        check_same(entries, ranks)
+        entries.sort(key=lambda entry: entry.part.place)  # what lies together is read together: from NVMe, it is once
+        if form == "sharded":
+            rest = {key: tree.pop(key) for key in list(tree) if not is_large(key)}
+            rest = replace(rest, {where: None for entry in entries for where in (entry.path, *entry.twins)})
+
+            def serialize() -> dict[TreePath, bytes]:
+                leaves = {p: v for p, v in flatten(tree).items() if not isinstance(v, torch.Tensor)}
+                return serialized(leaves | extra_states)
+
+            objects = ranks.each(what, lambda: serialize() if ranks.is_first else {})
         about = {
             "form": form,
             "strategy": strategy,
@@ -107,7 +115,7 @@ class Save:
         try:
             path = Path(ranks.on_first(what, begin))
             if self.form == "full":
-                write_full(self.tree, self.entries, path, ranks, self.about)
+                write_full(self.tree, self.entries, path, ranks, self.about, what)
             else:
                 self._write_folder(LocalFolder(path), ranks)
             ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
@@ -122,7 +130,7 @@ class Save:
         folder = ranks.on_first(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
         try:
             path = Path(folder) / "full.ckpt"
-            write_full(self.tree, self.entries, path, ranks, self.about)
+            write_full(self.tree, self.entries, path, ranks, self.about, what)
             ranks.on_first(what, lambda: put_file(path, self.path))
         finally:
             if ranks.is_first:
@@ -156,6 +164,17 @@ class Save:
                 folder.keep({*files, *contents, FILE_NAME})
 
         ranks.on_first(what, finish)
+
+
+def _without_extra_states(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[TreePath, Any]]:
+    """Return the tensors of `state_dict`, and by path what modules keep beside: whole, whatever containers it is of."""
+    extra = {
+        name: value
+        for name, value in state_dict.items()
+        if not isinstance(value, torch.Tensor) and not any(is_divided(tensor) for _, tensor in tensors_in(value))
+    }
+    tensors = {name: value for name, value in state_dict.items() if name not in extra}
+    return tensors, {("state_dict", name): value for name, value in extra.items()}
 
 
 def _write(folder: Folder, name: str, data: bytes) -> None:

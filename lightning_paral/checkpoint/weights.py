@@ -8,11 +8,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.optimizer import listing
 from lightning_paral.checkpoint.random import collect_states
 from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.stored import StoredTensor, read_whole
 from lightning_paral.errors import CheckpointError
 
 OWN_KEY = "lightning_paral"
@@ -76,7 +79,10 @@ def load_weights(
     shapes = [
         f"{name} (checkpoint {tuple(saved.shape)}, module {true_shape(own[name])})"
         for name, saved in state_dict.items()
-        if isinstance(saved, Tensor) and isinstance(own.get(name), Tensor) and saved.shape != true_shape(own[name])
+        if not _is_extra_state(name)  # of which a module may have another size every time
+        and isinstance(saved, Tensor)
+        and isinstance(own.get(name), Tensor)
+        and saved.shape != true_shape(own[name])
     ]
     if shapes or (strict and (missing or unexpected)):
         raise CheckpointError(
@@ -97,7 +103,9 @@ def load_weights(
     with torch.no_grad():
         for name, saved in state_dict.items():
             parameter = own.get(name)
-            if not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
+            if _is_extra_state(name):
+                rest[name] = tree_map_only(StoredTensor, read_whole, saved)  # modules keep what they are given
+            elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names
                 if fill(parameter, saved):
@@ -107,6 +115,10 @@ def load_weights(
     if hasattr(state_dict, "_metadata"):
         rest._metadata = state_dict._metadata  # type: ignore[attr-defined]
     module.load_state_dict(rest, strict=False)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.endswith(_EXTRA_STATE_KEY_SUFFIX)
 
 
 def true_shape(value: Any) -> tuple[int, ...]:

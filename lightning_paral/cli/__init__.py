@@ -32,7 +32,7 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     try:
         if command in _COMMANDS:
-            _COMMANDS[command](sys.argv[2:])
+            _run(command)
         elif command in ("-h", "--help"):
             print(_USAGE, end="")
         elif command in TRAINER_COMMANDS:
@@ -41,6 +41,13 @@ def main() -> None:
             sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
     except (ConfigurationError, CheckpointError) as error:
         sys.exit(f"paral: {error}")
+
+
+def _run(command: str) -> None:
+    try:
+        _COMMANDS[command](sys.argv[2:])
+    except KeyboardInterrupt:
+        sys.exit(130)  # as shells have it: 128 + SIGINT
 
 
 __all__ = ["main"]

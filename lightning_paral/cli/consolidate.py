@@ -1,6 +1,7 @@
 """`paral consolidate`: from any checkpoint to one Lightning file, or to safetensors."""
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from lightning_paral.checkpoint.consolidate import select, size_of, write_file, 
 from lightning_paral.checkpoint.loading import load, read_manifest, read_present
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def consolidate(arguments: list[str]) -> None:
@@ -34,6 +35,9 @@ def consolidate(arguments: list[str]) -> None:
     if "://" in options.out:
         raise ConfigurationError(f"{options.out} is a URL. Write to a file, and copy it there.")
     out = Path(options.out)
+    if os.path.isdir(out):  # not its method, which raises where it may not look
+        raise ConfigurationError(f"{out} is a folder. Write to a file: {out}/NAME.ckpt, or remove the folder before.")
+    max_shard_bytes = _bytes(options.max_shard_size)
 
     def read(here: str | Path) -> tuple[dict[str, Any], Manifest | None]:
         if out.exists() and Path(here).exists() and out.samefile(here):
@@ -41,28 +45,31 @@ def consolidate(arguments: list[str]) -> None:
         return load(here, Ranks(), weights_only=not options.trust), read_manifest(here)
 
     found, manifest = read_present(options.checkpoint, Ranks(), read)
-    out.parent.mkdir(parents=True, exist_ok=True)
     kept = select(found, weights_only=options.weights_only or as_safetensors, dtype=_DTYPES.get(options.dtype))
     total = size_of({"state_dict": kept["state_dict"]} if as_safetensors else kept)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=out.name) as bar:
-        if as_safetensors:
-            written = write_safetensors(kept["state_dict"], out, _bytes(options.max_shard_size), bar.update)
-        else:
-            about = {
-                "form": "full",
-                "strategy": manifest.strategy if manifest else "unknown",
-                "world_size": manifest.world_size if manifest else 0,
-                "epoch": int(kept.get("epoch", 0)),
-                "global_step": int(kept.get("global_step", 0)),
-            }
-            write_file(kept, out, about, bar.update)
-            written = [out]
+    about = {
+        "form": "full",
+        "strategy": manifest.strategy if manifest else "unknown",
+        "world_size": manifest.world_size if manifest else 0,
+        "epoch": int(kept.get("epoch", 0)),
+        "global_step": int(kept.get("global_step", 0)),
+    }
+    written = [out]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=total, unit="B", unit_scale=True, desc=out.name) as bar:
+            if as_safetensors:
+                written = write_safetensors(kept["state_dict"], out, max_shard_bytes, bar.update)
+            else:
+                write_file(kept, out, about, bar.update)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written, and nothing is left of it: {error}.") from error
     for path in written:
         print(path)
 
 
 def _bytes(size: str) -> int:
-    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", size.strip())
-    if found is None or found.group(2).upper() not in _UNITS:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
+    if found is None or found.group(2).upper() not in _UNITS or float(found.group(1)) == 0:
         raise ConfigurationError(f"--max-shard-size {size!r} is not a size. Write 500MB, 5GB or 2GiB.")
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])

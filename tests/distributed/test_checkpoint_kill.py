@@ -78,13 +78,25 @@ def test_full_disk_is_told_to_all_ranks_and_leaves_the_old_checkpoint(on_ranks, 
     path = small_disk / "x.ckpt"
     for message in on_ranks(2, save_on_full_disk, str(path), form):
         assert "No space left on device" in message
-        assert "rank 0 of 2" in message
+        assert f"Saving {path} failed on rank 0 of 2" in message
     assert verify(path) == []
     assert list(small_disk.iterdir()) == [path]
     fit("paral_ddp", 1, resume_from=path)
 
 
 def save_and_fail(path: str) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        fit("paral_ddp", 2, save_to=path)
+    return str(raised.value)
+
+
+def test_disk_that_is_full_from_the_beginning_is_named(on_ranks, small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(2**20 - 2 * 4096))  # leaves room for the lock of the draft
+    for message in on_ranks(2, save_on_disk_without_room, str(small_disk / "x.ckpt")):
+        assert "No space left on device" in message
+
+
+def save_on_disk_without_room(path: str) -> str:
     with pytest.raises(CheckpointError) as raised:
         fit("paral_ddp", 2, save_to=path)
     return str(raised.value)

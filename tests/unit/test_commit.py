@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 
 from lightning_paral.checkpoint.commit import Draft, remove_leftovers
 
@@ -44,6 +45,18 @@ def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     first.discard()
     second.discard()
     assert os.listdir(tmp_path) == []
+
+
+def test_lightning_does_not_take_a_draft_for_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("last.ckpt", "hpc_ckpt_2.ckpt"):
+        write(tmp_path / name, "complete")
+    drafts = [Draft(tmp_path / name, folder=True) for name in ("last.ckpt", "hpc_ckpt_3.ckpt")]
+    connector = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")._checkpoint_connector
+    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_2.ckpt")
+    assert connector.hpc_save_path(tmp_path) == str(tmp_path / "hpc_ckpt_3.ckpt")
+    assert not [name for name in os.listdir(tmp_path) if "last" in name and name != "last.ckpt"]
+    for draft in drafts:
+        draft.discard()
 
 
 HOLDING = """
