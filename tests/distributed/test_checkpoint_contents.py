@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 
 from lightning_paral import (
     CheckpointError,
     CheckpointOptions,
+    ConfigurationError,
     ParalDDPStrategy,
     ParalDPStrategy,
     ParalFSDPStrategy,
@@ -20,7 +22,8 @@ from lightning_paral import (
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.verify import verify
-from tests.checkpoint_models import Resumable, SaveOnce, fit, mean_losses
+from tests.checkpoint_models import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
+from tests.models import quiet_trainer
 
 FORMS = ("full", "sharded")
 
@@ -269,3 +272,17 @@ def test_what_was_saved_before_the_first_step_resumes(
     assert len(found) == len(expected)
     for number, loss in found.items():
         assert loss == pytest.approx(expected[number], rel=1e-5)
+
+
+# Ways of saving of the user's own
+
+
+@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
+def test_checkpoint_io_is_refused_where_no_rank_has_everything(strategy: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves what one rank has.*async_save=True"):
+        quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
+
+
+def test_checkpoint_io_is_used_where_a_rank_has_everything(tmp_path: Path) -> None:
+    fit("paral_ddp", 1, save_to=tmp_path / "x.ckpt", plugins=[AsyncCheckpointIO()])
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == SAVED_AFTER // 2
