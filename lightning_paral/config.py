@@ -122,6 +122,10 @@ class Sampling:
             raise ConfigurationError(f"shard_iterable={self.shard_iterable!r} is neither True nor False.")
 
 
+Form = Literal["full", "sharded"]
+"""Of a checkpoint: one ordinary Lightning file, or a folder with a file of each rank."""
+
+
 @dataclass(frozen=True)
 class CheckpointOptions:
     """How checkpoints are written and loaded: `CheckpointOptions("sharded", async_save=True)`.
@@ -130,9 +134,9 @@ class CheckpointOptions:
         ConfigurationError: an unknown form.
     """
 
-    form: Literal["full", "sharded"] | None = None
-    """`"full"`: one ordinary Lightning file. `"sharded"`: a folder with a file of each rank. `None`: full for DDP,
-    sharded for ZeRO."""
+    form: Form | None = None
+    """`"full"`: one ordinary Lightning file. `"sharded"`: a folder with a file of each rank. `None`: full for DP
+    and DDP, sharded for FSDP and ZeRO."""
 
     _: KW_ONLY
 

@@ -4,7 +4,7 @@ XXH3 of 64 bits (https://xxhash.com) of blocks of 64 MiB: as fast as memory, and
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -13,6 +13,9 @@ from lightning_paral.errors import CheckpointError
 
 BLOCK_BYTES = 64 * 2**20
 _STEP_BYTES = 2**20  # stays in the processor's cache between reading and summing
+
+Block = tuple[int, int]
+"""Offset and length."""
 
 ReadInto = Callable[[int, memoryview], object]
 """Fills a buffer with the bytes of a file from an offset on."""
@@ -76,8 +79,8 @@ def checksum(data: bytes | memoryview) -> int:
     return xxh3_64_intdigest(data)
 
 
-def blocks_of(nbytes: int) -> list[tuple[int, int]]:
-    """Return offset and length of each block of a file."""
+def blocks_of(nbytes: int) -> list[Block]:
+    """Return the blocks of a file."""
     return [(offset, min(BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, BLOCK_BYTES)]
 
 
@@ -109,17 +112,3 @@ def record_bytes(data: bytes) -> FileRecord:
     checksums = BlockChecksums()
     checksums.update(memoryview(data))
     return checksums.record()
-
-
-def damaged_blocks(record: FileRecord, size: int | None, name: str, read: ReadInto, blocks: Iterable[int]) -> list[str]:
-    """Return what is wrong with the given blocks of a file of `size` bytes, `None` if it is missing."""
-    if size is None:
-        return [f"{name} is missing"]
-    if size != record.bytes:
-        return [f"{name} has {size} bytes instead of {record.bytes}"]
-    faults = []
-    for number in blocks:
-        offset, length, expected = record.blocks[number]
-        if checksum_of_block(read, offset, length) != expected:
-            faults.append(f"{name} is damaged between bytes {offset} and {offset + length}")
-    return faults

@@ -27,10 +27,14 @@ class Draft:
         self.target = target
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
-        save = uuid.uuid4().hex[:12]
+        while True:
+            save = uuid.uuid4().hex[:12]
+            self._lock = Lock(_beside(target, "lock", save))
+            if self._lock.is_kept:
+                break
+            self._lock.release()
         self.path = _beside(target, "saving", save)
         self._replaced = _beside(target, "replaced", save)
-        self._lock = Lock(_beside(target, "lock", save))
         try:
             if folder:
                 self.path.mkdir()

@@ -5,6 +5,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.geometry import boxes_of_run
@@ -16,6 +17,7 @@ _OF_DEEPSPEED = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "checkpoint_parallel_dimensions",
 }  # fmt: skip
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
 
@@ -29,57 +31,111 @@ def find_folder(path: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
-    """Return weights and what else Lightning saved. Optimizer states are left out: they are DeepSpeed's own.
+    """Return weights, in fp32 where there are master copies, and what else Lightning saved.
+
+    Optimizer states are left out: they are DeepSpeed's own.
 
     Raises:
-        CheckpointError: files of ranks are missing, or hold code.
+        CheckpointError: files of ranks are missing, incomplete, or hold code.
     """
     if (folder / "mp_rank_00_model_states.pt").is_file():
         states = _load(folder / "mp_rank_00_model_states.pt", weights_only)
-        weights = states["module"]
+        weights = states["module"] | _masters_of_stage1(folder, states, weights_only)
     else:
         states, weights = _read_stage3(folder, weights_only)
+    for name, same in dict(states.get("shared_params") or {}).items():
+        if same in weights:
+            weights[name] = weights[same]
     checkpoint = {key: value for key, value in states.items() if key not in _OF_DEEPSPEED}
     return checkpoint | {"state_dict": weights}
 
 
+def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool) -> dict[str, Tensor]:
+    """Return the fp32 copies of parameters of lower precision, of stages 1 and 2, where they were saved.
+
+    A group's parameters are one long vector, of which each rank has a run. Follows DeepSpeed's `zero_to_fp32`.
+    """
+    groups = states.get("param_shapes") or []
+    if all(states["module"][name].dtype == torch.float32 for shapes in groups for name in shapes):
+        return {}
+    ranks = _optimizers_by_rank(folder, weights_only)
+    if not ranks or "single_partition_of_fp32_groups" not in ranks[0]:
+        return {}
+    weights = {}
+    for group, shapes in enumerate(groups):
+        flats = [rank["single_partition_of_fp32_groups"][group].view(-1) for rank in ranks]
+        paddings = (ranks[0].get("param_alignment_paddings") or {group: [0] * len(shapes)})[group]
+        position = 0
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            numel, start, runs = prod(shape), 0, []
+            for flat in flats:
+                first, last = max(position, start), min(position + numel, start + flat.numel())
+                if first < last:
+                    runs.append((first - position, flat[first - start : last - start]))
+                start += flat.numel()
+            weights[name] = _of_runs(folder, name, tuple(shape), runs)
+            position += numel + padding
+    return weights
+
+
 def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what rank 0 saved and the weights of stage 3, of each of which each rank has an equal share."""
     models = _by_rank(folder, "model_states", weights_only)
-    optimizers = _by_rank(folder, "optim_states", weights_only)
-    if len(models) != len(optimizers) or not models:
+    ranks = _optimizers_by_rank(folder, weights_only)
+    if len(models) != len(ranks):
         raise CheckpointError(
-            f"{folder} has model states of {len(models)} ranks and optimizer states of {len(optimizers)}."
+            f"{folder} has model states of {len(models)} ranks and optimizer states of {len(ranks)}: files are missing."
         )
-    flats: list[list[Tensor]] = [states["optimizer_state_dict"]["fp32_flat_groups"] for states in optimizers]
     weights: dict[str, Any] = {}
     for group, shapes in enumerate(models[0]["param_shapes"]):
+        flats = [rank["fp32_flat_groups"][group] for rank in ranks]
         position = 0
         for name, shape in shapes.items():
             share = ceil(prod(shape) / len(flats))
-            runs = [flat[group][position : position + share] for flat in flats]
-            weights[name] = _of_runs(tuple(shape), runs, share)
+            parts = [flat[position : position + share] for flat in flats]
+            weights[name] = _of_shares(folder, name, tuple(shape), parts, share)
             position += share
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-        runs = [states["frozen_param_fragments"][name] for states in models]
-        weights[name] = _of_runs(tuple(shape), runs, ceil(prod(shape) / len(runs)))
+        parts = [states["frozen_param_fragments"][name] for states in models]
+        weights[name] = _of_shares(folder, name, tuple(shape), parts, ceil(prod(shape) / len(parts)))
     buffers = models[0].get("buffer_names") or ()
     weights |= {name: value for name, value in models[0]["module"].items() if name in buffers}
-    for name, same in dict(models[0].get("shared_params") or {}).items():
-        if same in weights:
-            weights[name] = weights[same]
     return models[0], weights
 
 
-def _of_runs(shape: tuple[int, ...], runs: list[Tensor], share: int) -> Tensor:
+def _of_shares(folder: Path, name: str, shape: tuple[int, ...], parts: list[Tensor], share: int) -> Tensor:
+    """Return a tensor of which each rank has `share` elements; the last ones are padded."""
+    starts = [min(prod(shape), rank * share) for rank in range(len(parts))]
+    runs = [(start, part.view(-1)[: prod(shape) - start]) for start, part in zip(starts, parts, strict=True)]
+    return _of_runs(folder, name, shape, runs)
+
+
+def _of_runs(folder: Path, name: str, shape: tuple[int, ...], runs: list[tuple[int, Tensor]]) -> Tensor:
+    """Return a tensor from runs of its flattened elements, each with the index of its first one."""
+    found = sum(values.numel() for _, values in runs)
+    if found != prod(shape):
+        raise CheckpointError(
+            f"{folder} has {found} of the {prod(shape)} elements of {name}. DeepSpeed saves what is offloaded "
+            "to NVMe as copies of its own files, which are not read: save without that offload, or under "
+            "paral_zero3_nvme."
+        )
     pieces = []
-    for rank, run in enumerate(runs):
-        start = min(prod(shape), rank * share)
+    for start, values in runs:
         position = 0
-        for box in boxes_of_run(shape, start, min(prod(shape), start + share)):
-            values = run.view(-1)[position : position + box.numel].view(box.sizes)
-            pieces.append(StoredPiece(box, lambda values=values: values))  # type: ignore[misc]
+        for box in boxes_of_run(shape, start, start + values.numel()):
+            part = values[position : position + box.numel].view(box.sizes)
+            pieces.append(StoredPiece(box, lambda part=part: part))  # type: ignore[misc]
             position += box.numel
-    return StoredTensor(shape, runs[0].dtype, pieces)
+    return StoredTensor(shape, runs[0][1].dtype, pieces)
+
+
+def _optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
+    ranks = [states["optimizer_state_dict"] for states in _by_rank(folder, "optim_states", weights_only)]
+    counts = ranks[0].get("partition_count", len(ranks)) if ranks else 0
+    count = max(counts) if isinstance(counts, list) else counts
+    if count != len(ranks):
+        raise CheckpointError(f"{folder} has optimizer states of {len(ranks)} of {count} ranks: files are missing.")
+    return ranks
 
 
 def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]]:

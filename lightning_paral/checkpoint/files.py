@@ -3,21 +3,23 @@
 import mmap
 import os
 import tempfile
-from contextlib import nullcontext, suppress
-from io import FileIO
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_paral.checkpoint.checksums import BlockChecksums, FileRecord, reader_of
-from lightning_paral.checkpoint.flushing import Flushing
+from lightning_paral.checkpoint.checksums import Block, checksum, checksum_of_block, reader_of
+from lightning_paral.checkpoint.writing import Writing
 from lightning_paral.errors import CheckpointError
 
 _MADV_POPULATE_READ = 22  # not in Python's mmap yet
 _LARGE_BYTES = 2**20
+_AHEAD_BYTES = 2**23
+_NUM_REQUESTS = 4
 
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
@@ -49,67 +51,12 @@ def without_scheme(path: object) -> str:
     return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
 
 
-class Writing:
-    """A new file that is written from its beginning to its end; flushed to the disk when closed without an error."""
-
-    def __init__(self, file: BinaryIO, *, on_disk: bool) -> None:
-        self._file = file
-        self._flushing = Flushing(file.fileno()) if on_disk else None  # an upload lasts when it is closed
-        self._checksums = BlockChecksums()
-        self.error: OSError | None = None
-        """What the last write failed of: `torch.save` raises an error of its own in its place."""
-
-    @property
-    def position(self) -> int:
-        """Number of bytes written."""
-        return self._checksums.position
-
-    def write(self, data: Any) -> int:
-        """Append bytes."""
-        view = memoryview(data).cast("B")
-        try:
-            self._file.write(view)
-            if self._flushing is not None:
-                self._flushing.wrote(len(view))
-        except OSError as error:
-            self.error = error
-            raise
-        self._checksums.update(view)
-        return len(view)
-
-    def pad(self, alignment: int) -> None:
-        """Append zeros until the position is a multiple of `alignment`."""
-        self.write(bytes(-self.position % alignment))
-
-    def flush(self) -> None:
-        """Nothing: it is flushed when it is closed."""
-
-    def record(self) -> FileRecord:
-        """Return size and checksums of what was written."""
-        return self._checksums.record()
-
-    def __enter__(self) -> "Writing":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file, self._flushing or nullcontext():
-            if error is None:
-                self._file.flush()
-                if self._flushing is not None:
-                    self._flushing.finish()
-            elif self.error is not None:
-                raise self.error
-
-
 class LocalFolder:
     """Files in a folder of the operating system."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._maps: dict[str, memoryview] = {}
-        self._opened: dict[str, FileIO] = {}
 
     def __str__(self) -> str:
         return str(self.path)
@@ -146,11 +93,10 @@ class LocalFolder:
             mapped: Any = self._maps[file].obj
             mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
 
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes of a file from `offset` on."""
-        if file not in self._opened:
-            self._opened[file] = FileIO(self.path / file)
-        reader_of(self._opened[file].fileno())(offset, buffer)
+    def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
+        """Return the checksum of each of some blocks of a file."""
+        with open(self.path / file, "rb", buffering=0) as opened:
+            return [checksum_of_block(reader_of(opened.fileno()), *block) for block in blocks]
 
 
 class RemoteFolder:
@@ -159,6 +105,7 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.fs, self.path = file_system(self.url)
+        self._ahead: tuple[str, int, bytes] = ("", 0, b"")
 
     def __str__(self) -> str:
         return self.url
@@ -184,12 +131,17 @@ class RemoteFolder:
         return int(self.fs.size(path)) if self.fs.isfile(path) else None
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return bytes of a file."""
-        return memoryview(bytearray(self._read(file, offset, length)))
+        """Return bytes of a file. Some that follow are fetched with them: what is read next lies there mostly."""
+        name, start, data = self._ahead
+        if name != file or offset < start or offset + length > start + len(data):
+            start, data = offset, self._read(file, offset, max(length, _AHEAD_BYTES))
+            self._ahead = (file, start, data)
+        return memoryview(bytearray(data[offset - start : offset - start + length]))
 
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes of a file from `offset` on."""
-        buffer[:] = self._read(file, offset, len(buffer))
+    def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
+        """Return the checksum of each of some blocks of a file, of which several are on their way at once."""
+        with ThreadPoolExecutor(_NUM_REQUESTS) as requests:
+            return list(requests.map(lambda block: checksum(self._read(file, *block)), blocks))
 
     def _read(self, file: str, offset: int, length: int) -> bytes:
         # By keyword: file systems put different parameters in the second place.

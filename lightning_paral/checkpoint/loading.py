@@ -3,7 +3,6 @@
 import io
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from lightning_paral.checkpoint.checksums import damaged_blocks
+from lightning_paral.checkpoint.checksums import FileRecord
 from lightning_paral.checkpoint.commit import present
 from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
 from lightning_paral.checkpoint.files import (
@@ -30,10 +29,10 @@ from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, extract
 from lightning_paral.checkpoint.optimizer import by_number
 from lightning_paral.checkpoint.plan import is_large
 from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.saving import OWN_KEY
 from lightning_paral.checkpoint.sharded import META, METADATA
 from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor, read_whole
 from lightning_paral.checkpoint.unpickle import load_metadata, load_safely
+from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.errors import CheckpointError
 
 T = TypeVar("T")
@@ -163,11 +162,24 @@ def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[st
         first = here.stop
         mine = range(max(here.start, share.start), min(here.stop, share.stop))
         if mine:
-            size = folder.size(name)
-            if manifest.form == "full" and size is not None:
-                size = min(size, record.bytes)
-            blocks = [number - here.start for number in mine if record.blocks]
-            yield from damaged_blocks(record, size, folder.name(name), partial(folder.read_into, name), blocks)
+            whole_file = manifest.form != "full"
+            yield from _faults_of_file(folder, name, record, [number - here.start for number in mine], whole_file)
+
+
+def _faults_of_file(
+    folder: Folder, file: str, record: FileRecord, blocks: list[int], whole_file: bool
+) -> Iterator[str]:
+    name, size = folder.name(file), folder.size(file)
+    if size is None:
+        yield f"{name} is missing"
+    elif size < record.bytes or (whole_file and size > record.bytes):
+        yield f"{name} has {size} bytes instead of {record.bytes}"
+    elif record.blocks:
+        expected = [record.blocks[number] for number in blocks]
+        found = folder.checksums(file, [(offset, length) for offset, length, _ in expected])
+        for (offset, length, total), own in zip(expected, found, strict=True):
+            if own != total:
+                yield f"{name} is damaged between bytes {offset} and {offset + length}"
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:

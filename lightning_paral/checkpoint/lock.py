@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# The last is NFS's word for a file that is gone.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESTALE)
 _LEFT_AFTER_SECONDS = 24 * 3600
 
 
@@ -24,10 +25,16 @@ class Lock:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _locked(self._descriptor, fcntl.LOCK_EX)
-            os.write(self._descriptor, b"locked\n")  # while it is empty, nobody takes the owner for dead
         except BaseException:
             self.release()
             raise
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nobody took the file for a leftover, in the moment before it was locked."""
+        with suppress(OSError):
+            return os.fstat(self._descriptor).st_nlink > 0 and self._path.exists()
+        return False
 
     def release(self) -> None:
         """Remove the file."""
@@ -62,9 +69,7 @@ def _is_left(descriptor: int) -> bool:
         locked = _locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    about = os.fstat(descriptor)
-    had_owner = locked and about.st_size > 0
-    return had_owner or time.time() - about.st_mtime > _LEFT_AFTER_SECONDS
+    return locked or time.time() - os.fstat(descriptor).st_mtime > _LEFT_AFTER_SECONDS
 
 
 def _locked(descriptor: int, operation: int) -> bool:

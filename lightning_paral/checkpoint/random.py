@@ -21,10 +21,8 @@ def collect_states(ranks: Ranks) -> list[dict[str, Any]]:
 def restore_states(states: list[dict[str, Any]], ranks: Ranks) -> None:
     """Continue this rank's random numbers where they were. At another world size there is nothing to continue."""
     if len(states) != ranks.world_size:
-        rank_zero_info(
-            f"The checkpoint holds the random states of {len(states)} ranks, and there are {ranks.world_size} now: "
-            "random numbers do not continue."
-        )
+        held = f"the random states of {len(states)} ranks" if states else "no random states"
+        rank_zero_info(f"The checkpoint holds {held}, for {ranks.world_size} now: random numbers do not continue.")
         return
     mine = dict(states[ranks.rank])
     if "numpy" in mine:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -23,12 +23,8 @@ from lightning_paral.checkpoint.plan import Entry, check_same, is_large, plan, r
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.sharded import META, METADATA, flatten, make_metadata, serialized, write_rank_file
+from lightning_paral.config import Form
 from lightning_paral.errors import CheckpointError
-
-OWN_KEY = "lightning_paral"
-"""Where a checkpoint holds what only this package needs: frozen parameters left out, random states."""
-
-Form = Literal["full", "sharded"]
 
 
 @dataclass

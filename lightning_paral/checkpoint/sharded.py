@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.checksums import FileRecord
-from lightning_paral.checkpoint.files import Writing
 from lightning_paral.checkpoint.geometry import Box, coverage_fault
 from lightning_paral.checkpoint.held import split
 from lightning_paral.checkpoint.plan import Entry, Path
+from lightning_paral.checkpoint.writing import Writing
 from lightning_paral.errors import CheckpointError
 
 METADATA = ".metadata"

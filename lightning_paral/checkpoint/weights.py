@@ -18,6 +18,9 @@ from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.stored import StoredTensor, read_whole
 from lightning_paral.errors import CheckpointError
 
+OWN_KEY = "lightning_paral"
+"""Where a checkpoint holds what only this package needs: frozen parameters left out, random states."""
+
 
 def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
     """Return what `module.state_dict()` does, with `held(parameter)` for each parameter."""

@@ -16,16 +16,18 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
 from lightning_paral.checkpoint.files import without_scheme
-from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
-from lightning_paral.checkpoint.saving import OWN_KEY, Form, Save, remove_at
 from lightning_paral.checkpoint.stored import read_into
-from lightning_paral.checkpoint.weights import addresses_of_whole, held_state_dict, load_weights, own_state
-from lightning_paral.config import CheckpointOptions
+from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
+from lightning_paral.config import CheckpointOptions, Form
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
+
+# Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
+# that of its DDP, too.
+_LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
 
 
 class PortableCheckpoint(Strategy):
@@ -67,6 +69,8 @@ class PortableCheckpoint(Strategy):
         Raises:
             CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
         """
+        from lightning_paral.checkpoint.saving import Save  # here, as torch's checkpoints take long to import
+
         assert self.lightning_module is not None
         if checkpoint.get("optimizer_states") == [] and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             raise ConfigurationError(
@@ -83,6 +87,9 @@ class PortableCheckpoint(Strategy):
         ranks = all_ranks()
         if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
             return  # after the run, without a process group: rank 0 holds all there is
+        state = checkpoint.get(type(self.precision_plugin).__qualname__)
+        if _is_loss_scale(state):
+            checkpoint.setdefault("MixedPrecision", state)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
@@ -100,16 +107,28 @@ class PortableCheckpoint(Strategy):
         """Return what is at `checkpoint_path`, verified; tensors are read when they are used. *Collective*.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it holds code and is not trusted.
+            CheckpointError: there is none, it is damaged, it holds code and is not trusted, or it has no optimizer
+                state to resume from.
         """
+        from lightning_paral.checkpoint.loading import load
+
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             return super().load_checkpoint(checkpoint_path, weights_only)
         ranks = all_ranks()
         if weights_only is None:
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
+        if _is_loss_scale(self.precision_plugin.state_dict()):
+            for name in filter(lambda name: _is_loss_scale(checkpoint.get(name)), _LOSS_SCALES):
+                checkpoint.setdefault(type(self.precision_plugin).__qualname__, checkpoint[name])
+        assert self.lightning_module is not None
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
+        elif "optimizer_states" not in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            raise CheckpointError(
+                f"{checkpoint_path} holds no optimizer state that could be loaded: training cannot go on as it was. To "
+                "go on with a new optimizer, say checkpoint=CheckpointOptions(restore_optimizer=False)."
+            )
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -142,6 +161,8 @@ class PortableCheckpoint(Strategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once."""
+        from lightning_paral.checkpoint.saving import remove_at
+
         if not self.is_global_zero:
             return
         if self._saver is not None:
@@ -161,3 +182,8 @@ class PortableCheckpoint(Strategy):
                 saver.close()
         finally:
             super().teardown()
+
+
+def _is_loss_scale(state: Any) -> bool:
+    """Whether `state` is that of a `torch.amp.GradScaler`."""
+    return isinstance(state, Mapping) and {"scale", "_growth_tracker"} <= state.keys()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
-from lightning_paral.checkpoint.saving import OWN_KEY
+from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
 from lightning_paral.errors import ConfigurationError

@@ -1,9 +1,6 @@
 """ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks."""
 
-import atexit
 import logging
-import os
-import weakref
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -19,7 +16,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -28,23 +24,30 @@ from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, O
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
-from lightning_paral.zero import nvme, settings
+from lightning_paral.zero import settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
+from lightning_paral.zero.construction import built_partitioned, warn_of_whole
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
-from lightning_paral.zero.gradients import PartitionedGradients
+from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.holdings import Holdings, UsersGroups
 from lightning_paral.zero.masterless import fill, held
-from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam, make_run_folders
+from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam
 from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
-from lightning_paral.zero.partition import Belongings, FirstValues, count_trained, lies_in, rejoin, true_shapes
+from lightning_paral.zero.partition import Belongings, count_trained, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
-from lightning_paral.zero.reading import read_optimizer_state, read_parameter
+from lightning_paral.zero.reading import WholeReads
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
-from lightning_paral.zero.runtime import check_installed, choose_accelerator, join_deepspeed, leave_deepspeed
+from lightning_paral.zero.runtime import (
+    check_installed,
+    choose_accelerator,
+    join_deepspeed,
+    leave_deepspeed,
+    rank_variables_as_before,
+)
 
 
-class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
+class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     """One process per device, each with its part of optimizer state, gradients and parameters; DeepSpeed's ZeRO.
 
     Selected by name, `Trainer(strategy="paral_zero2")`, or as an object where options are wanted,
@@ -132,10 +135,10 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
-        self._gradients: PartitionedGradients | None = None
+        self._gradients = None
         self._holdings: Holdings | None = None
         self._failed = False
-        self._run_folders: list[Path] = []
+        self._folders = RunFolders()
         self._undo = ExitStack()
 
     @property
@@ -177,7 +180,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         """Join or make the process group and hand it to DeepSpeed. *Collective* over the world."""
         super().setup_distributed()
-        self._undo.callback(_restore_environment, {name: os.environ.get(name) for name in _RANK_VARIABLES})
+        self._undo.enter_context(rank_variables_as_before())
         self._set_node_environment_variables()
         join_deepspeed(self._logging_level)
         self._undo.callback(leave_deepspeed)
@@ -189,17 +192,8 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build a model of stage 3 partitioned: each rank keeps its part of a parameter as soon as it has values."""
-        if self.stage < 3:
+        with built_partitioned(self.config) if self.stage == 3 else nullcontext():
             yield
-            return
-        import deepspeed
-
-        linear = torch.nn.functional.linear
-        try:
-            with deepspeed.zero.Init(config_dict_or_path=self.config), FirstValues():
-                yield
-        finally:
-            torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
 
     def setup(self, trainer: Trainer) -> None:
         """Make optimizer and engine. *Collective* over the world."""
@@ -222,7 +216,8 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         self.checkpoint_activations()
-        self._warn_of_whole_model(module)
+        if self.stage == 3:
+            warn_of_whole(module)
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
         optimizer = self._make_optimizer()
@@ -254,9 +249,7 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
-        for offload, folder in make_run_folders(self._options, self.broadcast(nvme.new_run_name())).items():
-            self._run_folders.append(folder)
-            atexit.register(nvme.remove_run, folder)
+        for offload, folder in self._folders.make(self._options, self.broadcast(new_run_name())).items():
             zero[offload]["nvme_path"] = str(folder)
         ours = {"zero_optimization": zero} | settings.precision_section(self._zero_precision.precision)
         return settings.complete(ours, self._options.users_config)
@@ -274,16 +267,6 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         assert isinstance(self._precision_plugin, ZeROPrecision)
         return self._precision_plugin
 
-    def _warn_of_whole_model(self, module: Module) -> None:
-        whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
-        if self.stage == 3 and whole:
-            size_mb = sum(parameter.numel() * parameter.element_size() for parameter in whole) / 1e6
-            rank_zero_warn(
-                f"{type(module).__name__} was built outside `configure_model`: every rank holds all parameters "
-                f"({size_mb:,.1f} MB) on the host until they are partitioned, and again at the end of the fit. Build "
-                "them in `configure_model` to have them partitioned one by one."
-            )
-
     @property
     def handles_gradient_accumulation(self) -> bool:
         """Accumulation is Lightning's."""
@@ -294,42 +277,6 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
         """Accumulate in backward passes inside this context; the gradients' own bookkeeping sees to it."""
         # Not `engine.no_sync`: it is refused from stage 2 on, where gradients are divided as soon as they are there.
         yield
-
-    # Reading what is divided: for hooks of the user's. Collective, all of them.
-
-    def gradient_norm(self) -> Tensor:
-        """Return the global 2-norm of the gradients before they are clipped by norm. *Collective* over the world.
-
-        Raises:
-            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
-        """
-        return self._fit_gradients().norm()
-
-    def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return the gradient of `parameter`, averaged over the ranks, fp32, `None` if frozen. *Collective*.
-
-        Raises:
-            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
-        """
-        return self._fit_gradients().full(parameter)
-
-    def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a copy of `parameter` in its own shape, in fp32 where a master copy exists. *Collective*."""
-        return read_parameter(parameter, has_master=self._gradients is not None)
-
-    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape. *Collective*.
-
-        Raises:
-            ValueError: there is no such state yet; states come with the first step.
-        """
-        self._fit_gradients()
-        return read_optimizer_state(parameter, key)
-
-    def _fit_gradients(self) -> PartitionedGradients:
-        if self._gradients is None:
-            raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
-        return self._gradients
 
     # Sampler injection: `PortableStrategy`.
 
@@ -388,27 +335,4 @@ class ParalZeROStrategy(PortableStrategy, DeepSpeedStrategy):
             self._failed = False
             self._undo.close()
             super().teardown()
-            self._leave_run_folders()
-
-    def _leave_run_folders(self) -> None:
-        """Remove this run's files, but for parameters of a module that has them nowhere else: they go with it."""
-        module = self.lightning_module
-        for folder in self._run_folders:
-            if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):
-                nvme.remove_optimizer(folder)
-                weakref.finalize(module, nvme.remove_run, folder)
-            else:
-                nvme.remove_run(folder)
-        self._run_folders = []
-
-
-_RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-
-
-def _restore_environment(values: dict[str, str | None]) -> None:
-    # Lightning takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+            self._folders.leave(self.lightning_module)

@@ -22,7 +22,10 @@ def build_training_engine(
 
     The scheduler stays with Lightning: it keeps setting learning rates in the parameter groups, which are shared.
     """
-    return _initialize(module, config, device, optimizer, [p for p in module.parameters() if p.requires_grad])
+    engine = _initialize(module, config, device, optimizer, [p for p in module.parameters() if p.requires_grad])
+    if getattr(engine.optimizer, "round_robin_gradients", False):
+        _find_masters_again(engine.optimizer)
+    return engine
 
 
 def build_inference_engine(module: Module, config: dict[str, Any], device: torch.device) -> "DeepSpeedEngine":
@@ -46,6 +49,16 @@ def _initialize(
             dist_init_required=False,
         )
     return engine
+
+
+def _find_masters_again(optimizer: Any) -> None:
+    # With `round_robin_gradients` DeepSpeed 0.19.8 lays out master weights in another order than the parameters, and
+    # then looks for them in the parameters' order: it would read and save those of others. Only where it has padded
+    # between them it looks up their places.
+    padding = optimizer.round_robin_bit16_padding
+    optimizer.round_robin_bit16_padding = [[True] for _ in padding]
+    optimizer._link_all_hp_params()
+    optimizer.round_robin_bit16_padding = padding
 
 
 @contextmanager

@@ -1,10 +1,9 @@
-"""Offload to NVMe: whether a folder will do, and a run's own subfolder in it."""
+"""Offload to NVMe: whether a folder will do."""
 
 import mmap
 import os
 import shutil
 import tempfile
-import uuid
 from pathlib import Path
 
 from lightning_paral.errors import ConfigurationError
@@ -56,18 +55,3 @@ def check_space(path: str | Path, needed_bytes: int) -> None:
             f"Offload('nvme', path={str(path)!r}): the ranks of this host will write about {needed_bytes / 1e9:.2f} GB "
             f"there, and {free_bytes / 1e9:.2f} GB are free. Make room, choose another disk, or use more hosts."
         )
-
-
-def new_run_name() -> str:
-    """Return a name for a run's subfolder that no other run has."""
-    return f"paral_zero_{uuid.uuid4().hex[:12]}"
-
-
-def remove_run(folder: Path) -> None:
-    """Remove a run's subfolder with all in it, if it is there."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_optimizer(folder: Path) -> None:
-    """Remove what DeepSpeed wrote of the optimizer to a run's subfolder; parameters stay."""
-    remove_run(folder / "zero_stage_3" / "optimizer")

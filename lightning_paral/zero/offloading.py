@@ -1,6 +1,4 @@
-"""Offload of one run: what has to be there before it, what it compiles and claims, where its files lie."""
-
-from pathlib import Path
+"""Offload of one run: what has to be there before it, what it compiles and claims."""
 
 from lightning_paral.zero import nvme
 from lightning_paral.zero.ops import check_compiler, load_operator
@@ -50,14 +48,3 @@ def check_space(options: ZeROOptions, num_elements: int) -> None:
         # fp32 parameters, gradients and two moments; parameters as they are computed with.
         assert offload.path is not None
         nvme.check_space(offload.path, num_elements * (16 if option == "offload_optimizer" else 4))
-
-
-def make_run_folders(options: ZeROOptions, run: str) -> dict[str, Path]:
-    """Make the subfolder `run` wherever `options` offload to NVMe; return it by DeepSpeed's name of the offload."""
-    folders = {}
-    for option, offload in options.on_nvme.items():
-        assert offload.path is not None
-        folder = Path(offload.path) / run
-        folder.mkdir(exist_ok=True)
-        folders["offload_optimizer" if option == "offload_optimizer" else "offload_param"] = folder
-    return folders

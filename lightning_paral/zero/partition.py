@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed has partitioned or is about to: their true shapes, their first values, the way back."""
+"""Parameters that DeepSpeed has partitioned or is about to: their true shapes, a rank's part, the way back."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -63,56 +63,6 @@ class _ScalarsAsBytes(TorchFunctionMode):
 def scalars_as_bytes() -> TorchFunctionMode:
     """Return a context in which 0-dimensional parameters can be broadcast by DeepSpeed."""
     return _ScalarsAsBytes()
-
-
-class FirstValues(TorchFunctionMode):
-    """A context for `configure_model` in which partitioned parameters are whole while code touches them.
-
-    `zero.Init` partitions a module's parameters as soon as its constructor ends. Code that then sets their first
-    values, `nn.init.normal_(self.head.weight)`, would write into an empty tensor: without an error, and without effect.
-    *Collective* over the world: all ranks run the same `configure_model`. A parameter that was touched stays whole
-    until another one is, so that its `.data` can be written, too; rank 0's values count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._whole: Any = None
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _HARMLESS:
-            touched = [
-                value for value in (*args, *kwargs.values()) if isinstance(value, Parameter) and is_partitioned(value)
-            ]
-            if touched:
-                self._gather(touched)
-        return func(*args, **kwargs)
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._release()
-
-    def _gather(self, parameters: list[Parameter]) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        self._release()
-        with torch._C.DisableTorchFunction(), _ScalarsAsBytes():
-            self._whole = GatheredParameters(parameters, modifier_rank=0)
-            self._whole.__enter__()
-
-    def _release(self) -> None:
-        whole, self._whole = self._whole, None
-        if whole is not None:
-            with torch._C.DisableTorchFunction(), _ScalarsAsBytes():
-                whole.__exit__(None, None, None)
-
-
-_HARMLESS = {
-    getattr(Tensor, attribute).__get__
-    for attribute in ("requires_grad", "device", "dtype", "is_leaf", "grad", "layout")
-} | {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
 
 
 def rejoin(module: Module) -> None:

@@ -3,31 +3,61 @@
 from torch import Tensor
 from torch.nn import Parameter
 
-
-def read_parameter(parameter: Parameter, has_master: bool) -> Tensor:
-    """Return a copy of `parameter` in its own shape, in fp32 if it `has_master`, a copy in the optimizer."""
-    import deepspeed
-
-    if has_master and parameter.requires_grad:
-        full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
-        if full is not None:
-            return full.detach().clone()
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.zero.gradients import PartitionedGradients
 
 
-def read_optimizer_state(parameter: Parameter, key: str) -> Tensor:
-    """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape.
+class WholeReads:
+    """What the strategy lets hooks read, whatever a rank holds of it."""
 
-    Raises:
-        ValueError: there is no such state yet; states come with the first step.
-    """
-    import deepspeed
+    _gradients: PartitionedGradients | None = None
+    """Those of the fit, while there is one."""
 
-    try:
-        state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-    except (KeyError, TypeError, AttributeError):
-        state = None
-    if state is None:
-        raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
-    return state
+    def gradient_norm(self) -> Tensor:
+        """Return the global 2-norm of the gradients before they are clipped by norm. *Collective* over the world.
+
+        Raises:
+            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+        """
+        return self._fit_gradients().norm()
+
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return the gradient of `parameter`, averaged over the ranks, fp32, `None` if frozen. *Collective*.
+
+        Raises:
+            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+        """
+        return self._fit_gradients().full(parameter)
+
+    def full_parameter(self, parameter: Parameter) -> Tensor:
+        """Return a copy of `parameter` in its own shape, in fp32 where a master copy exists. *Collective*."""
+        import deepspeed
+
+        if self._gradients is not None and parameter.requires_grad:
+            full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if full is not None:
+                return full.detach().clone()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape. *Collective*.
+
+        Raises:
+            ValueError: there is no such state yet; states come with the first step.
+        """
+        import deepspeed
+
+        self._fit_gradients()
+        try:
+            state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        except (KeyError, TypeError, AttributeError):
+            state = None
+        if state is None:
+            raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
+        return state
+
+    def _fit_gradients(self) -> PartitionedGradients:
+        if self._gradients is None:
+            raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
+        return self._gradients

@@ -15,6 +15,7 @@ from lightning_paral.errors import ConfigurationError
 
 MINIMUM_VERSION = "0.19.8"
 _LOGGER = "DeepSpeed"
+_RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def check_installed() -> None:
@@ -65,6 +66,21 @@ def quiet_deepspeed(level: int) -> Iterator[None]:
     yield
     # Its import sets the level anew.
     logger.setLevel(level)
+
+
+@contextmanager
+def rank_variables_as_before() -> Iterator[None]:
+    """Give the environment's variables for launched ranks, which DeepSpeed needs, their old values at the end."""
+    # Lightning takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
+    before = {name: os.environ.get(name) for name in _RANK_VARIABLES}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def join_deepspeed(level: int) -> None:

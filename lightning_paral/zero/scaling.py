@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 _FIRST_SCALE = 2.0**16
-_STEPS_BEFORE_GROWTH = 2000
 
 
 class DynamicLossScale:
@@ -25,6 +24,9 @@ class DynamicLossScale:
 
     def __init__(self) -> None:
         self.cur_scale = _FIRST_SCALE
+        self._growth_factor = 2.0
+        self._backoff_factor = 0.5
+        self._growth_interval = 2000
         self._num_finite_steps = 0
 
     @property
@@ -39,24 +41,33 @@ class DynamicLossScale:
     def update_scale(self, overflow: bool) -> None:
         """Take note of a step, between its check for overflow and its division by the scale."""
         if overflow:
-            self.cur_scale = max(self.cur_scale / 2, 1.0)
+            self.cur_scale = max(self.cur_scale * self._backoff_factor, 1.0)
             self._num_finite_steps = 0
         else:
             self._num_finite_steps += 1
 
     def grow(self) -> None:
         """Raise the scale, after a step, if it is time."""
-        if self._num_finite_steps == _STEPS_BEFORE_GROWTH:
-            self.cur_scale *= 2
+        if self._num_finite_steps >= self._growth_interval:
+            self.cur_scale *= self._growth_factor
             self._num_finite_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, with the names of `torch.amp.GradScaler`."""
-        return {"scale": self.cur_scale, "_growth_tracker": self._num_finite_steps}
+        """Return what `torch.amp.GradScaler.load_state_dict` takes, too."""
+        return {
+            "scale": self.cur_scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._num_finite_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the scale that `state` was taken of."""
+        """Go on as the scale, or the `torch.amp.GradScaler`, that `state` was taken of."""
         self.cur_scale = float(state["scale"])
+        self._growth_factor = float(state["growth_factor"])
+        self._backoff_factor = float(state["backoff_factor"])
+        self._growth_interval = int(state["growth_interval"])
         self._num_finite_steps = int(state["_growth_tracker"])
 
 

@@ -138,7 +138,7 @@ def test_weights_only(on_ranks, tmp_path: Path, label: str) -> None:
     on_ranks(2, save_weights_only, str(tmp_path), label)
     path = tmp_path / "w.ckpt"
     assert "optimizer_states" not in contents(path)
-    with pytest.raises(KeyError, match="only the model"):
+    with pytest.raises(CheckpointError, match="restore_optimizer=False"):
         fit("paral_ddp", 1, resume_from=path)
     fit(make("ddp", restore_optimizer=False), 1, resume_from=path)
 
@@ -321,6 +321,7 @@ class SharedFileSystem(LocalFileSystem):
 
     protocol = "shared"
     found: ClassVar[dict[str, Any]] = {}
+    requests: ClassVar[list[tuple[int, int]]] = []
 
     def info(self, path: Any, **kwargs: Any) -> Any:
         if path not in self.found:
@@ -332,6 +333,7 @@ class SharedFileSystem(LocalFileSystem):
 
     def cat_file(self, path: Any, version_id: Any = None, start: Any = None, end: Any = None, **kwargs: Any) -> Any:
         assert version_id is None
+        self.requests.append((start, end))
         return super().cat_file(path, start=start, end=end, **kwargs)
 
     @classmethod
@@ -375,6 +377,19 @@ def test_what_others_have_written_behind_a_url_is_seen(tmp_path: Path) -> None:
     for nbytes in (2, 3):
         (tmp_path / "x").write_bytes(bytes(nbytes))
         assert folder_at(f"shared://{tmp_path}").size("x") == nbytes
+
+
+def test_small_pieces_behind_a_url_come_in_one_request(tmp_path: Path) -> None:
+    fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
+    data = random.Random(1).randbytes(1000)
+    (tmp_path / "x").write_bytes(data)
+    folder = folder_at(f"shared://{tmp_path}")
+    SharedFileSystem.requests.clear()
+    for offset in (100, 110, 500, 990):
+        assert folder.read("x", offset, 10) == data[offset : offset + 10]
+    assert len(SharedFileSystem.requests) == 1
+    assert folder.read("x", 0, 10) == data[:10]
+    assert len(SharedFileSystem.requests) == 2
 
 
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed")

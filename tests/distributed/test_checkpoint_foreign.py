@@ -194,18 +194,26 @@ def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: 
 class OnCPU(ParalZeROStrategy):
     """Saves as Lightning's DeepSpeedStrategy does, in DeepSpeed's format, which needs CUDA there."""
 
+    saved: dict[str, Any]
+    """Weights at that time, in fp32 where there are master copies, and buffers."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         from lightning_paral.zero.partition import scalars_as_bytes
 
+        module = self.lightning_module
+        assert module is not None
+        named = module.named_parameters(remove_duplicate=False)
+        self.saved = {name: self.full_parameter(parameter) for name, parameter in named}
+        self.saved |= {name: buffer.clone() for name, buffer in module.named_buffers()}
         self.exclude_frozen_parameters = False
         with scalars_as_bytes():
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
 
-def save_with_deepspeed(path: str, stage: int) -> dict[str, Any]:
-    from tests.checkpoint_models import SAVED_AFTER
-
-    return weights(fit(OnCPU(stage=stage), 2, save_to=path, num_batches=SAVED_AFTER))
+def save_with_deepspeed(path: str, precision: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[int, float]]:
+    strategy = OnCPU(**options)
+    losses = fit(strategy, 2, save_to=path, precision=precision).losses
+    return strategy.saved, losses
 
 
 def validate_weights(path: str, strategy: str) -> dict[str, Any]:
@@ -218,21 +226,72 @@ def validate_weights(path: str, strategy: str) -> dict[str, Any]:
     return weights(module)
 
 
-def resume_weights_only(path: str) -> None:
-    with pytest.raises(KeyError, match="optimizer state"):
-        fit("paral_ddp", 2, resume_from=path)
-    fit(ParalDDPStrategy(checkpoint=CheckpointOptions(restore_optimizer=False)), 2, resume_from=path)
+def resume_weights_only(path: str, strategy: str) -> dict[int, float]:
+    with pytest.raises(CheckpointError, match=r"CheckpointOptions\(restore_optimizer=False\)"):
+        fit(strategy, 2, resume_from=path)
+    options = CheckpointOptions(restore_optimizer=False)
+    made = ParalDDPStrategy(checkpoint=options) if strategy == "paral_ddp" else ParalZeROStrategy(checkpoint=options)
+    losses: dict[int, float] = fit(made, 2, resume_from=path).losses
+    return losses
+
+
+def read_by_deepspeed(path: str) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return {name: value.detach() for name, value in get_fp32_state_dict_from_zero_checkpoint(path).items()}
+
+
+SUB_GROUPS = {"zero_optimization": {"sub_group_size": 60}}
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+FOLDERS: list[tuple[str, dict[str, Any]]] = [
+    *((precision, {"stage": stage}) for precision in ("32-true", "bf16-mixed", "bf16-true") for stage in (1, 2, 3)),
+    ("bf16-true", {"stage": 2, "deepspeed_config": ROUND_ROBIN}),
+    ("bf16-true", {"stage": 3, "deepspeed_config": SUB_GROUPS}),
+    ("bf16-true", {"stage": 2, "offload_optimizer": "cpu"}),
+]
+
+
+@pytest.mark.parametrize(("precision", "options"), FOLDERS, ids=str)
+def test_weights_of_a_deepspeed_folder_are_its_masters(on_ranks, tmp_path: Path, precision: str, options: Any) -> None:
+    path = str(tmp_path / "theirs.ckpt")
+    expected = on_ranks(2, save_with_deepspeed, path, precision, options)[0][0]
+
+    found = load(path, Ranks())["state_dict"]
+    (theirs,) = on_ranks(1, read_by_deepspeed, path)
+    trained = [name for name in expected if not name.startswith(("frozen", "norm"))]
+    assert found.keys() == expected.keys() >= theirs.keys() >= set(trained)
+    for name, value in expected.items():
+        if name in trained:
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(theirs[name], value, rtol=0, atol=0)
+        torch.testing.assert_close(found[name].clone(), value, rtol=0, atol=0)
+    for strategy in ("paral_ddp", "paral_zero3"):
+        for loaded in on_ranks(2, validate_weights, path, strategy):
+            for name, value in loaded.items():
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=0, check_dtype=False)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_weights_of_a_deepspeed_folder_are_loaded(on_ranks, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_zero2"])
+def test_resuming_from_deepspeed_takes_a_new_optimizer(on_ranks, tmp_path: Path, stage: int, strategy: str) -> None:
     path = str(tmp_path / "theirs.ckpt")
-    expected = on_ranks(2, save_with_deepspeed, path, stage)[0]
-    for strategy in ("paral_ddp", "paral_zero3"):
-        for found in on_ranks(2, validate_weights, path, strategy):
-            for name, value in found.items():
-                torch.testing.assert_close(value, expected[name], msg=lambda text, name=name: f"{name}: {text}")
-    on_ranks(2, resume_weights_only, path)
+    expected = mean_losses(
+        [losses for _, losses in on_ranks(2, save_with_deepspeed, path, "32-true", {"stage": stage})]
+    )
+
+    found = mean_losses(on_ranks(2, resume_weights_only, path, strategy))
+
+    assert list(found) == [4, 5, 6, 7, 8, 9]
+    for number in (4, 5):  # before the optimizer's first step
+        assert found[number] == pytest.approx(expected[number], rel=1e-5)
+
+
+def test_deepspeed_folder_that_lacks_a_rank_is_refused(on_ranks, tmp_path: Path) -> None:
+    path = tmp_path / "theirs.ckpt"
+    on_ranks(2, save_with_deepspeed, str(path), "bf16-true", {"stage": 1})
+    (path / "checkpoint" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="optimizer states of 1 of 2 ranks"):
+        load(path, Ranks())
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:

@@ -175,11 +175,23 @@ def fit_hooked(num_ranks: int, **options: Any) -> Any:
     return fitted, model.seen, model.calls
 
 
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+
+
+IN_TURNS: dict[str, Any] = {
+    "round_robin1": {"stage": 1},
+    "round_robin2": {"stage": 2},
+    "round_robin2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+}
+
+
 def fit_hooked_on_rank(strategy: str) -> Any:
+    if strategy in IN_TURNS:
+        return fit_hooked(2, strategy=ParalZeROStrategy(deepspeed_config=ROUND_ROBIN, **IN_TURNS[strategy]))
     return fit_hooked(2, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
+@pytest.mark.parametrize("strategy", [*WITH_OFFLOAD, *IN_TURNS])
 def test_overridden_hooks_do_what_they_say(on_ranks, strategy: str) -> None:
     tolerance = 1e-4 if "offload" in strategy else 1e-5
     expected_fit, expected_seen, expected_calls = fit_hooked(1)

@@ -83,14 +83,21 @@ def test_draft_is_a_leftover_as_soon_as_its_process_is_dead(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-def test_lock_that_its_owner_does_not_hold_yet_is_left_alone(tmp_path: Path) -> None:
-    lock = tmp_path / ".x.ckpt.lock-0123456789ab"
-    lock.touch()
+def test_lock_that_was_taken_for_a_leftover_before_it_was_held_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock_late(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        remove_leftovers(tmp_path)
+        assert os.listdir(tmp_path) == []
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    draft = Draft(tmp_path / "x.ckpt", folder=True)
     remove_leftovers(tmp_path)
-    assert lock.exists()
-    age(lock)
-    remove_leftovers(tmp_path)
-    assert not lock.exists()
+    assert len(os.listdir(tmp_path)) == 2
+    draft.commit()
+    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
 def age(path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Building the model of stage 3 partitioned, so that no rank ever holds it whole; and a word to those who do not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+
+from lightning_paral.zero.partition import is_partitioned, scalars_as_bytes
+
+
+@contextmanager
+def built_partitioned(config: dict[str, Any]) -> Iterator[None]:
+    """Let each rank keep its part only of parameters that are made in this context, as soon as they have values.
+
+    *Collective* over the world.
+    """
+    import deepspeed
+
+    linear = torch.nn.functional.linear
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config), _FirstValues():
+            yield
+    finally:
+        torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
+
+
+def warn_of_whole(module: Module) -> None:
+    """Warn if parameters of `module` were not built partitioned."""
+    whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
+    if whole:
+        size_mb = sum(parameter.numel() * parameter.element_size() for parameter in whole) / 1e6
+        rank_zero_warn(
+            f"{type(module).__name__} was built outside `configure_model`: every rank holds all parameters "
+            f"({size_mb:,.1f} MB) on the host until they are partitioned, and again at the end of the fit. Build "
+            "them in `configure_model` to have them partitioned one by one."
+        )
+
+
+class _FirstValues(TorchFunctionMode):
+    """A context for `configure_model` in which partitioned parameters are whole while code touches them.
+
+    `zero.Init` partitions a module's parameters as soon as its constructor ends. Code that then sets their first
+    values, `nn.init.normal_(self.head.weight)`, would write into an empty tensor: without an error, and without effect.
+    *Collective* over the world: all ranks run the same `configure_model`. A parameter that was touched stays whole
+    until another one is, so that its `.data` can be written, too; rank 0's values count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: Any = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            touched = [
+                value for value in (*args, *kwargs.values()) if isinstance(value, Parameter) and is_partitioned(value)
+            ]
+            if touched:
+                self._gather(touched)
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._release()
+
+    def _gather(self, parameters: list[Parameter]) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        self._release()
+        with torch._C.DisableTorchFunction(), scalars_as_bytes():
+            self._whole = GatheredParameters(parameters, modifier_rank=0)
+            self._whole.__enter__()
+
+    def _release(self) -> None:
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            with torch._C.DisableTorchFunction(), scalars_as_bytes():
+                whole.__exit__(None, None, None)
+
+
+_HARMLESS = {
+    getattr(Tensor, attribute).__get__
+    for attribute in ("requires_grad", "device", "dtype", "is_leaf", "grad", "layout")
+} | {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
