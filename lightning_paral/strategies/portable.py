@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -77,9 +78,21 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
                 "Leave it out. For saving in the background there is CheckpointOptions(async_save=True)."
             )
 
+    def _check_callbacks(self) -> None:
+        """Refuse callbacks that copy weights to and fro between the module and a whole copy of it."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else []:
+            if self._default_form == "sharded" and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} averages whole weights, and under {type(self).__name__} ranks hold "
+                    "parts of them, or train a copy. Use paral_ddp, or average what the rank holds in your own callback."
+                )
+
     def setup_distributed(self) -> None:
         """Join or make the process group. *Collective* over the world."""
         reset_seed()
+        self._check_callbacks()
         self.set_world_ranks()
         assert self.cluster_environment is not None
         assert self._timeout is not None
