@@ -26,7 +26,7 @@ from lightning_paral.checkpoint.files import (
 from lightning_paral.checkpoint.full import read_full
 from lightning_paral.checkpoint.geometry import Box, coverage_fault
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, extract
-from lightning_paral.checkpoint.optimizer import by_number
+from lightning_paral.checkpoint.optimizer import BESIDE_KEY, by_number
 from lightning_paral.checkpoint.plan import is_large
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.sharded import META, METADATA
@@ -204,10 +204,12 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if is_large(key))
-    if numbers:
-        checkpoint["optimizer_states"] = [by_number(tree.pop(f"optimizer_{number}")) for number in numbers]
+    optimizers = [tree.pop(f"optimizer_{number}") for number in numbers]
     if manifest is not None:
         _fill(checkpoint, tree)
+    if optimizers:
+        beside = checkpoint.pop(BESIDE_KEY, [{}] * len(optimizers))
+        checkpoint["optimizer_states"] = [more | by_number(s) for more, s in zip(beside, optimizers, strict=True)]
     return checkpoint
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.memory import fresh_like
 from lightning_paral.checkpoint.stored import read_into, read_whole
@@ -16,6 +17,9 @@ from lightning_paral.errors import CheckpointError
 State = dict[str, Any]
 """What `Optimizer.state_dict` returns, with the parameters' names as `param_names` in each group."""
 
+
+BESIDE_KEY = "lightning_paral.optimizers"
+"""Where a folder holds what optimizers save beside what all optimizers do."""
 
 _REMEDY = (
     "Return the same parameters in the same groups from configure_optimizers, or leave the optimizer's state out by "
@@ -94,6 +98,11 @@ def by_number(state: State) -> State:
     }
 
 
+def beside_state(state: State) -> dict[str, Any]:
+    """Return what an optimizer saves beside what all optimizers do: averages of weights, for instance."""
+    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+
+
 class SavedOptimizer:
     """The state of one optimizer in a checkpoint, by parameter name.
 
@@ -153,17 +162,20 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
             if found is not None:
                 state[number] = {key: _restored(key, value, parameter) for key, value in found.items()}
             number += 1
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    beside = tree_map_only(Tensor, _copied, beside_state(saved))
+    optimizer.load_state_dict(beside | {"state": state, "param_groups": groups})
 
 
 def _restored(key: str, value: Any, parameter: Parameter) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step" or value.shape != parameter.shape:
-        return read_whole(value).clone()
+    if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
+        return tree_map_only(Tensor, _copied, value)
     target = _memory_for(parameter.detach())
     read_into(value, target)
     return target
+
+
+def _copied(value: Tensor) -> Tensor:
+    return read_whole(value).clone()
 
 
 def _memory_for(parameter: Tensor) -> Tensor:

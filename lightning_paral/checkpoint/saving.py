@@ -18,7 +18,7 @@ from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.memory import Staging
-from lightning_paral.checkpoint.optimizer import by_name
+from lightning_paral.checkpoint.optimizer import BESIDE_KEY, beside_state, by_name
 from lightning_paral.checkpoint.plan import Entry, check_same, is_large, plan, replace, tensors_in
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
@@ -58,8 +58,9 @@ class Save:
         what = f"Saving {path}"
         tree, rest, objects = dict(checkpoint), {}, {}
         if form == "sharded":
-            for number, state in enumerate(tree.pop("optimizer_states", [])):
-                tree[f"optimizer_{number}"] = by_name(state)
+            states = tree.pop("optimizer_states", [])
+            tree |= {f"optimizer_{number}": by_name(state) for number, state in enumerate(states)}
+            tree[BESIDE_KEY] = [beside_state(state) for state in states]
             tree["state_dict"], extra_states = _without_extra_states(tree.get("state_dict", {}))
         entries = ranks.each(what, lambda: plan(tree, ranks, replicated))
         check_same(entries, ranks)
