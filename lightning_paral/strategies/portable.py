@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -17,6 +19,7 @@ from lightning_paral.checkpoint.ranks import all_ranks
 from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.process_group import (
@@ -61,14 +64,35 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
         check_local_rank(self.local_rank, self.num_processes)
         check_device(self.root_device)
         backend_for(self.root_device, self._process_group_backend)
+        self._check_checkpoint_io()
         super()._configure_launcher()
         if type(self._launcher).__name__ == "_SubprocessScriptLauncher":
             assert self.cluster_environment is not None
             self._launcher = CheckedSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
+    def _check_checkpoint_io(self) -> None:
+        io = self._checkpoint_io
+        if self._default_form == "sharded" and io is not None and type(io) is not TorchCheckpointIO:
+            raise ConfigurationError(
+                f"{type(io).__name__} saves what one rank has, and under {type(self).__name__} no rank has everything. "
+                "Leave it out. For saving in the background there is CheckpointOptions(async_save=True)."
+            )
+
+    def _check_callbacks(self) -> None:
+        """Refuse callbacks that copy weights to and fro between the module and a whole copy of it."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else []:
+            if self._default_form == "sharded" and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} averages whole weights, and under {type(self).__name__} ranks hold "
+                    "parts of them, or train a copy. Use paral_ddp, or average what the rank holds in your own callback."
+                )
+
     def setup_distributed(self) -> None:
         """Join or make the process group. *Collective* over the world."""
         reset_seed()
+        self._check_callbacks()
         self.set_world_ranks()
         assert self.cluster_environment is not None
         assert self._timeout is not None

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 
 from lightning_paral import (
     CheckpointError,
     CheckpointOptions,
+    ConfigurationError,
     ParalDDPStrategy,
     ParalDPStrategy,
     ParalFSDPStrategy,
@@ -20,7 +23,8 @@ from lightning_paral import (
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.verify import verify
-from tests.checkpoint_models import Resumable, SaveOnce, fit, mean_losses
+from tests.checkpoint_models import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
+from tests.models import quiet_trainer
 
 FORMS = ("full", "sharded")
 
@@ -269,3 +273,37 @@ def test_what_was_saved_before_the_first_step_resumes(
     assert len(found) == len(expected)
     for number, loss in found.items():
         assert loss == pytest.approx(expected[number], rel=1e-5)
+
+
+# Ways of saving of the user's own
+
+
+@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
+def test_checkpoint_io_is_refused_where_no_rank_has_everything(strategy: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves what one rank has.*async_save=True"):
+        quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
+
+
+def test_checkpoint_io_is_used_where_a_rank_has_everything(tmp_path: Path) -> None:
+    fit("paral_ddp", 1, save_to=tmp_path / "x.ckpt", plugins=[AsyncCheckpointIO()])
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == SAVED_AFTER // 2
+
+
+@pytest.mark.parametrize("make_callback", [lambda: EMAWeightAveraging(), lambda: StochasticWeightAveraging(1e-2)])
+@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero2"])
+def test_averages_of_whole_weights_are_refused_where_ranks_hold_parts(strategy: str, make_callback: Any) -> None:
+    with pytest.raises(ConfigurationError, match="averages whole weights"):
+        fit(strategy, 1, callbacks=[make_callback()])
+
+
+def resume_with_average(path: str) -> list[dict[int, float]]:
+    def run(**options: Any) -> dict[int, float]:
+        losses: dict[int, float] = fit("paral_ddp", 2, callbacks=[EMAWeightAveraging(decay=0.5)], **options).losses
+        return losses
+
+    return [run(save_to=path), run(resume_from=path)]
+
+
+def test_averages_of_weights_resume_under_ddp(on_ranks, tmp_path: Path) -> None:
+    for expected, found in on_ranks(2, resume_with_average, str(tmp_path / "x.ckpt")):
+        assert found == pytest.approx({number: expected[number] for number in found}, rel=1e-5)
