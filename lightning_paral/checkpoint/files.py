@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,10 @@ _LARGE_BYTES = 2**20
 _AHEAD_BYTES = 2**23
 _NUM_REQUESTS = 4
 
-
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+
+COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
+"""What local copies of files behind URLs are called."""
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -74,14 +77,18 @@ class LocalFolder:
         path = self.path / file
         return path.stat().st_size if path.is_file() else None
 
-    def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return bytes of a file: mapped, not read."""
+    def hold(self, file: str) -> None:
+        """Map a file: what is read from then on is of this one, even if a save replaces the folder."""
         if file not in self._maps:
             with open(self.path / file, "rb") as opened:
                 size = os.fstat(opened.fileno()).st_size
                 # Private and writable: torch warns of memory it may not write.
                 access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
                 self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, *access) if size else b"")
+
+    def read(self, file: str, offset: int, length: int) -> memoryview:
+        """Return bytes of a file: mapped, not read."""
+        self.hold(file)
         if length >= _LARGE_BYTES:
             self._populate(file, offset, length)
         return self._maps[file][offset : offset + length]
@@ -116,11 +123,18 @@ class RemoteFolder:
 
     def create(self, file: str) -> Writing:
         """Return a new file; it exists when it is closed."""
-        self.fs.makedirs(self.path, exist_ok=True)
-        return Writing(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
+        try:
+            self.fs.makedirs(self.path, exist_ok=True)
+            return Writing(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"There is a file at {self.url}, where a folder is to be saved. Remove it, or save elsewhere."
+            ) from error
 
     def keep(self, files: set[str]) -> None:
-        """Remove all other files of the folder: those of saves before, and of saves that did not end."""
+        """Remove what else is there: files of saves before, one file in place of the folder, and saves that died."""
+        if self.fs.isfile(self.path):  # in an object store it can have the folder's name
+            self.fs.rm_file(self.path)
         for path in self.fs.ls(self.path, detail=False):
             if str(path).rsplit("/", 1)[-1] not in files:
                 self.fs.rm(path)
@@ -129,6 +143,9 @@ class RemoteFolder:
         """Return the size of a file in bytes, `None` if there is none."""
         path = f"{self.path}/{file}"
         return int(self.fs.size(path)) if self.fs.isfile(path) else None
+
+    def hold(self, file: str) -> None:
+        """Nothing: the files of another save have other names."""
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
         """Return bytes of a file. Some that follow are fetched with them: what is read next lies there mostly."""
@@ -152,10 +169,14 @@ class RemoteFolder:
 def put_file(source: Path, url: str) -> None:
     """Copy a local file to a URL, in place of what is there."""
     fs, path = file_system(url)
-    if fs.isdir(path):
-        fs.rm(path, recursive=True)
     fs.makedirs(fs._parent(path), exist_ok=True)
-    fs.put_file(str(source), path)
+    if not fs.isdir(path):
+        fs.put_file(str(source), path)
+        return
+    beside = f"{path}.{source.name}"
+    fs.put_file(str(source), beside)  # the folder that is there goes when this has succeeded
+    fs.rm(path, recursive=True)
+    fs.mv(beside, path)
 
 
 def get_file(url: str) -> Path | None:
@@ -163,7 +184,7 @@ def get_file(url: str) -> Path | None:
     fs, path = file_system(url)
     if not fs.isfile(path):
         return None
-    descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".ckpt")
+    descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".copy")
     os.close(descriptor)
     fs.get_file(path, name)
     return Path(name)

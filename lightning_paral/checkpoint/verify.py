@@ -5,8 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_paral.checkpoint.damage import faults_of
+from lightning_paral.checkpoint.finding import read_manifest, read_present
 from lightning_paral.checkpoint.geometry import coverage_fault
-from lightning_paral.checkpoint.loading import faults_of, open_checkpoint, read_manifest, read_present
+from lightning_paral.checkpoint.loading import open_checkpoint
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.ranks import Ranks

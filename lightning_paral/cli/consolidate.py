@@ -10,7 +10,8 @@ import torch
 from tqdm import tqdm
 
 from lightning_paral.checkpoint.consolidate import select, size_of, write_file, write_safetensors
-from lightning_paral.checkpoint.loading import load, read_manifest, read_present
+from lightning_paral.checkpoint.finding import read_manifest, read_present
+from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.errors import CheckpointError, ConfigurationError

@@ -372,6 +372,29 @@ def test_memory_file_system(form: str) -> None:
         contents("memory://checkpoints/none")
 
 
+def test_forms_take_each_other_s_place_behind_a_url() -> None:
+    url = "memory://forms/x.ckpt"
+    fit(make("ddp", form="sharded"), 1, save_to=url)
+    fit(make("ddp", form="full"), 1, save_to=url)
+    assert verify(url) == []
+    assert fsspec.filesystem("memory").isfile("/forms/x.ckpt")
+    assert len(fsspec.filesystem("memory").ls("/forms")) == 1
+    with pytest.raises(CheckpointError, match=r"There is a file at memory://forms/x.ckpt, where a folder"):
+        fit(make("ddp", form="sharded"), 1, save_to=url)
+    assert verify(url) == []
+
+
+def test_damage_behind_a_url_is_named_by_the_url() -> None:
+    url = "memory://damage/x.ckpt"
+    fit(make("ddp", form="full"), 1, save_to=url)
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/damage/x.ckpt", memory.cat("/damage/x.ckpt")[:-10])
+    assert url in verify(url)[0]
+    with pytest.raises(CheckpointError, match=url) as raised:
+        load(url, Ranks())
+    assert "lightning_paral_" not in str(raised.value)
+
+
 def test_what_others_have_written_behind_a_url_is_seen(tmp_path: Path) -> None:
     fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
     for nbytes in (2, 3):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_paral import CheckpointError, ParalDDPStrategy
 from lightning_paral.checkpoint import commit
@@ -16,7 +17,7 @@ from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.saving import remove_at
 from lightning_paral.checkpoint.verify import verify
-from tests.checkpoint_models import SAVED_AFTER, fit
+from tests.checkpoint_models import SAVED_AFTER, Resumable, fit
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,3 +149,13 @@ def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.M
     finally:
         done.set()
         thread.join(timeout=30)
+
+
+def test_what_was_loaded_stays_as_it_was_when_it_is_replaced(target: Path) -> None:
+    loaded = load(target, Ranks())
+    expected = {name: value.clone() for name, value in load(target, Ranks())["state_dict"].items()}
+    torch.manual_seed(4)
+    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target, module=Resumable())
+    weight = "first.weight"
+    assert not torch.equal(load(target, Ranks())["state_dict"][weight].clone(), expected[weight])
+    assert all(torch.equal(value.clone(), expected[name]) for name, value in loaded["state_dict"].items())
