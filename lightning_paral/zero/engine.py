@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_paral.zero.outputs import allow_any_output
 from lightning_paral.zero.partition import scalars_as_bytes
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def _initialize(
             optimizer=optimizer,
             dist_init_required=False,
         )
+    allow_any_output(module)
     return engine
 
 

@@ -66,7 +66,7 @@ def scalars_as_bytes() -> TorchFunctionMode:
 
 
 def rejoin(module: Module) -> None:
-    """Give parameters partitioned in a run before the process group of this one.
+    """Give parameters partitioned in a run before the process group of this one, also if that run failed.
 
     Raises:
         ConfigurationError: they were partitioned among another number of ranks.
@@ -75,6 +75,10 @@ def rejoin(module: Module) -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     partitioned: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    # A failure inside a forward leaves modules and parameters as if they were still in use.
+    for part in module.modules():
+        if hasattr(part._parameters, "_in_forward"):
+            part._parameters._in_forward = False
     for parameter in partitioned:
         if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
             raise ConfigurationError(
@@ -82,6 +86,7 @@ def rejoin(module: Module) -> None:
                 f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
             )
         parameter.ds_process_group = get_world_group()
+        parameter.ds_active_sub_modules.clear()
         # Its methods are closures over the `zero.Init` that made it.
         for cell in parameter.all_gather.__closure__ or ():
             if isinstance(cell.cell_contents, Init):

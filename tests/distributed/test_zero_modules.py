@@ -104,3 +104,70 @@ def test_configure_model_is_partitioned_and_sets_the_same_first_values(on_ranks)
     losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
     assert all(shape == (0,) for _, shapes in ranks for shape in shapes)
+
+
+class Answers(Fitted):
+    """A part that returns what no tensor is in, and a `predict_step` that returns it, too."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(LENGTH, 4)
+        self.judge = Judge(answer)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.hidden(batch[0].float() / VOCABULARY)
+        self.judge(hidden)
+        return hidden.square().mean()
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.loss(batch)
+        return self.judge.answer
+
+
+class Judge(nn.Module):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+ANSWERS = (3, 1.5, "file.txt", None, [1, 2], {0: 1}, (1, "a"), frozenset({1}))
+
+
+def fit_and_predict_answers() -> tuple[list[Any], list[float]]:
+    predicted, losses = [], []
+    for answer in ANSWERS:
+        model = Answers(answer)
+        trainer = quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3")
+        predicted.append(trainer.predict(model, token_loader(1, 2)))
+        trainer.fit(model, token_loader(1, 2))
+        losses += model.losses
+    return predicted, losses
+
+
+def test_any_output_of_steps_and_modules_at_stage_3(on_ranks) -> None:
+    for predicted, losses in on_ranks(2, fit_and_predict_answers):
+        assert predicted == [[answer] for answer in ANSWERS]
+        assert len(losses) == len(ANSWERS)
+
+
+def fit_after_failed_predict() -> list[float]:
+    torch.manual_seed(5)
+    model = Answers(ValueError("no answer"))
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3")
+    with pytest.raises(ValueError, match="no answer"):
+        trainer.predict(model, token_loader(1, 2))
+    model.losses, model.judge.answer = [], None
+    trainer.fit(model, token_loader(NUM_BATCHES, 2))
+    return model.losses
+
+
+def test_fit_after_a_failed_predict_at_stage_3(on_ranks) -> None:
+    expected, _ = fit(lambda: Answers(None), NUM_BATCHES, 1)
+    losses = torch.tensor(on_ranks(2, fit_after_failed_predict)).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
