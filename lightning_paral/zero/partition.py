@@ -65,6 +65,23 @@ def scalars_as_bytes() -> TorchFunctionMode:
     return _ScalarsAsBytes()
 
 
+def make_contiguous(parameter: Any) -> None:
+    """Lay out a whole `parameter` row by row: DeepSpeed sends and divides it as bytes in this order."""
+    if not parameter.is_contiguous():
+        parameter.data = parameter.data.contiguous()
+
+
+def check_not_empty(module: Module) -> None:
+    """Raise a `ConfigurationError` if a parameter has no elements: stage 3 would wait for them in vain."""
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "ds_numel", parameter.numel()) == 0:
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            raise ConfigurationError(
+                f"ZeRO stage 3 cannot divide a parameter without elements, and {name!r} has shape {shape}. Leave it "
+                "out (`None` in its place), make it a buffer, or use paral_zero2."
+            )
+
+
 def rejoin(module: Module) -> None:
     """Give parameters partitioned in a run before the process group of this one, also if that run failed.
 
