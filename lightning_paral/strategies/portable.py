@@ -86,7 +86,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
             if self._default_form == "sharded" and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
                 raise ConfigurationError(
                     f"{type(callback).__name__} averages whole weights, and under {type(self).__name__} ranks hold "
-                    "parts of them, or train a copy. Use paral_ddp, or average what the rank holds in your own callback."
+                    "parts of them, or train a copy. Use paral_ddp, or average what a rank holds in your own callback."
                 )
 
     def setup_distributed(self) -> None:
