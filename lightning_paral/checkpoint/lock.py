@@ -37,11 +37,14 @@ class Lock:
         return False
 
     def release(self) -> None:
-        """Remove the file."""
+        """Remove the file; a second time there is nothing to do."""
+        if self._descriptor < 0:
+            return
         with suppress(OSError):
             self._path.unlink()
         with suppress(OSError):
             os.close(self._descriptor)
+        self._descriptor = -1  # by then the number may be another file's
 
 
 @contextmanager

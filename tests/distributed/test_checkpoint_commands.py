@@ -28,8 +28,8 @@ def save_all(folder: str) -> None:
     fit(ParalDDPStrategy(checkpoint="full"), 2, save_to=f"{folder}/full")
     fit(ParalFSDPStrategy(checkpoint="sharded"), 2, save_to=f"{folder}/sharded")
     save_with_ddp_of_lightning(f"{folder}/lightning")
-    save_with_deepspeed(f"{folder}/deepspeed2", 2)
-    save_with_deepspeed(f"{folder}/deepspeed3", 3)
+    save_with_deepspeed(f"{folder}/deepspeed2", "32-true", {"stage": 2})
+    save_with_deepspeed(f"{folder}/deepspeed3", "32-true", {"stage": 3})
 
 
 @pytest.fixture(scope="module")
