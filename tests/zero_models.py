@@ -181,4 +181,4 @@ def assert_same_fit(
     for _, weights in ranks:
         assert weights.keys() == expected[1].keys()
         for name, weight in weights.items():
-            assert (weight - expected[1][name]).abs().max() <= tolerance, name
+            assert ((weight - expected[1][name]).abs() <= tolerance).all(), name

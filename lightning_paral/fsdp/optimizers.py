@@ -30,6 +30,6 @@ def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: lis
     if together and whole and len(held) > len(whole):
         raise ConfigurationError(
             f"{type(optimizer).__name__}({together[0]}=True) would update shards and the {len(whole)} 0-dimensional "
-            "parameter(s), which are not sharded, in one call; torch cannot. Leave the option out, or give the "
-            "parameters that have `dim() == 0` the shape [1]."
+            "or empty parameter(s), which are not sharded, in one call; torch cannot. Leave the option out, or give "
+            "the parameters that have `dim() == 0` the shape [1]."
         )

@@ -13,8 +13,8 @@ LARGE_BYTES = 1024 * 1024
 
 
 def unshardable(module: Module) -> list[Parameter]:
-    """Return the 0-dimensional parameters of `module`: there is no row to give to each rank."""
-    return [parameter for parameter in module.parameters() if parameter.dim() == 0]
+    """Return the parameters of `module` without dimensions or elements: there is no row to give to each rank."""
+    return [parameter for parameter in module.parameters() if parameter.dim() == 0 or parameter.numel() == 0]
 
 
 class AveragedGradients:

@@ -140,9 +140,9 @@ class ShardedModule:
             self._belongings.note(parts)
         if dist.get_world_size() > 1:
             broadcast(_own_tensors(parts))
-        scalars = set(unshardable(module))
-        for scalar in scalars:
-            scalar.data = scalar.data.to(self._sharding.device)
+        replicated = set(unshardable(module))
+        for whole in replicated:
+            whole.data = whole.data.to(self._sharding.device)
         for part in parts:
             for parameter in part._parameters.values():
                 if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -151,8 +151,8 @@ class ShardedModule:
             for part in parts:
                 if isinstance(part, _BatchNorm) and next(part.parameters(), None) is not None and part is not module:
                     # Its kernels want parameters as wide as the running statistics.
-                    self._fully_shard(part, MixedPrecisionPolicy(), scalars)
-        self._fully_shard(module, self._sharding.policy, scalars)
+                    self._fully_shard(part, MixedPrecisionPolicy(), replicated)
+        self._fully_shard(module, self._sharding.policy, replicated)
         self._belongings.release(parts)
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
@@ -230,7 +230,7 @@ def _own_tensors(parts: list[Module]) -> list[Tensor]:
 def _check_dtypes(unit: Unit, names: dict[Any, str]) -> None:
     trained: dict[torch.dtype, str] = {}
     for parameter in unit.parameters:
-        if parameter.requires_grad and parameter.dim() > 0:
+        if parameter.requires_grad and parameter.dim() > 0 and parameter.numel() > 0:
             trained.setdefault(parameter.dtype, names[parameter])
     if len(trained) > 1:
         found = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in trained.items())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_paral.zero.partition import is_partitioned, scalars_as_bytes
+from lightning_paral.zero.partition import is_partitioned, make_contiguous, scalars_as_bytes
 
 
 @contextmanager
@@ -23,10 +23,23 @@ def built_partitioned(config: dict[str, Any]) -> Iterator[None]:
 
     linear = torch.nn.functional.linear
     try:
-        with deepspeed.zero.Init(config_dict_or_path=config), _FirstValues():
+        with _divisible(deepspeed.zero.Init(config_dict_or_path=config)), _FirstValues():
             yield
     finally:
         torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
+
+
+def _divisible(init: Any) -> Any:
+    """Let `zero.Init` take parameters of any layout and dimension."""
+    divide = init._zero_init_param
+
+    def divide_any(parameter: Parameter) -> None:
+        make_contiguous(parameter)
+        with scalars_as_bytes():
+            divide(parameter)
+
+    init._zero_init_param = divide_any
+    return init
 
 
 def warn_of_whole(module: Module) -> None:
@@ -74,14 +87,14 @@ class _FirstValues(TorchFunctionMode):
         from deepspeed.runtime.zero import GatheredParameters
 
         self._release()
-        with torch._C.DisableTorchFunction(), scalars_as_bytes():
+        with torch._C.DisableTorchFunctionSubclass(), scalars_as_bytes():
             self._whole = GatheredParameters(parameters, modifier_rank=0)
             self._whole.__enter__()
 
     def _release(self) -> None:
         whole, self._whole = self._whole, None
         if whole is not None:
-            with torch._C.DisableTorchFunction(), scalars_as_bytes():
+            with torch._C.DisableTorchFunctionSubclass(), scalars_as_bytes():
                 whole.__exit__(None, None, None)
 
 

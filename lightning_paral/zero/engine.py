@@ -9,7 +9,8 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.zero.partition import scalars_as_bytes
+from lightning_paral.zero.outputs import allow_any_output
+from lightning_paral.zero.partition import check_not_empty, make_contiguous, scalars_as_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -39,6 +40,10 @@ def _initialize(
 ) -> "DeepSpeedEngine":
     import deepspeed
 
+    if config["zero_optimization"]["stage"] == 3:
+        check_not_empty(module)
+    for parameter in module.parameters():
+        make_contiguous(parameter)
     with scalars_as_bytes(), _dtype_as_given():
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
@@ -48,6 +53,7 @@ def _initialize(
             optimizer=optimizer,
             dist_init_required=False,
         )
+    allow_any_output(module)
     return engine
 
 

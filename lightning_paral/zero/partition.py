@@ -65,8 +65,25 @@ def scalars_as_bytes() -> TorchFunctionMode:
     return _ScalarsAsBytes()
 
 
+def make_contiguous(parameter: Any) -> None:
+    """Lay out a whole `parameter` row by row: DeepSpeed sends and divides it as bytes in this order."""
+    if not parameter.is_contiguous():
+        parameter.data = parameter.data.contiguous()
+
+
+def check_not_empty(module: Module) -> None:
+    """Raise a `ConfigurationError` if a parameter has no elements: stage 3 would wait for them in vain."""
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "ds_numel", parameter.numel()) == 0:
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            raise ConfigurationError(
+                f"ZeRO stage 3 cannot divide a parameter without elements, and {name!r} has shape {shape}. Leave it "
+                "out (`None` in its place), make it a buffer, or use paral_zero2."
+            )
+
+
 def rejoin(module: Module) -> None:
-    """Give parameters partitioned in a run before the process group of this one.
+    """Give parameters partitioned in a run before the process group of this one, also if that run failed.
 
     Raises:
         ConfigurationError: they were partitioned among another number of ranks.
@@ -75,6 +92,10 @@ def rejoin(module: Module) -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     partitioned: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    # A failure inside a forward leaves modules and parameters as if they were still in use.
+    for part in module.modules():
+        if hasattr(part._parameters, "_in_forward"):
+            part._parameters._in_forward = False
     for parameter in partitioned:
         if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
             raise ConfigurationError(
@@ -82,6 +103,7 @@ def rejoin(module: Module) -> None:
                 f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
             )
         parameter.ds_process_group = get_world_group()
+        parameter.ds_active_sub_modules.clear()
         # Its methods are closures over the `zero.Init` that made it.
         for cell in parameter.all_gather.__closure__ or ():
             if isinstance(cell.cell_contents, Init):

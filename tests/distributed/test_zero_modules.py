@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_paral import ParalZeROStrategy
+from lightning_paral import ConfigurationError, ParalZeROStrategy
 from tests.models import quiet_trainer
 from tests.zero_models import LENGTH, MODULES, VOCABULARY, Fitted, WholeBatches, assert_same_fit, fit, token_loader
 
@@ -104,3 +104,139 @@ def test_configure_model_is_partitioned_and_sets_the_same_first_values(on_ranks)
     losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
     assert all(shape == (0,) for _, shapes in ranks for shape in shapes)
+
+
+class Answers(Fitted):
+    """A part that returns what no tensor is in, and a `predict_step` that returns it, too."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(LENGTH, 4)
+        self.judge = Judge(answer)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.hidden(batch[0].float() / VOCABULARY)
+        self.judge(hidden)
+        return hidden.square().mean()
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.loss(batch)
+        return self.judge.answer
+
+
+class Judge(nn.Module):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+ANSWERS = (3, 1.5, "file.txt", None, [1, 2], {0: 1}, (1, "a"), frozenset({1}))
+
+
+def fit_and_predict_answers() -> tuple[list[Any], list[float]]:
+    predicted, losses = [], []
+    for answer in ANSWERS:
+        model = Answers(answer)
+        trainer = quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3")
+        predicted.append(trainer.predict(model, token_loader(1, 2)))
+        trainer.fit(model, token_loader(1, 2))
+        losses += model.losses
+    return predicted, losses
+
+
+def test_any_output_of_steps_and_modules_at_stage_3(on_ranks) -> None:
+    for predicted, losses in on_ranks(2, fit_and_predict_answers):
+        assert predicted == [[answer] for answer in ANSWERS]
+        assert len(losses) == len(ANSWERS)
+
+
+def fit_after_failed_predict() -> list[float]:
+    torch.manual_seed(5)
+    model = Answers(ValueError("no answer"))
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3")
+    with pytest.raises(ValueError, match="no answer"):
+        trainer.predict(model, token_loader(1, 2))
+    model.losses, model.judge.answer = [], None
+    trainer.fit(model, token_loader(NUM_BATCHES, 2))
+    return model.losses
+
+
+def test_fit_after_a_failed_predict_at_stage_3(on_ranks) -> None:
+    expected, _ = fit(lambda: Answers(None), NUM_BATCHES, 1)
+    losses = torch.tensor(on_ranks(2, fit_after_failed_predict)).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.arange(LENGTH * 8.0).view(LENGTH, 8) / 50).sin().t())
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * nn.functional.linear(x, self.weight)
+
+
+class Strided(Fitted):
+    """Parameters whose elements do not lie row by row, one of them built in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, (1, 2)).to(memory_format=torch.channels_last)
+        self.linear = Transposed()
+        self.frozen = Transposed().requires_grad_(False)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "late"):
+            self.late = Transposed()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = batch[0].float() / VOCABULARY
+        pictures = self.conv(x.view(-1, 2, 1, LENGTH // 2)).flatten(1)[:, :8]
+        return (pictures + self.linear(x) * self.late(x) + self.frozen(x) - 1).square().mean()
+
+
+def fit_strided_on_rank(strategy: str) -> Any:
+    return fit(Strided, NUM_BATCHES, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", *STAGES])
+def test_parameters_that_are_not_contiguous(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_strided_on_rank, strategy), fit(Strided, NUM_BATCHES, 1))
+
+
+class WithEmpty(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(LENGTH, 4)
+        self.extra = nn.Parameter(torch.empty(0, 4))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.hidden(batch[0].float() / VOCABULARY)
+        return (torch.cat([hidden, self.extra]) - 1).square().mean()
+
+
+def fit_with_empty_on_rank(strategy: str) -> Any:
+    return fit(WithEmpty, NUM_BATCHES, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2"])
+def test_parameter_without_elements(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_with_empty_on_rank, strategy), fit(WithEmpty, NUM_BATCHES, 1))
+
+
+def refusal_of_empty() -> str:
+    with pytest.raises(ConfigurationError) as refusal:
+        fit_with_empty_on_rank("paral_zero3")
+    return str(refusal.value)
+
+
+def test_parameter_without_elements_is_refused_at_stage_3(on_ranks) -> None:
+    for message in on_ranks(2, refusal_of_empty):
+        assert "'extra' has shape (0, 4)" in message
