@@ -37,18 +37,26 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
     if size is None:
         raise CheckpointError(f"{folder.name(name)} is missing: the checkpoint is incomplete.")
     metadata = load_metadata(io.BytesIO(folder.read(name, 0, size)), folder.name(name))
+
+    def place(key: str, offsets: torch.Size | None = None) -> Any:
+        info = metadata.storage_data.get(MetadataIndex(key, offsets))
+        if info is None:
+            box = "" if offsets is None else f" from {tuple(offsets)} on"
+            raise CheckpointError(f"{folder.name(name)} does not say where {key}{box} lies: it is incomplete.")
+        return info
+
     tree: dict[str, Any] = {}
     for key, kind in metadata.state_dict_metadata.items():
         value: Any
         if isinstance(kind, BytesStorageMetadata):
-            info = metadata.storage_data[MetadataIndex(key)]
+            info = place(key)
             data = folder.read(info.relative_path, info.offset, info.length)
             entry = f"{key} in {folder.name(info.relative_path)}"
             value = load_safely(io.BytesIO(data), weights_only=weights_only, name=entry)
         else:
             pieces = []
             for chunk in kind.chunks:
-                info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+                info = place(key, chunk.offsets)
                 folder.hold(info.relative_path)
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
                 read = _reader(folder, info, box, kind.properties.dtype, contiguous)

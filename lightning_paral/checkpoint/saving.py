@@ -1,5 +1,6 @@
 """Saving: decide who writes what, write it beside the target, agree, commit."""
 
+import io
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from lightning_paral.checkpoint.plan import Entry, check_same, is_large, plan, r
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.sharded import META, METADATA, flatten, make_metadata, serialized, write_rank_file
+from lightning_paral.checkpoint.unpickle import warn_of_refused
 from lightning_paral.config import Form
 from lightning_paral.errors import CheckpointError
 
@@ -40,6 +42,7 @@ class Save:
     entries: list[Entry]
     objects: dict[TreePath, bytes]
     about: dict[str, Any]
+    is_first_of_run: bool = True
 
     @staticmethod
     def prepare(
@@ -117,6 +120,8 @@ class Save:
             path = Path(ranks.on_first(what, begin))
             if self.form == "full":
                 write_full(self.tree, self.entries, path, ranks, self.about, what)
+                if ranks.is_first:
+                    self._warn_of_types(path)
             else:
                 self._write_folder(LocalFolder(path), ranks)
             ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
@@ -125,6 +130,11 @@ class Save:
             if draft is not None:
                 draft.discard()
 
+    def _warn_of_types(self, *files: Any) -> None:
+        if self.is_first_of_run:  # it takes time, and the next ones hold the same types
+            for file in files:
+                warn_of_refused(file)
+
     def _upload(self, ranks: Ranks) -> None:
         # Written to a local file first, for a file behind a URL cannot be written in parts. Closing it commits it.
         what = f"Saving {self.path}"
@@ -132,6 +142,8 @@ class Save:
         try:
             path = Path(folder) / "full.ckpt"
             write_full(self.tree, self.entries, path, ranks, self.about, what)
+            if ranks.is_first:
+                self._warn_of_types(path)
             ranks.on_first(what, lambda: put_file(path, self.path))
         finally:
             if ranks.is_first:
@@ -154,6 +166,7 @@ class Save:
         def finish() -> None:
             files = {file.name: file.record for file in written}
             contents = {METADATA: make_metadata(self.entries, written), META: serialized({(): self.rest})[()]}
+            self._warn_of_types(*map(io.BytesIO, (contents[META], *self.objects.values())))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
                 files[names.get(name, name)] = record_bytes(data)

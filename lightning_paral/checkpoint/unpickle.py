@@ -2,18 +2,33 @@
 
 import pickle
 import re
+from argparse import Namespace
 from contextlib import AbstractContextManager
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, BinaryIO
 
+import numpy
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint import filesystem, metadata
 
 from lightning_paral.errors import CheckpointError
 
-_OF_LIGHTNING = [AttributeDict, PosixPath, PurePosixPath, RunningStage, TrainerFn, TrainerStatus]
+_OF_LIGHTNING = [AttributeDict, RunningStage, TrainerFn, TrainerStatus]
+_OF_PYTHON = [
+    *(frozenset, range, slice, Decimal, Namespace, PosixPath, PurePosixPath),
+    *(date, datetime, time, timedelta, timezone),
+]
+_NUMPY_MAKES = {"_reconstruct": numpy.empty(0).__reduce__()[0], "scalar": numpy.float64().__reduce__()[0]}
+_OF_NUMPY = [
+    *(numpy.ndarray, numpy.dtype, *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__)),
+    *((make, f"numpy.core.multiarray.{name}") for name, make in _NUMPY_MAKES.items()),
+    *((make, f"numpy._core.multiarray.{name}") for name, make in _NUMPY_MAKES.items()),
+]
 _NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")
 
 
@@ -38,7 +53,7 @@ def load_safely(
             return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mmap or None)
     except pickle.UnpicklingError as error:
         found = _NAMED.search(str(error))
-        what = (found.group(1) or found.group(2)).rstrip(".,") if found else None
+        what = (found.group(1) or found.group(2)).strip("'>.,") if found else None
         if what is None:
             raise CheckpointError(f"{name} is damaged, or holds what cannot be loaded safely: {error}") from error
         raise CheckpointError(
@@ -52,8 +67,20 @@ def load_safely(
         raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {error}") from error
 
 
-def _admitting(extra: tuple[type, ...]) -> AbstractContextManager[None]:
-    return torch.serialization.safe_globals([*_OF_LIGHTNING, *extra])
+def _admitting(extra: tuple[type, ...] = ()) -> AbstractContextManager[None]:
+    return torch.serialization.safe_globals([*_OF_LIGHTNING, *_OF_PYTHON, *_OF_NUMPY, *extra])
+
+
+def warn_of_refused(file: Any) -> None:
+    """Warn if loading will refuse what `torch.save` has written to `file`, a path or a file open for reading."""
+    with _admitting():
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if refused:
+        rank_zero_warn(
+            f"The checkpoint holds {', '.join(sorted(refused))}, and loading makes no objects of types that could run "
+            "code. Save numbers, strings, tensors, arrays and containers of them instead, or allow the types by "
+            "torch.serialization.add_safe_globals before loading."
+        )
 
 
 _OF_DISTRIBUTED_CHECKPOINT = {

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.held import is_divided
+from lightning_paral.checkpoint.load_hooks import has_load_hooks, names_to_load, run_load_hooks, without_load_hooks
 from lightning_paral.checkpoint.optimizer import listing
 from lightning_paral.checkpoint.random import collect_states
 from lightning_paral.checkpoint.ranks import Ranks
@@ -73,7 +75,10 @@ def load_weights(
     Raises:
         CheckpointError: names or shapes do not fit; nothing was changed then.
     """
-    own = module.state_dict(keep_vars=True)
+    hooked = has_load_hooks(module)
+    if hooked:
+        state_dict = run_load_hooks(module, state_dict, strict)
+    own = names_to_load(module) if hooked else module.state_dict(keep_vars=True)
     missing = sorted(own.keys() - state_dict.keys() - set(left_out))
     unexpected = sorted(state_dict.keys() - own.keys())
     shapes = [
@@ -114,7 +119,8 @@ def load_weights(
                     rest[name] = saved
     if hasattr(state_dict, "_metadata"):
         rest._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    module.load_state_dict(rest, strict=False)
+    with without_load_hooks(module) if hooked else nullcontext():
+        module.load_state_dict(rest, strict=False)
 
 
 def _is_extra_state(name: str) -> bool:

@@ -47,19 +47,20 @@ class Position:
         """
         fit_loop = self._trainer.fit_loop
         fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
-        if fetcher is None or combined is None or not self.sources:
+        if fetcher is None or combined is None:
             return
         self._seed.value = state["seed"]
         epoch = processed(fit_loop.epoch_progress)
         num_steps = processed(fit_loop.epoch_loop.batch_progress)
         inside_epoch = state["epoch"] == epoch and num_steps > 0 and len(state["loaders"]) == len(self.sources)
-        if inside_epoch:
-            self._move(state["loaders"], epoch, num_steps)
-        else:
-            restore_random()
-        # The iterator was made before the position was known; workers may have begun to load from the start.
-        combined.reset()
-        iter(fetcher)
+        if self.sources:  # else the loaders are as the user made them, and so is where they begin
+            if inside_epoch:
+                self._move(state["loaders"], epoch, num_steps)
+            else:
+                restore_random()
+            # The iterator was made before the position was known; workers may have begun to load from the start.
+            combined.reset()
+            iter(fetcher)
         if inside_epoch:
             # A new iterator draws a seed for its workers. The uninterrupted run did that when the epoch began.
             restore_random()

@@ -37,6 +37,7 @@ class PortableCheckpoint(Strategy):
     _default_form: Form = "full"
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     _saver: BackgroundSaver | None = None
+    _has_saved: bool = False
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -94,13 +95,15 @@ class PortableCheckpoint(Strategy):
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
         save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__)
+        save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save:
             save.write(ranks)
             return
         if self._saver is None:
             self._saver = BackgroundSaver(self._async_timeout)
         self._saver.wait()  # what it writes is about to be overwritten
-        save.stage(self._saver.staging)
+        staging = self._saver.staging
+        ranks.each(f"Saving {path}", lambda: save.stage(staging))
         self._saver.start(save.write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -85,9 +85,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
         for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else []:
             if self._default_form == "sharded" and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
                 raise ConfigurationError(
-                    f"{type(callback).__name__} averages whole weights, and under {type(self).__name__} ranks "
-                    "hold parts of them, or train a copy. Use paral_ddp, or average what the rank holds in a callback "
-                    "of your own."
+                    f"{type(callback).__name__} averages whole weights, and under {type(self).__name__} ranks hold "
+                    "parts of them, or train a copy. Use paral_ddp, or average what a rank holds in your own callback."
                 )
 
     def setup_distributed(self) -> None:

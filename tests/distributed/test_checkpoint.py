@@ -1,17 +1,20 @@
 """What is in a checkpoint, what hooks may change, what does not fit, saving in the background and behind URLs."""
 
+import logging
 import random
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_paral import (
     CheckpointError,
@@ -25,7 +28,7 @@ from lightning_paral.checkpoint.files import folder_at
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.verify import verify
-from tests.checkpoint_models import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
+from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
 from tests.models import Regression, quiet_trainer, regression_data
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -112,8 +115,8 @@ def test_sums_over_parts_are_refused_in_hooks(on_ranks, tmp_path: Path) -> None:
     on_ranks(2, save_gathering, str(tmp_path / "x.ckpt"))
 
 
-def save_without_frozen(path: str, label: str) -> None:
-    fit(make(label, save_frozen=False), 2, save_to=path)
+def save_without_frozen(path: str, label: str) -> dict[int, float]:
+    return fit(make(label, save_frozen=False), 2, save_to=path).losses
 
 
 @pytest.mark.parametrize("label", ["ddp", "zero3"])
@@ -126,6 +129,53 @@ def test_frozen_parameters_can_be_left_out(on_ranks, tmp_path: Path, label: str)
     base = module.frozen.weight.detach().clone()
     fit("paral_ddp", 1, resume_from=path, module=module)
     assert torch.equal(module.frozen.weight, base)
+
+
+class Frozen(Resumable):
+    """Frozen as in every run of the tests, all else as it happens to be; keeps what is frozen when a fit begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.frozen.load_state_dict(Resumable().frozen.state_dict())
+
+    def on_train_start(self) -> None:
+        full = getattr(self.trainer.strategy, "full_parameter", torch.clone)
+        self.found = {name: full(parameter).detach() for name, parameter in self.frozen.named_parameters()}
+
+
+def resume_without_frozen(path: str, strategy: str) -> tuple[dict[int, float], list[str]]:
+    """Return the losses and what was said of frozen parameters."""
+    torch.manual_seed(99)
+    module = Frozen()
+    built = {name: value.clone() for name, value in module.frozen.state_dict().items()}
+    logger, said = logging.getLogger("lightning.pytorch.utilities.rank_zero"), []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        fit(strategy, 2, resume_from=path, module=module)
+    finally:
+        logger.removeHandler(handler)
+    assert module.found.keys() == built.keys()
+    assert all(torch.equal(value, built[name]) for name, value in module.found.items())
+    return module.losses, [message for message in said if "frozen" in message]
+
+
+@pytest.mark.parametrize("label", ["fsdp", "zero2"])
+def test_what_was_saved_without_frozen_parameters_resumes(on_ranks, tmp_path: Path, label: str) -> None:
+    path = str(tmp_path / "x.ckpt")
+    expected = mean_losses(on_ranks(2, save_without_frozen, path, label))
+    for strategy in ("paral_ddp", "paral_fsdp", "paral_zero3"):
+        ranks = on_ranks(2, resume_without_frozen, path, strategy)
+        found = mean_losses([losses for losses, _ in ranks])
+        assert list(found) == list(range(SAVED_AFTER, NUM_BATCHES))
+        for number, loss in found.items():
+            assert loss == pytest.approx(expected[number], rel=1e-5), f"{strategy}, batch {number}"
+        ((message,), of_second) = (said for _, said in ranks)
+        assert message.startswith("2 frozen parameters are not in the checkpoint; those of the module as it was built")
+        assert "frozen.bias, frozen.weight" in message
+        assert of_second == []
 
 
 def save_weights_only(folder: str, label: str) -> None:
@@ -178,29 +228,39 @@ def test_master_weights_of_low_precision_are_kept(on_ranks, tmp_path: Path, sour
 
 
 class Drawing(Regression):
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.drawn = [torch.rand(()).item(), random.random()]
+    """Draws from all generators at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[int, tuple[float, float, float]] = {}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn[batch_idx] = torch.rand(1).item(), random.random(), float(np.random.rand())
 
 
-def draw(path: str, resume: bool) -> list[float]:
-    random.seed(dist.get_rank())
-    torch.manual_seed(dist.get_rank())
-    module = Drawing()
+def draw(path: str, label: str, form: str, spread: bool, resume: bool) -> dict[int, tuple[float, float, float]]:
+    """Return what was drawn. `spread` lets the strategy spread the samples, where a sampler of the user's does."""
+    module, loader = Drawing(), regression_data(SAVED_AFTER + 3, 2)
+    if spread:
+        loader = DataLoader(loader.dataset, loader.batch_size, shuffle=True)
     callbacks = [] if resume else [SaveOnce(path)]
-    trainer = quiet_trainer(max_epochs=1, devices=2, strategy="paral_ddp", callbacks=callbacks)
-    if resume:
-        torch.manual_seed(99)
-        random.seed(99)
-    trainer.fit(module, regression_data(SAVED_AFTER + 1, 2), ckpt_path=path if resume else None)
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=make(label, form=form), callbacks=callbacks)
+    seed = 99 if resume else dist.get_rank()
+    for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+        set_seed(seed)
+    trainer.fit(module, loader, ckpt_path=path if resume else None)
     return module.drawn
 
 
-def test_random_numbers_continue_on_every_rank(on_ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(("label", "form"), [("ddp", "full"), ("fsdp", "sharded")])
+def test_random_numbers_continue_on_every_rank(on_ranks, tmp_path: Path, label: str, form: str, spread: bool) -> None:
     path = str(tmp_path / "x.ckpt")
-    first, second = on_ranks(2, draw, path, False)
-    assert first != second
-    # Python's own: torch's is drawn from by the loaders, too, as soon as they begin anew.
-    assert [drawn[1] for drawn in on_ranks(2, draw, path, True)] == [first[1], second[1]]
+    first, second = on_ranks(2, draw, path, label, form, spread, False)
+    assert not set(first[SAVED_AFTER]) & set(second[SAVED_AFTER])
+    resumed = on_ranks(2, draw, path, label, form, spread, True)
+    for found, uninterrupted in zip(resumed, (first, second), strict=True):
+        assert found == {step: uninterrupted[step] for step in range(SAVED_AFTER, SAVED_AFTER + 3)}
 
 
 # What does not fit
@@ -370,6 +430,15 @@ def test_memory_file_system(form: str) -> None:
     assert contents(url)["global_step"] == 10
     with pytest.raises(CheckpointError, match="There is no checkpoint at memory://"):
         contents("memory://checkpoints/none")
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_what_was_saved_in_the_background_behind_a_url_resumes(form: str) -> None:
+    url = f"memory://background/{form}.ckpt"
+    expected = fit(make("ddp", form=form, async_save=True), 1, save_to=url).losses
+    assert verify(url) == []
+    found = fit("paral_ddp", 1, resume_from=url).losses
+    assert found == pytest.approx({number: expected[number] for number in range(SAVED_AFTER, NUM_BATCHES)}, rel=1e-5)
 
 
 def test_forms_take_each_other_s_place_behind_a_url() -> None:

@@ -3,14 +3,20 @@
 import os
 import pickle
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.loading import load
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.verify import verify
 from tests.checkpoint_models import Resumable, fit
@@ -40,13 +46,24 @@ def copy_of(sound: Path, form: str, tmp_path: Path) -> Path:
     return target
 
 
-def load_into_changed(path: str) -> str:
+class Watch(Callback):
+    """Takes the weights as they are when a fit fails, before anything is torn down."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        full = getattr(trainer.strategy, "full_parameter", torch.clone)
+        self.weights = {name: full(parameter).detach() for name, parameter in pl_module.named_parameters()}
+        self.weights |= {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+
+
+def load_into_changed(strategy: str, path: str) -> str:
     """Load into a module with weights of its own; return the error. The weights are as before."""
-    module = Resumable()
+    torch.manual_seed(99)
+    module, watch = Resumable(), Watch()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(CheckpointError) as raised:
-        fit("paral_ddp", 2, resume_from=path, module=module)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        fit(strategy, 2, resume_from=path, module=module, callbacks=[watch])
+    assert watch.weights.keys() == before.keys() - {"tied.weight"}
+    assert [name for name, value in watch.weights.items() if not torch.equal(value, before[name])] == []
     return str(raised.value)
 
 
@@ -87,13 +104,103 @@ def test_every_byte_of_a_full_file_counts(sound: Path, tmp_path: Path) -> None:
     assert verify(path) == []
 
 
-def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(on_ranks, sound: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero3"])
+def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(
+    on_ranks, sound: Path, tmp_path: Path, strategy: str
+) -> None:
     path = copy_of(sound, "sharded", tmp_path)
-    with open(path / "__1_0.distcp", "r+b") as file:
-        file.seek(500)
-        file.write(b"\xff\xfe")
-    for message in on_ranks(2, load_into_changed, str(path)):
-        assert "__1_0.distcp is damaged" in message
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        data = (path / name).read_bytes()
+        place = len(data) // 2
+        (path / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        for message in on_ranks(2, load_into_changed, strategy, str(path)):
+            assert f"{name} is damaged" in message
+        (path / name).write_bytes(data)
+
+
+# Boxes that do not cover a tensor once
+
+
+def without_manifest(sound: Path, tmp_path: Path) -> Path:
+    """A folder as of another tool, so that checksums do not stop it first."""
+    path = copy_of(sound, "sharded", tmp_path)
+    (path / "manifest.json").unlink()
+    meta = torch.load(path / "meta.pt")
+    del meta["lightning_paral"]
+    torch.save(meta, path / "meta.pt")
+    return path
+
+
+def move(metadata: Metadata, key: str, row: int) -> None:
+    """Let the second of a tensor's two boxes begin at another row."""
+    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+    place = metadata.storage_data.pop(MetadataIndex(key, chunks[1].offsets))
+    chunks[1] = ChunkStorageMetadata(torch.Size((row, 0)), chunks[1].sizes)
+    metadata.storage_data[MetadataIndex(key, chunks[1].offsets)] = place
+
+
+def hole(metadata: Metadata, key: str) -> None:
+    del metadata.state_dict_metadata[key].chunks[1]  # type: ignore[union-attr]
+
+
+def overlap(metadata: Metadata, key: str) -> None:
+    move(metadata, key, 3)
+
+
+def out_of_bounds(metadata: Metadata, key: str) -> None:
+    move(metadata, key, 5)
+
+
+def nowhere(metadata: Metadata, key: str) -> None:
+    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+    del metadata.storage_data[MetadataIndex(key, chunks[1].offsets)]
+
+
+Doctor = Callable[[Metadata, str], None]
+"""Changes what the metadata of a folder say of a tensor of 7 rows, of which one box holds 4 and the other 3."""
+DOCTORS: list[tuple[Doctor, str]] = [
+    (hole, "15 of 35 elements are in no box"),
+    (overlap, "overlap"),
+    (out_of_bounds, "lies outside of shape (7, 5)"),
+]
+
+
+def change_metadata(path: Path, doctor: Doctor, key: str) -> None:
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    doctor(metadata, key)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(("doctor", "said"), DOCTORS)
+@pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
+def test_boxes_that_are_no_division_are_named_though_all_checksums_fit(
+    sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
+) -> None:
+    path = copy_of(sound, "sharded", tmp_path)
+    change_metadata(path, doctor, key)
+    manifest = Manifest.from_json((path / FILE_NAME).read_text(), FILE_NAME)
+    files = manifest.files | {".metadata": record_bytes((path / ".metadata").read_bytes())}
+    (path / FILE_NAME).write_text(replace(manifest, files=files).to_json())
+    (fault,) = verify(path)
+    assert key.replace(".state.", ".") in fault
+    assert said in fault
+
+
+@pytest.mark.parametrize(("doctor", "said"), [*DOCTORS, (nowhere, "does not say where")])
+@pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
+def test_boxes_of_other_tools_that_are_no_division_are_named_and_not_loaded(
+    sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
+) -> None:
+    path = without_manifest(sound, tmp_path)
+    change_metadata(path, doctor, key)
+    with pytest.raises(CheckpointError) as raised:
+        fit("paral_ddp", 1, resume_from=path)
+    (fault,) = verify(path)
+    for message in (fault, str(raised.value)):
+        assert key in message
+        assert said in message
 
 
 # Hostile files
@@ -114,16 +221,6 @@ class Settings:
 
     def __init__(self) -> None:
         self.depth = 3
-
-
-def without_manifest(sound: Path, tmp_path: Path) -> Path:
-    """A folder as of another tool, so that checksums do not stop it first."""
-    path = copy_of(sound, "sharded", tmp_path)
-    (path / "manifest.json").unlink()
-    meta = torch.load(path / "meta.pt")
-    del meta["lightning_paral"]
-    torch.save(meta, path / "meta.pt")
-    return path
 
 
 def poison_metadata(path: Path, payload: Payload) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_paral import CheckpointError, ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral import CheckpointError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.consolidate import write_file
 from lightning_paral.checkpoint.loading import load
 from lightning_paral.checkpoint.ranks import Ranks
@@ -150,17 +150,19 @@ def test_what_fsdp_strategy_of_lightning_saved_is_resumed(on_ranks, tmp_path: Pa
 # What we write, in Lightning
 
 
-def save(path: str, strategy: str, form: str) -> dict[int, float]:
-    options = {"checkpoint": form}
-    made = ParalDDPStrategy(**options) if strategy == "ddp" else ParalZeROStrategy(stage=3, **options)
-    return fit(made, 2, save_to=path, module=seeded(lambda: Resumable(scalar=form == "full"))).losses
+def save(path: str, strategy: str, form: Any) -> dict[int, float]:
+    made: Any = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy, "zero3": ParalZeROStrategy}[strategy]
+    stage = {"stage": 3} if strategy == "zero3" else {}
+    return fit(
+        made(checkpoint=form, **stage), 2, save_to=path, module=seeded(lambda: Resumable(scalar=form == "full"))
+    ).losses
 
 
 def resume_in_model_parallel(path: str) -> dict[int, float]:
     return fit(ModelParallelOnCPU(), 2, resume_from=path, module=Sharded()).losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_full_form_is_an_ordinary_file_of_lightning(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "ours.ckpt")
     expected = on_ranks(2, save, path, strategy, "full")
@@ -173,7 +175,7 @@ def test_full_form_is_an_ordinary_file_of_lightning(on_ranks, tmp_path: Path, st
     assert saved["tied.weight"].data_ptr() == saved["second.weight"].data_ptr()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "ours.ckpt")
     expected = on_ranks(2, save, path, strategy, "sharded")

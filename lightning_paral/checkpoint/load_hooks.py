@@ -1,0 +1,52 @@
+"""Hooks of modules that change a state dict before it is loaded: those that rename what older versions saved."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+
+def has_load_hooks(module: Module) -> bool:
+    """Whether any part of `module` has such hooks."""
+    return any(part._load_state_dict_pre_hooks for part in module.modules())
+
+
+def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) -> "OrderedDict[str, Any]":
+    """Return what the hooks make of `state_dict`, as `Module.load_state_dict` would run them."""
+    changed = OrderedDict(state_dict)
+    about = getattr(state_dict, "_metadata", None) or {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        for hook in part._load_state_dict_pre_hooks.values():
+            hook(changed, f"{name}." if name else "", about.get(name, {}), strict, [], [], [])
+    if about:
+        changed._metadata = about  # type: ignore[attr-defined]
+    return changed
+
+
+@contextmanager
+def without_load_hooks(module: Module) -> Iterator[None]:
+    """Let `Module.load_state_dict` run no such hooks, for they have run."""
+    hooks = [(part, part._load_state_dict_pre_hooks) for part in module.modules()]
+    try:
+        for part, _ in hooks:
+            part._load_state_dict_pre_hooks = OrderedDict()
+        yield
+    finally:
+        for part, of_part in hooks:
+            part._load_state_dict_pre_hooks = of_part
+
+
+def names_to_load(module: Module) -> dict[str, Any]:
+    """Return parameters, buffers and extra states by the names that loading looks for.
+
+    Hooks may save them under other names, which `module.state_dict()` has; what only that has is in here, too.
+    """
+    own: OrderedDict[str, Any] = OrderedDict()
+    for name, part in module.named_modules(remove_duplicate=False):
+        part._save_to_state_dict(own, f"{name}." if name else "", keep_vars=True)
+    known = {id(value) for value in own.values() if isinstance(value, Tensor)}
+    saved: dict[str, Any] = module.state_dict(keep_vars=True)
+    return own | {name: value for name, value in saved.items() if name not in own and id(value) not in known}
