@@ -70,7 +70,9 @@ def deepspeed_operators(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _environment_as_before() -> Iterator[None]:
-    """Forget what a launcher wrote into the environment (LOCAL_RANK, MASTER_PORT, ...)."""
+    """Forget what fits write into the environment, those of this test and those of fixtures that were made before."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
     before = dict(os.environ)
     yield
     os.environ.clear()
