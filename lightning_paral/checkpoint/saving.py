@@ -63,7 +63,9 @@ class Save:
         if form == "sharded":
             states = tree.pop("optimizer_states", [])
             tree |= {f"optimizer_{number}": by_name(state) for number, state in enumerate(states)}
-            tree[BESIDE_KEY] = [beside_state(state) for state in states]
+            beside = [beside_state(state) for state in states]
+            if any(beside):
+                tree[BESIDE_KEY] = beside
             tree["state_dict"], extra_states = _without_extra_states(tree.get("state_dict", {}))
         entries = ranks.each(what, lambda: plan(tree, ranks, replicated))
         check_same(entries, ranks)
@@ -120,8 +122,7 @@ class Save:
             path = Path(ranks.on_first(what, begin))
             if self.form == "full":
                 write_full(self.tree, self.entries, path, ranks, self.about, what)
-                if ranks.is_first:
-                    self._warn_of_types(path)
+                ranks.on_first(what, lambda: self._warn_of_types(path))
             else:
                 self._write_folder(LocalFolder(path), ranks)
             ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
@@ -142,8 +143,7 @@ class Save:
         try:
             path = Path(folder) / "full.ckpt"
             write_full(self.tree, self.entries, path, ranks, self.about, what)
-            if ranks.is_first:
-                self._warn_of_types(path)
+            ranks.on_first(what, lambda: self._warn_of_types(path))
             ranks.on_first(what, lambda: put_file(path, self.path))
         finally:
             if ranks.is_first:

@@ -38,10 +38,7 @@ def target(saved: Path, tmp_path: Path) -> Path:
 def other(target: Path) -> Iterator["subprocess.Popen[str]"]:
     """Another process that has moved the target away, and nothing in its place yet."""
     command = [sys.executable, "-m", "tests.distributed.replaced", str(target)]
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}  # a fit's, in here
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "between\n"
         assert not target.exists()
