@@ -29,10 +29,11 @@ from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
 from lightning_paral.zero.folders import RunFolders, new_run_name
-from lightning_paral.zero.holdings import Holdings, UsersGroups
-from lightning_paral.zero.masterless import fill, held
+from lightning_paral.zero.gradients import PartitionedGradients
+from lightning_paral.zero.holdings import Holdings
+from lightning_paral.zero.masterless import fill, fill_all, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam
-from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
+from lightning_paral.zero.optimizer import check_one, engines_optimizer
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.zero.partition import Belongings, count_trained, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
@@ -45,6 +46,8 @@ from lightning_paral.zero.runtime import (
     leave_deepspeed,
     rank_variables_as_before,
 )
+from lightning_paral.zero.twin import UsersOptimizer
+from lightning_paral.zero.writes import Writes
 
 
 class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
@@ -64,6 +67,10 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             and AdamW are replaced by `DeepSpeedCPUAdam` with the same hyper-parameters. `"cpu"` is short for
             `Offload("cpu")`, `"nvme"` for an `Offload` to the folder named by the environment's PARAL_NVME_PATH.
         offload_parameters: at stage 3, keep parameters on the host or on NVMe while they are not used.
+        trust_optimizer: take an optimizer though a trial says that it looks at more than single elements, or could not
+            tell. ZeRO shows it flattened parts of parameters.
+        find_unused_parameters: let ranks agree in every step which parameters got no gradient, as in
+            `DistributedDataParallel`; they stay as they are. Otherwise the first step decides which never get one.
         overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: DeepSpeed decides.
         reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
         gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
@@ -91,6 +98,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         stage: Literal[1, 2, 3] = 2,
         offload_optimizer: Offload | Literal["cpu", "nvme"] | None = None,
         offload_parameters: Offload | Literal["cpu", "nvme"] | None = None,
+        trust_optimizer: bool = False,
+        find_unused_parameters: bool = False,
         overlap_comm: bool | None = None,
         reduce_bucket_numel: int | None = None,
         gather_bucket_numel: int | None = None,
@@ -117,6 +126,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             gather_bucket_numel=gather_bucket_numel,
             users_config=settings.load_config(deepspeed_config),
         )
+        self._trust_optimizer = trust_optimizer
+        self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level
         self._activation_checkpointing = activation_checkpointing
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
@@ -135,8 +146,10 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
-        self._gradients = None
+        self._gradients: PartitionedGradients | None = None
+        self._users_optimizer: UsersOptimizer | None = None
         self._holdings: Holdings | None = None
+        self._writes: Writes | None = None
         self._failed = False
         self._folders = RunFolders()
         self._undo = ExitStack()
@@ -220,12 +233,21 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             warn_of_whole(module)
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
-        optimizer = self._make_optimizer()
+        self._users_optimizer = users = self._make_optimizer()
+        offload = self._options.offload_optimizer is not None
+        optimizer = engines_optimizer(users, offload=offload, trust=self._trust_optimizer)
         engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
-        self._holdings = Holdings(engine, module, self._users_groups)
+        self._holdings = Holdings(engine, module, users)
+        self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
         self.model = engine
-        self.optimizers = [engine.optimizer]
-        self._gradients = self._zero_precision.start_fit(engine, trainer)
+        usage = self._holdings.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+        gradients = PartitionedGradients(engine, users, self._writes, usage)
+        self._gradients = self._zero_precision.start_fit(gradients)
+        self.optimizers = [users.optimizer]
+        users.hide_state(gradients.zero_grad)
+        vars(self._lightning_optimizers[0])["zero_grad"] = gradients.zero_grad  # it inherits torch's
+        vars(module)["zero_grad"] = gradients.zero_grad
+        self._undo.callback(vars(module).pop, "zero_grad", None)
 
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
@@ -233,19 +255,16 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self.optimizers, self.lr_scheduler_configs = [], []
         if self.stage == 3:
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
+            self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
             self.model_to_device()
 
-    def _make_optimizer(self) -> Optimizer:
-        # Never assigned to `self.optimizers`: Lightning's wrapper inherits from the optimizer's class, and when it
-        # goes, `DeepSpeedCPUAdam.__del__` frees the C++ state of the optimizer it wrapped.
+    def _make_optimizer(self) -> UsersOptimizer:
         module = self.lightning_module
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        self._users_groups = UsersGroups.of(check_one(optimizers, module), module)
-        optimizer = without_idle_groups(check_one(optimizers, module))
-        return optimizer if self._options.offload_optimizer is None else offloadable(optimizer)
+        return UsersOptimizer(check_one(optimizers, module), module)
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
@@ -290,6 +309,12 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
         return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state by name: tensors of true shapes, of which this rank may hold a run."""
+        if self._writes is not None:
+            self._writes.settle()
+        return super().lightning_module_state_dict()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, reading what is on NVMe once. *Collective* over the world."""
         with nullcontext() if self._holdings is None else self._holdings.in_memory():
@@ -300,6 +325,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         super().load_model_state_dict(checkpoint, strict)
         if self._holdings is not None:
             self._holdings.write_masters()
+        if self._writes is not None:
+            self._writes.accept()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
@@ -323,15 +350,20 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         engine: Any = self.model
         self.model = self.lightning_module
         self.optimizers = []
-        self._gradients = self._holdings = None
         self._zero_precision.end_fit()
         try:
+            if self._writes is not None:
+                self._writes.end(settle=not self._failed)
+            if self._users_optimizer is not None:
+                self._users_optimizer.show_state()
+            if self._gradients is not None:
+                self._gradients.end()
             if self._belongings is not None:
                 self._belongings.restore(gather=not self._failed)
                 if hasattr(engine, "destroy"):
                     engine.destroy()
         finally:
-            self._belongings = None
+            self._belongings = self._gradients = self._holdings = self._writes = self._users_optimizer = None
             self._failed = False
             self._undo.close()
             super().teardown()

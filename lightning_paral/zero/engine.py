@@ -24,6 +24,10 @@ def build_training_engine(
     The scheduler stays with Lightning: it keeps setting learning rates in the parameter groups, which are shared.
     """
     engine = _initialize(module, config, device, optimizer, [p for p in module.parameters() if p.requires_grad])
+    inner: Any = engine.optimizer.optimizer
+    if inner is not optimizer:
+        # DeepSpeed 0.19.8 makes Adagrad anew, from its default options and without groups.
+        inner.param_groups = optimizer.param_groups
     if getattr(engine.optimizer, "round_robin_gradients", False):
         _find_masters_again(engine.optimizer)
     return engine

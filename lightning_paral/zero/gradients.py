@@ -7,8 +7,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.errors import ParalError
-from lightning_paral.zero.hidden import GradientGuard
+from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.zero.twin import UsersOptimizer
+from lightning_paral.zero.usage import Named, Usage
+from lightning_paral.zero.writes import Writes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -23,13 +25,22 @@ class PartitionedGradients:
 
     A *window* is the backward passes whose gradients make up one step. Its last pass is known in advance under
     automatic optimization; under manual optimization it turns out to have been the last when the step comes.
+
+    Args:
+        engine: whose gradients they are.
+        users: the optimizer that the user's code knows.
+        writes: what that code writes to parameters.
+        usage: which parameters take part.
     """
 
-    def __init__(self, engine: "DeepSpeedEngine", guard: GradientGuard) -> None:
+    def __init__(self, engine: "DeepSpeedEngine", users: UsersOptimizer, writes: Writes, usage: Usage) -> None:
         self.engine = engine
-        self.guard = guard
+        self._users = users
+        self._writes = writes
+        self._usage = usage
         self.stage = engine.zero_optimization_stage()
         self._complete = False
+        self._is_closed = False
         self._num_passes = 0
 
     @property
@@ -40,6 +51,10 @@ class PartitionedGradients:
     def _offloaded(self) -> bool:
         return bool(self._optimizer.offload_optimizer if self.stage == 3 else self._optimizer.cpu_offload)
 
+    def end(self) -> None:
+        """Note no more which parameters get gradients."""
+        self._usage.end()
+
     # A window
 
     def before_backward(self, ends_window: bool) -> None:
@@ -47,25 +62,69 @@ class PartitionedGradients:
         if self._complete:
             self._discard()  # a step was left out, by an overridden `optimizer_step`
         self.engine.set_gradient_accumulation_boundary(ends_window)
+        if self._num_passes == 1:
+            self._clear_stale(self._usage.not_yet_used())  # to which this pass may add
         self._num_passes += 1
         self._complete = ends_window
+        self._usage.is_announced = True
+
+    def after_backward(self) -> None:
+        """Say that the backward pass has ended."""
+        self._usage.is_announced = False
 
     def end_window(self) -> None:
-        """Finish the gradients of a window whose last pass was not announced. *Collective*."""
-        if self._complete or self._num_passes == 0:
+        """Finish the gradients of a window whose last pass was not announced. *Collective*.
+
+        Raises:
+            UnusedParametersError: parameters got no gradient in the window, of which ranks do not know.
+        """
+        if self._is_closed or self._num_passes == 0:
             return
-        self.engine.set_gradient_accumulation_boundary(True)
-        if self.stage >= 2:
-            self._optimizer.finalize_gradient_accumulation_boundary()
-        else:
-            self.engine.allreduce_gradients()
-        self._complete = True
+        self._usage.close_window()
+        if not self._complete:
+            self.engine.set_gradient_accumulation_boundary(True)
+            if self.stage >= 2:
+                self._optimizer.finalize_gradient_accumulation_boundary()
+            else:
+                self._reduce_at_stage1()
+        self._clear_stale(self._usage.unused)
+        self._complete = self._is_closed = True
+
+    def _clear_stale(self, unused: Named) -> None:
+        """Set to zero what stage 3 keeps of an earlier window's gradients, where no new ones came."""
+        if self.stage < 3:
+            return
+        for _, parameter in unused:
+            gradients = self._optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+            gradients[parameter.ds_id].zero_()  # type: ignore[attr-defined]
+            if self._offloaded:
+                self._optimizer.norm_for_param_grads.pop(self._optimizer.get_param_id(parameter), None)
+
+    def _reduce_at_stage1(self) -> None:
+        if self._optimizer.overlap_comm:
+            # DeepSpeed 0.19.8 takes it that hooks have reduced everything; they do in passes that were announced.
+            self._optimizer.set_gradient_accumulation_boundary(True)
+            self._optimizer.setup_buckets()
+            for group, parameters in enumerate(self._optimizer.bit16_groups):
+                for parameter in parameters:
+                    if self._optimizer.get_gradient_for_reduction(parameter) is not None:
+                        self._optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
+        self.engine.allreduce_gradients()
 
     def step(self) -> None:
         """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*."""
+        if self._usage.has_unannounced:
+            raise ConfigurationError(
+                "Gradients came by loss.backward(), of which ZeRO knows nothing: ranks would not average them. Call "
+                "self.manual_backward(loss) instead."
+            )
         if self._num_passes == 0:
             return  # manual optimization: a step without a backward pass changes nothing
+        self._users.before_step()
+        self._writes.settle()
         self.engine.step()
+        self._writes.forget()
+        self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
         if self._offloaded and self.stage < 3:
@@ -86,8 +145,14 @@ class PartitionedGradients:
                 self._optimizer.reset_cpu_buffers()
         self._close()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of a window whose step has not come."""
+        if self._num_passes:
+            self._discard()
+
     def _close(self) -> None:
-        self._complete = False
+        self._complete = self._is_closed = False
+        self._usage.forget_window()
         self._num_passes = 0
 
     # Clipping
@@ -100,8 +165,7 @@ class PartitionedGradients:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
         self.end_window()
         limit = max_value * self._loss_scale()
-        with self.guard.lifted():
-            self._clamp(limit)
+        self._clamp(limit)
 
     def _clamp(self, limit: float) -> None:
         from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
@@ -148,8 +212,7 @@ class PartitionedGradients:
         self._check_complete()
         if not parameter.requires_grad:
             return None
-        with self.guard.lifted():
-            gradient = safe_get_full_grad(parameter)
+        gradient = safe_get_full_grad(parameter)
         return None if gradient is None else gradient.float() / self._loss_scale()
 
     def _check_complete(self) -> None:

@@ -2,44 +2,31 @@
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.held import TensorRun
-from lightning_paral.checkpoint.optimizer import SavedOptimizer, State, by_number, group_names, hyper_parameters
+from lightning_paral.checkpoint.optimizer import SavedOptimizer, State, by_number, hyper_parameters
 from lightning_paral.checkpoint.stored import read_run, read_whole
 from lightning_paral.errors import CheckpointError
 from lightning_paral.zero.masterless import fill, fill_gathered, held
 from lightning_paral.zero.subgroups import Partition, Run, partitions_of
 from lightning_paral.zero.swapping import Swapping
+from lightning_paral.zero.twin import UsersOptimizer
+from lightning_paral.zero.usage import Usage
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-@dataclass(frozen=True)
-class UsersGroups:
-    """The parameter groups as `configure_optimizers` made them. DeepSpeed puts its own tensors into them."""
-
-    groups: list[dict[str, Any]]
-    names: list[list[str]]
-
-    @staticmethod
-    def of(optimizer: Optimizer, module: Module) -> "UsersGroups":
-        """Remember the groups of an optimizer that DeepSpeed has not seen yet."""
-        return UsersGroups(list(optimizer.param_groups), group_names(optimizer, module))
-
-
 class Holdings:
     """What this rank holds of the parameters and the optimizer of one engine."""
 
-    def __init__(self, engine: "DeepSpeedEngine", module: Module, users: UsersGroups) -> None:
+    def __init__(self, engine: "DeepSpeedEngine", module: Module, users: UsersOptimizer) -> None:
         self._stage: int = engine.zero_optimization_stage()
         self._optimizer: Any = engine.optimizer
         self._users = users
@@ -47,6 +34,7 @@ class Holdings:
         self._swapping = Swapping(engine.optimizer)
         self._partitions = partitions_of(engine.optimizer, self._stage, self._swapping)
         self._partition_of = {id_: partition for partition in self._partitions for id_ in partition.runs}
+        self._usage: Usage | None = None
         self._stored: dict[Partition, list[tuple[Run, Tensor]]] = {}
 
     # Weights
@@ -81,6 +69,40 @@ class Holdings:
                     read_run(values, run.start, flat.data[run.position : run.position + run.numel])
                 partition.publish()
 
+    def adopt(self, written: list[tuple[Parameter, Tensor]]) -> None:
+        """Take over the whole values that parameters were given during the run: this rank's runs, where they are kept.
+
+        A master copy of higher precision changes only where the values are others than its own, rounded.
+        """
+        by_partition: dict[Partition, list[tuple[Run, Tensor]]] = {}
+        for parameter, values in written:
+            partition = self._partition_of.get(id(parameter))
+            if partition is None:
+                fill(parameter, values)
+                continue
+            run = partition.runs[id(parameter)]
+            part = values.reshape(-1)[run.start : run.start + run.numel]
+            by_partition.setdefault(partition, []).append((run, part))
+            if self._stage == 3:
+                fill_gathered(parameter, values)
+        for partition, parts in by_partition.items():
+            with partition.opened(write=True) as (flat, _):
+                for run, part in parts:
+                    master = flat.data[run.position : run.position + run.numel]
+                    part = part.to(master.device)
+                    master.copy_(torch.where(master.to(part.dtype) == part, master, part.to(master.dtype)))
+                partition.publish()
+
+    def watch_usage(self, device: torch.device, *, find_unused: bool) -> Usage:
+        """Note from now on which parameters get gradients, and let the optimizer leave the others as they are."""
+        trained = [(name, p) for name, p in self._parameters.items() if id(p) in self._partition_of and p.requires_grad]
+        usage = Usage(trained, self._partitions, device, find_unused=find_unused)
+        self._usage = usage
+        usage.guard(self._optimizer.optimizer)
+        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # of what is not offloaded
+            usage.guard(self._optimizer.backup_optimizer)
+        return usage
+
     def in_memory(self) -> AbstractContextManager[None]:
         """Return a context for reading what this rank holds tensor by tensor, in which NVMe is read less often."""
         return self._swapping.staying()
@@ -93,7 +115,7 @@ class Holdings:
         names = [name for of_group in self._users.names for name in of_group]
         for name in names:
             partition = self._partition_of.get(id(self._parameters[name]))
-            if partition is not None:
+            if partition is not None and (self._usage is None or self._usage.has_state(self._parameters[name])):
                 found = self._state_of(self._parameters[name], partition)
                 if found:
                     state[name] = found

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_paral.checkpoint.held import TensorRun
 from lightning_paral.checkpoint.stored import read_run, read_whole
@@ -35,6 +36,12 @@ def fill(parameter: Any, stored: Tensor) -> bool:
         read_run(stored, start, parameter.ds_tensor.data[:numel])
     fill_gathered(parameter, stored)
     return True
+
+
+def fill_all(written: list[tuple[Parameter, Tensor]]) -> None:
+    """Put whole values into parameters of which this rank may hold a part."""
+    for parameter, values in written:
+        fill(parameter, values)
 
 
 def fill_gathered(parameter: Any, stored: Tensor) -> None:

@@ -11,6 +11,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.zero.elementwise import check_elementwise
+from lightning_paral.zero.twin import UsersOptimizer, twin_of
 
 _OFFLOADABLE = (
     "torch.optim.Adam, torch.optim.AdamW, deepspeed.ops.adam.DeepSpeedCPUAdam and deepspeed.ops.lion.DeepSpeedCPULion"
@@ -40,39 +42,39 @@ def check_one(optimizers: list[Any], module: LightningModule) -> Optimizer:
     return optimizer
 
 
-def without_idle_groups(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer`, or a twin of it without the groups in which no parameter is trained.
+def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
+    """Return the optimizer that DeepSpeed gets, which shares nothing with the user's but parameters.
 
-    DeepSpeed drops empty groups from the optimizer itself; a scheduler would then find fewer groups than it was made
-    for. The twin shares the other groups and the state, and the scheduler keeps the original.
-
-    Raises:
-        ConfigurationError: no group is left.
-    """
-    busy = [group for group in optimizer.param_groups if any(parameter.requires_grad for parameter in group["params"])]
-    if not busy:
-        raise ConfigurationError("No parameter of the optimizer requires a gradient: there is nothing to train.")
-    if len(busy) == len(optimizer.param_groups):
-        return optimizer
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = busy
-    return twin
-
-
-def offloadable(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer` if DeepSpeed can run it on the host, else `DeepSpeedCPUAdam` with its hyper-parameters.
-
-    The new optimizer shares the parameter groups, so that schedulers made for the old one set its learning rates.
+    Args:
+        users: the user's.
+        offload: whether it runs on the host: then it is `DeepSpeedCPUAdam` with the hyper-parameters of an Adam.
+        trust: whether an optimizer passes that may not be elementwise.
 
     Raises:
-        ConfigurationError: an optimizer, or an option of it, that has no counterpart on the host.
+        ConfigurationError: an optimizer, or an option of it, that ZeRO or its offload cannot take; nothing to train.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.lion import DeepSpeedCPULion
 
+    optimizer: Any = users.optimizer
     if type(optimizer) in (DeepSpeedCPUAdam, DeepSpeedCPULion):
-        return optimizer
+        options = {"fp32_optimizer_states": optimizer.fp32_optimizer_states}
+        if type(optimizer) is DeepSpeedCPUAdam:
+            options["adamw_mode"] = optimizer.adam_w_mode
+        with _cpu_info_read_once():
+            anew: Optimizer = type(optimizer)(users.busy_groups(), **options)
+        return anew
+    if offload:
+        return _offloaded(optimizer, users.busy_groups())
+    if not trust:
+        check_elementwise(optimizer)
+    return twin_of(optimizer, users.busy_groups())
+
+
+def _offloaded(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return `DeepSpeedCPUAdam` over `groups` with the hyper-parameters of `optimizer`."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigurationError(
@@ -80,20 +82,20 @@ def offloadable(optimizer: Optimizer) -> Optimizer:
             "offload_optimizer."
         )
     for option in ("amsgrad", "maximize", "differentiable"):
-        if any(group.get(option) for group in optimizer.param_groups):
+        if any(group.get(option) for group in groups):
             raise ConfigurationError(f"{kind}({option}=True) cannot be offloaded: DeepSpeedCPUAdam has no {option}.")
-    decoupled = {_is_decoupled(optimizer, group) for group in optimizer.param_groups}
+    decoupled = {_is_decoupled(optimizer, group) for group in groups}
     if len(decoupled) > 1:
         raise ConfigurationError(
             "DeepSpeedCPUAdam decouples the weight decay of all parameter groups (AdamW) or of none (Adam), but "
             "decoupled_weight_decay differs between groups."
         )
-    for group in optimizer.param_groups:
+    for group in groups:
         group["lr"] = float(group["lr"])  # torch takes tensors, too
         group["betas"] = tuple(float(beta) for beta in group["betas"])
     with _cpu_info_read_once():
-        replacement: Optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=decoupled.pop())
-    first, *others = optimizer.param_groups
+        replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
+    first, *others = groups
     rank_zero_info(
         f"Offload: {kind} was replaced by DeepSpeedCPUAdam with the same lr={first['lr']:g}, betas={first['betas']}, "
         f"eps={first['eps']:g}, weight_decay={first['weight_decay']:g}, {len(others)} further groups likewise."

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -16,11 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import PartitionedGradients
-from lightning_paral.zero.hidden import GradientGuard
 from lightning_paral.zero.scaling import DynamicLossScale, scale_losses
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
 
@@ -37,13 +33,13 @@ class ZeROPrecision(DeepSpeedPrecision):
     loss_scale: DynamicLossScale | None = None
     """That of the current fit, under fp16 autocast."""
 
-    def start_fit(self, engine: "DeepSpeedEngine", trainer: Trainer) -> PartitionedGradients:
-        """Return the gradients of the fit that starts with `engine`, with losses scaled where autocast needs it."""
+    def start_fit(self, gradients: PartitionedGradients) -> PartitionedGradients:
+        """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
         if self.precision == "16-mixed":
             self.loss_scale = DynamicLossScale()
-            scale_losses(engine, self.loss_scale)
-        self.gradients = PartitionedGradients(engine, GradientGuard(engine.module.parameters(), trainer))
-        return self.gradients
+            scale_losses(gradients.engine, self.loss_scale)
+        self.gradients = gradients
+        return gradients
 
     def end_fit(self) -> None:
         """Let go of what belongs to the fit."""
@@ -94,12 +90,7 @@ class ZeROPrecision(DeepSpeedPrecision):
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
         else:
             engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
-
-    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Run the hooks that follow a backward pass."""
-        assert self.gradients is not None
-        with self.gradients.guard.up():
-            return super().post_backward(tensor, module)
+        self.gradients.after_backward()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -115,8 +106,7 @@ class ZeROPrecision(DeepSpeedPrecision):
                 "Return a loss that is zero, such as `0 * sum(outputs)`, to skip a batch."
             )
         self.gradients.end_window()
-        with self.gradients.guard.up():
-            self._after_closure(model, optimizer)
+        self._after_closure(model, optimizer)
         self.gradients.step()
         if self.loss_scale is not None:
             self.loss_scale.grow()

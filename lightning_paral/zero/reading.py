@@ -5,6 +5,7 @@ from torch.nn import Parameter
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import PartitionedGradients
+from lightning_paral.zero.writes import Writes
 
 
 class WholeReads:
@@ -12,6 +13,8 @@ class WholeReads:
 
     _gradients: PartitionedGradients | None = None
     """Those of the fit, while there is one."""
+    _writes: Writes | None = None
+    """What code of the user's writes to parameters, while there is a run."""
 
     def gradient_norm(self) -> Tensor:
         """Return the global 2-norm of the gradients before they are clipped by norm. *Collective* over the world.
@@ -33,6 +36,8 @@ class WholeReads:
         """Return a copy of `parameter` in its own shape, in fp32 where a master copy exists. *Collective*."""
         import deepspeed
 
+        if self._writes is not None:
+            self._writes.settle()
         if self._gradients is not None and parameter.requires_grad:
             full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
             if full is not None:

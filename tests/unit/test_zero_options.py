@@ -14,8 +14,9 @@ from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
 from lightning_paral.zero import runtime, settings
 from lightning_paral.zero.nvme import check_space
 from lightning_paral.zero.ops import load_operator
-from lightning_paral.zero.optimizer import check_one, offloadable, without_idle_groups
+from lightning_paral.zero.optimizer import check_one, engines_optimizer
 from lightning_paral.zero.options import check_precision
+from lightning_paral.zero.twin import UsersOptimizer
 from tests.models import Regression, quiet_trainer, regression_data
 
 
@@ -166,7 +167,7 @@ def test_no_optimizer_and_lbfgs() -> None:
 def test_nothing_to_train() -> None:
     module = Regression().requires_grad_(False)
     with pytest.raises(ConfigurationError, match="nothing to train"):
-        without_idle_groups(torch.optim.SGD(module.parameters(), lr=0.1))
+        UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).busy_groups()
 
 
 @pytest.mark.usefixtures("deepspeed_operators")
@@ -181,13 +182,15 @@ def test_offload_carries_every_hyper_parameter() -> None:
         ],
         lr=0.25,
     )
-    replacement: Any = offloadable(optimizer)
+    users = UsersOptimizer(optimizer, module)
+    replacement: Any = engines_optimizer(users, offload=True, trust=False)
     assert replacement.adam_w_mode is False
     for ours, theirs in zip(replacement.param_groups, optimizer.param_groups, strict=True):
         assert {key: ours[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
             key: theirs[key] for key in ("lr", "betas", "eps", "weight_decay")
         }
     torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1).step()
+    users.before_step()
     assert [group["lr"] for group in replacement.param_groups] == pytest.approx([0.05, 0.025])
 
 
@@ -205,7 +208,8 @@ def test_offload_carries_every_hyper_parameter() -> None:
 def test_optimizer_that_cannot_be_offloaded(make: Any, message: str) -> None:
     runtime.choose_accelerator(torch.device("cpu"))
     with pytest.raises(ConfigurationError, match=message):
-        offloadable(make(Regression().parameters()))
+        module = Regression()
+        engines_optimizer(UsersOptimizer(make(module.parameters()), module), offload=True, trust=False)
 
 
 def test_training_step_that_returns_none() -> None:

@@ -1,0 +1,184 @@
+"""Which parameters took part in a step: torch's optimizers leave the others as they are, ZeRO would not.
+
+An optimizer under ZeRO steps on flat tensors, in which a parameter without a gradient has a gradient of zero: momentum
+would go on, weight decay would shrink it. DistributedDataParallel refuses such parameters unless it is told of them.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.errors import UnusedParametersError
+from lightning_paral.zero.subgroups import Partition, Run
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+class Usage:
+    """Notes which parameters got a gradient, window by window.
+
+    Args:
+        parameters: names and parameters that the optimizer trains.
+        partitions: where this rank keeps their runs.
+        device: for the collective by which ranks agree.
+        find_unused: whether ranks agree in every step, and not in the first only.
+    """
+
+    def __init__(
+        self, parameters: Named, partitions: Iterable[Partition], device: torch.device, *, find_unused: bool
+    ) -> None:
+        self._parameters = list(parameters)
+        self._partitions = list(partitions)
+        self._device = device
+        self._find_unused = find_unused
+        self._used: set[int] = set()
+        self.is_announced = False
+        """Whether a backward pass that the strategy knows of is under way."""
+        self.has_unannounced = False
+        """Whether gradients came in another one."""
+        self._num_steps = 0
+        self._num_taken: dict[int, int] = {}
+        self._never_used: set[int] | None = None
+        self.unused: Named = ()
+        """Those of the window that was closed last that no rank used."""
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for _, parameter in self._parameters
+        ]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._used.add(id(parameter))
+        if not self.is_announced:
+            self.has_unannounced = True
+
+    def end(self) -> None:
+        """Note nothing more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def not_yet_used(self) -> Named:
+        """Return the parameters without a gradient in this window so far, on this rank."""
+        if len(self._used) == len(self._parameters):
+            return ()
+        return [(name, parameter) for name, parameter in self._parameters if id(parameter) not in self._used]
+
+    def close_window(self) -> None:
+        """Find out which parameters no rank used. *Collective* in the first window, or in all with `find_unused`.
+
+        Raises:
+            UnusedParametersError: parameters that were used in the first step were not in this one, or the reverse, and
+                the ranks do not agree in every step; or the optimizer could not make up for it.
+        """
+        missing = self.not_yet_used()
+        if self._never_used is None or self._find_unused:
+            missing = self._missing_everywhere()
+            if self._never_used is None:
+                self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
+        elif missing or self._never_used:
+            self._check_as_in_first(missing)
+        if missing or self._num_taken:
+            self._count(missing)
+        self._num_steps += 1
+        self.unused = missing
+        self._used.clear()
+
+    def has_state(self, parameter: Parameter) -> bool:
+        """Whether the optimizer has stepped on `parameter`: else its state would be that of zeros."""
+        return self._num_taken.get(id(parameter), self._num_steps) > 0
+
+    def forget_window(self) -> None:
+        """Take gradients since the last step as if they had not come."""
+        self._used.clear()
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let steps of `optimizer`, DeepSpeed's, leave what is unused as it is: values and states."""
+        step = optimizer.step
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            kept = self._runs_of_unused(optimizer)
+            copies = [{key: run.clone() for key, run in runs.items()} for runs in kept]
+            result = step(*args, **kwargs)
+            for runs, before in zip(self._runs_of_unused(optimizer), copies, strict=True):
+                for key, run in runs.items():
+                    if key in before:
+                        run.copy_(before[key])
+                    else:
+                        run.zero_()  # of a state that came with this step
+            return result
+
+        optimizer.step = guarded  # type: ignore[method-assign]
+
+    def _runs_of_unused(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
+        """Return this rank's runs of what is unused, by name of the state, `None` for values."""
+        if not self.unused:
+            return []
+        stepping = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
+        return [
+            _run_of(partition, partition.runs[id(parameter)])
+            for partition in self._partitions
+            if id(partition.flat) in stepping
+            for _, parameter in self.unused
+            if id(parameter) in partition.runs
+        ]
+
+    def _missing_everywhere(self) -> Named:
+        flags = torch.tensor([id(p) in self._used for _, p in self._parameters], dtype=torch.int32, device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return [pair for pair, used in zip(self._parameters, flags.tolist(), strict=True) if not used]
+
+    def _check_as_in_first(self, missing: Named) -> None:
+        assert self._never_used is not None
+        now = {id(parameter) for _, parameter in missing}
+        left_out = [n for n, p in missing if p.requires_grad and id(p) not in self._never_used]
+        new = [name for name, parameter in self._parameters if id(parameter) in self._never_used - now]
+        if left_out or new:
+            what = (
+                f"got no gradient in this step: {_listed(left_out)}" if left_out else _FIRST_USED.format(_listed(new))
+            )
+            raise UnusedParametersError(
+                f"Parameters {what}. torch's optimizers leave parameters without a gradient as they are; ZeRO can "
+                "if all ranks know of them. Set ParalZeROStrategy(find_unused_parameters=True), by which ranks "
+                "agree in every step; make the loss depend on them; or freeze them with requires_grad_(False)."
+            )
+
+    def _count(self, missing: Named) -> None:
+        """Count the steps that each parameter takes.
+
+        Raises:
+            UnusedParametersError: one that left out steps is used again, and the optimizer's state counts steps.
+        """
+        left_out = {id(parameter) for _, parameter in missing}
+        for name, parameter in self._parameters:
+            taken = self._num_taken.setdefault(id(parameter), self._num_steps)
+            if id(parameter) in left_out:
+                continue
+            if taken < self._num_steps and self._counts_steps(parameter):
+                raise UnusedParametersError(
+                    f"{name} took {taken} of {self._num_steps} steps and is used again. The optimizer counts steps for "
+                    "each parameter, but under ZeRO for all together: it would train it otherwise than one process. "
+                    "Use an optimizer that counts no steps (SGD), or paral_fsdp or paral_ddp."
+                )
+            self._num_taken[id(parameter)] = taken + 1
+
+    def _counts_steps(self, parameter: Parameter) -> bool:
+        return any("step" in partition.state for partition in self._partitions if id(parameter) in partition.runs)
+
+
+_FIRST_USED = "that had no part in the first step got a gradient in this one: {}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+
+
+def _run_of(partition: Partition, run: Run) -> dict[str | None, Tensor]:
+    flat, state = partition.flat, partition.state
+    tensors: dict[str | None, Tensor] = {None: flat.detach()}
+    tensors |= {key: v for key, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == flat.shape}
+    return {key: tensor[run.position : run.position + run.numel] for key, tensor in tensors.items()}

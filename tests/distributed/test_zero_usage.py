@@ -1,0 +1,178 @@
+"""Parameters that take no part in a step stay as they are under ZeRO, as in one process, or the step is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_paral import ParalZeROStrategy
+from lightning_paral.errors import ConfigurationError, UnusedParametersError
+from tests.models import Regression, quiet_trainer, regression_data
+from tests.zero_models import assert_same_fit
+
+STAGES = (1, 2, 3)
+
+
+class Alternating(Regression):
+    """A layer more, which takes part in the steps that `uses` says."""
+
+    def __init__(self, uses: Callable[[int], bool], optimizer: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.spare = nn.Linear(32, 2)
+        self.uses = uses
+        self.optimizer = optimizer
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        features = torch.tanh(self.hidden(inputs))
+        outputs = self.out(features) + (self.spare(features) if self.uses(batch_idx) else 0)
+        loss = nn.functional.mse_loss(outputs, targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
+
+
+def never(step: int) -> bool:
+    return False
+
+
+def at_times(step: int) -> bool:
+    return step % 3 == 0
+
+
+def in_second_half(step: int) -> bool:
+    return step >= 3
+
+
+def in_first_half(step: int) -> bool:
+    return step < 3
+
+
+def fit(num_ranks: int, strategy: Any, uses: Any, optimizer: Any, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Alternating(uses, optimizer)
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, gradient_clip_val=0.5, **options)
+    trainer.fit(model, regression_data(8, num_ranks))
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def fit_on_rank(stage: int, find_unused: bool, uses: Any, optimizer: Any, options: Any) -> Any:
+    strategy = ParalZeROStrategy(stage=stage, find_unused_parameters=find_unused)
+    return fit(2, strategy, uses, optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("find_unused", "uses", "optimizer", "options"),
+    [
+        (False, never, adamw, {}),
+        (True, at_times, sgd, {}),
+        (True, in_second_half, sgd, {}),
+        (True, in_first_half, adamw, {}),
+        (True, at_times, sgd, {"accumulate_grad_batches": 2}),
+    ],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_unused_stays_as_it_is(
+    on_ranks, stage: int, find_unused: bool, uses: Any, optimizer: Any, options: Any
+) -> None:
+    expected = fit(1, "auto", uses, optimizer, **options)
+    assert_same_fit(on_ranks(2, fit_on_rank, stage, find_unused, uses, optimizer, options), expected, 2e-5)
+
+
+def refusal(stage: int, find_unused: bool, uses: Any, optimizer: Any) -> str:
+    with pytest.raises(UnusedParametersError) as caught:
+        fit_on_rank(stage, find_unused, uses, optimizer, {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("find_unused", "uses", "optimizer", "message"),
+    [
+        (False, in_first_half, sgd, "got no gradient in this step: spare.weight, spare.bias"),
+        (False, in_second_half, sgd, "no part in the first step got a gradient in this one: spare.weight, spare.bias"),
+        (True, at_times, adamw, "spare.weight took 1 of 3 steps and is used again"),
+    ],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_zero_cannot_leave_out_is_named(
+    on_ranks, stage: int, find_unused: bool, uses: Any, optimizer: Any, message: str
+) -> None:
+    for said in on_ranks(2, refusal, stage, find_unused, uses, optimizer):
+        assert message in said
+
+
+class Skipping(Regression):
+    """Manual optimization in which the gradients of every second batch are thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+class CallingBackward(Skipping):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        Regression.training_step(self, batch, batch_idx).backward()
+        self.optimizers().step()
+
+
+def fit_skipping(num_ranks: int, strategy: Any = "auto", kind: type[Regression] = Skipping) -> Any:
+    torch.manual_seed(3)
+    model = kind()
+    quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy).fit(model, regression_data(6, num_ranks))
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def fit_skipping_on_rank(stage: int, overlap: bool | None) -> Any:
+    return fit_skipping(2, ParalZeROStrategy(stage=stage, overlap_comm=overlap))
+
+
+@pytest.mark.parametrize(("stage", "overlap"), [(1, None), (1, True), (2, None), (2, True), (3, None)])
+def test_gradients_thrown_away_by_zero_grad_are_gone(on_ranks, stage: int, overlap: bool | None) -> None:
+    assert_same_fit(on_ranks(2, fit_skipping_on_rank, stage, overlap), fit_skipping(1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backward_of_the_loss_itself_is_refused(stage: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"self.manual_backward\(loss\) instead"):
+        fit_skipping(1, ParalZeROStrategy(stage=stage), CallingBackward)
+
+
+class Grouped(Regression):
+    """Adagrad with options of two groups and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": self.hidden.parameters(), "lr": 0.3, "initial_accumulator_value": 0.1},
+            {"params": self.out.parameters(), "weight_decay": 0.2},
+        ]
+        optimizer = torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
+
+
+def fit_grouped_on_rank(stage: int) -> Any:
+    return fit_skipping(2, ParalZeROStrategy(stage=stage), Grouped)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adagrad_keeps_its_groups_and_schedule(on_ranks, stage: int) -> None:
+    assert_same_fit(on_ranks(2, fit_grouped_on_rank, stage), fit_skipping(1, kind=Grouped))
