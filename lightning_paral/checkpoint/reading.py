@@ -84,7 +84,7 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
                 folder.hold(info.relative_path)
                 read = _reader(folder, info, box, kind.properties.dtype, contiguous)
                 pieces.append(StoredPiece(box, read, (info.relative_path, info.offset)))
-            fault = None if contiguous else coverage_fault(kind.size, [piece.box for piece in pieces])
+            fault = coverage_fault(kind.size, [piece.box for piece in pieces])
             if fault is not None:
                 raise CheckpointError(f"{folder} does not hold all of {key}: {fault}.")
             value = StoredTensor(kind.size, kind.properties.dtype, pieces)
