@@ -6,29 +6,39 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_paral.checkpoint.checksums import checksum
 from lightning_paral.checkpoint.lock import Lock, abandoned
+from lightning_paral.checkpoint.ownership import check_replaceable, found_in
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{12})", re.DOTALL)
+_BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{16})", re.DOTALL)
 
 
 class Draft:
     """A file or folder beside `target`, which takes its place when it is complete.
 
     A file beside both is locked while the process that made them lives. Drafts without such a lock are leftovers, and
-    the next save in the folder removes them.
+    the next save in the folder removes them. Their names prove that they are ours, see `_id_of_save`.
+
+    Raises:
+        CheckpointError: what is at `target` is no checkpoint, and would be lost.
     """
 
     def __init__(self, target: Path, *, folder: bool) -> None:
         self.target = target
+        self._is_folder = folder
+        check_replaceable(target, folder=folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
         while True:
-            save = uuid.uuid4().hex[:12]
+            save = _id_of_save(target)
             self._lock = Lock(_beside(target, "lock", save))
             if self._lock.is_kept:
                 break
@@ -51,7 +61,12 @@ class Draft:
         self.discard()
 
     def commit(self) -> None:
-        """Put the draft in the place of the target, at once, and remove what was there."""
+        """Put the draft in the place of the target, at once, and remove what was there.
+
+        Raises:
+            CheckpointError: what is at the target by now is no checkpoint, and would be lost.
+        """
+        check_replaceable(self.target, folder=self._is_folder)
         if self.path.is_dir():
             _sync_folder(self.path)
         is_folder = self.target.is_dir() and not self.target.is_symlink()
@@ -79,6 +94,27 @@ class Draft:
         self._lock.release()
 
 
+def _id_of_save(target: Path) -> str:
+    """Return a new number of a save, for the names of what it puts beside `target`.
+
+    Half of it is random, half the checksum of that and the target's name: what is beside a checkpoint under such a name
+    is ours, and no file of a user's that is called much the same.
+    """
+    number = uuid.uuid4().hex[:8]
+    return number + _proof(target.name, number)
+
+
+def _proof(name: str, number: str) -> str:
+    return f"{checksum(f'lightning_paral {number} {name}'.encode(errors='surrogateescape')):016x}"[:8]
+
+
+def _of_saves(names: list[str]) -> Iterator[re.Match[str]]:
+    """Return the names that saves have made, matched."""
+    for match in filter(None, map(_BESIDE.fullmatch, names)):
+        if match["save"][8:] == _proof(match["target"][::-1], match["save"][:8]):
+            yield match
+
+
 def _beside(target: Path, role: str, save: str) -> Path:
     """Return a path in the folder of `target` that is no checkpoint's, nor looks like one.
 
@@ -102,7 +138,7 @@ def present(target: Path) -> Path:
 
 def _moved_away(target: Path) -> list[Path]:
     with suppress(OSError):
-        found = filter(None, map(_BESIDE.fullmatch, os.listdir(target.parent)))
+        found = _of_saves(os.listdir(target.parent))
         moved = [match[0] for match in found if match["target"][::-1] == target.name and match["role"] == "replaced"]
         return [target.parent / name for name in moved]
     return []
@@ -110,7 +146,7 @@ def _moved_away(target: Path) -> list[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what processes that died have left in `folder`, and put back what they moved away and did not replace."""
-    found = filter(None, map(_BESIDE.fullmatch, os.listdir(folder)))
+    found = _of_saves(os.listdir(folder))
     for name, save in {(match["target"], match["save"]) for match in found}:
         target = folder / name[::-1]
         draft, replaced, lock = (_beside(target, role, save) for role in ("saving", "replaced", "lock"))
@@ -127,15 +163,36 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint: it is gone at once, so that nobody meets a part of it."""
+    """Remove a checkpoint: it is gone at once, so that nobody meets a part of it.
+
+    What is not a checkpoint's stays, and a warning says so.
+    """
     for path in (*_moved_away(target), target):
-        if path.is_symlink() or path.is_file():
+        if not os.path.lexists(path):
+            continue
+        found = found_in(path)
+        if path.is_symlink() or found.is_file:
             path.unlink()
-        elif path.exists():
-            doomed = _beside(target, "saving", uuid.uuid4().hex[:12])
-            os.rename(path, doomed)
-            with suppress(OSError):
-                delete(doomed)
+        elif not found.is_checkpoint and not found.is_empty:
+            rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
+        elif found.foreign:
+            rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
+            for file in found.own:  # first what makes it a checkpoint
+                delete(path / file)
+        else:
+            _remove_at_once(target, path)
+
+
+def _remove_at_once(target: Path, path: Path) -> None:
+    save = _id_of_save(target)
+    lock = Lock(_beside(target, "lock", save))
+    doomed = _beside(target, "saving", save)
+    try:
+        os.rename(path, doomed)
+        with suppress(OSError):
+            delete(doomed)
+    finally:
+        lock.release()
 
 
 def delete(path: Path) -> None:

@@ -1,18 +1,37 @@
 """Looking for damage: files that are missing, of another size, or not what was written."""
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_paral.checkpoint.checksums import FileRecord
-from lightning_paral.checkpoint.files import Folder, folder_at
+from lightning_paral.checkpoint.files import Folder, folder_at, is_remote
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.errors import CheckpointError
+from lightning_paral.errors import CheckpointError, ParalError
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Turn whatever reading a checkpoint comes upon into one error that names it; errors of the system stay.
+
+    Raises:
+        CheckpointError: `path` is damaged, or no checkpoint.
+    """
+    try:
+        yield
+    except (ParalError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {error}") from error
 
 
 def _place(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]]:
     """Return the folder of a checkpoint and its files' names there, by their names in the manifest."""
     if manifest.form == "full":
+        if not is_remote(path):
+            path = os.path.realpath(path)  # it may be reached by a link
         return folder_at(Path(path).parent), {".": Path(path).name}
     return folder_at(path), {name: name for name in manifest.files}
 

@@ -1,6 +1,7 @@
 """Weights from the folders that Lightning's `deepspeed` strategies save, of any stage and number of ranks."""
 
 import re
+from collections.abc import Mapping
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_paral.checkpoint.damage import naming
+from lightning_paral.checkpoint.files import LocalFolder
 from lightning_paral.checkpoint.geometry import boxes_of_run
 from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor
 from lightning_paral.checkpoint.unpickle import load_safely
@@ -19,15 +22,28 @@ _OF_DEEPSPEED = {
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
     "checkpoint_parallel_dimensions",
 }  # fmt: skip
-_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
+_RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_00", re.ASCII)
+_MAX_TAG_BYTES = 4096
 
 
 def find_folder(path: Path) -> Path | None:
-    """Return the folder with the ranks' files if `path` is a DeepSpeed checkpoint, else `None`."""
-    latest = path / "latest"
-    tag = latest.read_text().strip() if latest.is_file() else "checkpoint"
-    folder = path / tag
-    return folder if any(folder.glob("*mp_rank_00_model_states.pt")) else None
+    """Return the folder with the ranks' files if `path` is a DeepSpeed checkpoint, else `None`.
+
+    Raises:
+        CheckpointError: what names that folder leads out of `path`, or is no name.
+    """
+    root = LocalFolder(path)
+    size = root.size("latest")
+    tag = "checkpoint"
+    if size is not None:
+        if size > _MAX_TAG_BYTES:
+            return None
+        tag = bytes(root.read("latest", 0, size)).decode(errors="replace").strip()
+        if not tag or "\n" in tag:
+            return None
+    if not root.is_folder(tag):
+        return None
+    return path / tag if any((path / tag).glob("*mp_rank_00_model_states.pt")) else None
 
 
 def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
@@ -36,8 +52,13 @@ def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
     Optimizer states are left out: they are DeepSpeed's own.
 
     Raises:
-        CheckpointError: files of ranks are missing, incomplete, or hold code.
+        CheckpointError: files of ranks are missing, incomplete, damaged, or hold code.
     """
+    with naming(folder):
+        return _read(folder, weights_only)
+
+
+def _read(folder: Path, weights_only: bool) -> dict[str, Any]:
     if (folder / "mp_rank_00_model_states.pt").is_file():
         states = _load(folder / "mp_rank_00_model_states.pt", weights_only)
         weights = states["module"] | _masters_of_stage1(folder, states, weights_only)
@@ -142,7 +163,8 @@ def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]
     found = {}
     for path in folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}.pt"):
         match = _RANK.search(path.name)
-        assert match is not None
+        if match is None:
+            raise CheckpointError(f"{path} is not named after a rank.")
         found[int(match.group(1))] = path
     if sorted(found) != list(range(len(found))):
         raise CheckpointError(f"{folder} has {kind} of ranks {sorted(found)} only: files are missing.")
@@ -150,7 +172,12 @@ def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]
 
 
 def _load(path: Path, weights_only: bool) -> dict[str, Any]:
-    return dict(load_safely(path, weights_only=weights_only, mmap=True, extra=_harmless()))
+    if LocalFolder(path.parent).size(path.name) is None:
+        raise CheckpointError(f"{path} is missing.")
+    found = load_safely(path, weights_only=weights_only, mmap=True, extra=_harmless())
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not states of a rank.")
+    return dict(found)
 
 
 def _harmless() -> tuple[Any, ...]:

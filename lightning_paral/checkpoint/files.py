@@ -3,6 +3,7 @@
 import mmap
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_paral.checkpoint.archive import check_regular, open_regular
 from lightning_paral.checkpoint.checksums import Block, checksum, checksum_of_block, reader_of
+from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
 from lightning_paral.checkpoint.writing import Writing
 from lightning_paral.errors import CheckpointError
 
@@ -21,6 +24,7 @@ _MADV_POPULATE_READ = 22  # not in Python's mmap yet
 _LARGE_BYTES = 2**20
 _AHEAD_BYTES = 2**23
 _NUM_REQUESTS = 4
+_MAX_NAME = 4096
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
@@ -54,6 +58,16 @@ def without_scheme(path: object) -> str:
     return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
 
 
+def check_name(folder: object, file: str) -> None:
+    """Check that a file that a checkpoint names is one in its folder.
+
+    Raises:
+        CheckpointError: the name leads out of it.
+    """
+    if "\0" in file or not file or file.startswith("/") or ".." in file.split("/") or len(file) > _MAX_NAME:
+        raise CheckpointError(f"{folder} names the file {file[:100]!r}, which is not in its folder: it is hostile.")
+
+
 class LocalFolder:
     """Files in a folder of the operating system."""
 
@@ -73,22 +87,58 @@ class LocalFolder:
         return Writing(open(self.path / file, "xb", buffering=2**20), on_disk=True)
 
     def size(self, file: str) -> int | None:
-        """Return the size of a file in bytes, `None` if there is none."""
+        """Return the size of a file in bytes, `None` if there is none.
+
+        Raises:
+            CheckpointError: its name or a link leads out of the folder, or it is a FIFO, a socket or a device.
+        """
+        path = self._inside(file)
+        try:
+            about = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        check_regular(path, about.st_mode)
+        return about.st_size if stat.S_ISREG(about.st_mode) else None
+
+    def is_folder(self, name: str) -> bool:
+        """Whether there is a folder of this name in it.
+
+        Raises:
+            CheckpointError: the name or a link leads out of the folder.
+        """
+        return self._inside(name).is_dir()
+
+    def _inside(self, file: str) -> Path:
+        check_name(self.path, file)
         path = self.path / file
-        return path.stat().st_size if path.is_file() else None
+        folder = os.path.realpath(self.path)
+        if os.path.commonpath((folder, os.path.realpath(path))) != folder:
+            raise CheckpointError(
+                f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Put a copy of the "
+                "file in its place."
+            )
+        return path
 
     def hold(self, file: str) -> None:
         """Map a file: what is read from then on is of this one, even if a save replaces the folder."""
         if file not in self._maps:
-            with open(self.path / file, "rb") as opened:
-                size = os.fstat(opened.fileno()).st_size
+            descriptor = open_regular(self._inside(file))
+            try:
+                size = os.fstat(descriptor).st_size
                 # Private and writable: torch warns of memory it may not write.
                 access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-                self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, *access) if size else b"")
+                self._maps[file] = memoryview(mmap.mmap(descriptor, 0, *access) if size else b"")
+            finally:
+                os.close(descriptor)
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return bytes of a file: mapped, not read."""
+        """Return bytes of a file: mapped, not read.
+
+        Raises:
+            CheckpointError: it has not as many.
+        """
         self.hold(file)
+        check_range(self.name(file), offset, length, len(self._maps[file]))
         if length >= _LARGE_BYTES:
             self._populate(file, offset, length)
         return self._maps[file][offset : offset + length]
@@ -102,8 +152,17 @@ class LocalFolder:
 
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
         """Return the checksum of each of some blocks of a file."""
-        with open(self.path / file, "rb", buffering=0) as opened:
-            return [checksum_of_block(reader_of(opened.fileno()), *block) for block in blocks]
+        descriptor = open_regular(self._inside(file))
+        try:
+            return [checksum_of_block(reader_of(descriptor), *block) for block in blocks]
+        finally:
+            os.close(descriptor)
+
+
+def check_range(name: str, offset: int, length: int, size: int) -> None:
+    """Raise a `CheckpointError` if a file of `size` bytes has not those that are to be read."""
+    if offset < 0 or length < 0 or offset + length > size:
+        raise CheckpointError(f"{name} is damaged: it has {size} bytes, not {length} from {offset} on.")
 
 
 class RemoteFolder:
@@ -113,6 +172,7 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         self.fs, self.path = file_system(self.url)
         self._ahead: tuple[str, int, bytes] = ("", 0, b"")
+        self._sizes: dict[str, int] = {}
 
     def __str__(self) -> str:
         return self.url
@@ -135,20 +195,34 @@ class RemoteFolder:
         """Remove what else is there: files of saves before, one file in place of the folder, and saves that died."""
         if self.fs.isfile(self.path):  # in an object store it can have the folder's name
             self.fs.rm_file(self.path)
-        for path in self.fs.ls(self.path, detail=False):
-            if str(path).rsplit("/", 1)[-1] not in files:
-                self.fs.rm(path)
+        for name in found_at(self.fs, self.path).own:
+            if name not in files:
+                self.fs.rm(f"{self.path}/{name}", recursive=True)
 
     def size(self, file: str) -> int | None:
-        """Return the size of a file in bytes, `None` if there is none."""
-        path = f"{self.path}/{file}"
-        return int(self.fs.size(path)) if self.fs.isfile(path) else None
+        """Return the size of a file in bytes, `None` if there is none.
+
+        Raises:
+            CheckpointError: its name leads out of the folder.
+        """
+        check_name(self.url, file)
+        if file not in self._sizes:
+            path = f"{self.path}/{file}"
+            if not self.fs.isfile(path):
+                return None
+            self._sizes[file] = int(self.fs.size(path))
+        return self._sizes[file]
 
     def hold(self, file: str) -> None:
         """Nothing: the files of another save have other names."""
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return bytes of a file. Some that follow are fetched with them: what is read next lies there mostly."""
+        """Return bytes of a file. Some that follow are fetched with them: what is read next lies there mostly.
+
+        Raises:
+            CheckpointError: it has not as many.
+        """
+        check_range(self.name(file), offset, length, self.size(file) or 0)
         name, start, data = self._ahead
         if name != file or offset < start or offset + length > start + len(data):
             start, data = offset, self._read(file, offset, max(length, _AHEAD_BYTES))
@@ -167,9 +241,14 @@ class RemoteFolder:
 
 
 def put_file(source: Path, url: str) -> None:
-    """Copy a local file to a URL, in place of what is there."""
+    """Copy a local file to a URL, in place of what is there.
+
+    Raises:
+        CheckpointError: that is a folder, and no checkpoint.
+    """
     fs, path = file_system(url)
     fs.makedirs(fs._parent(path), exist_ok=True)
+    check_replaceable_at(fs, path, url, folder=False)
     if not fs.isdir(path):
         fs.put_file(str(source), path)
         return

@@ -1,13 +1,23 @@
 """Where a checkpoint is, behind a path or a URL, beside which others may be saving; and what it says of itself."""
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_paral.checkpoint.archive import check_regular
 from lightning_paral.checkpoint.commit import present
-from lightning_paral.checkpoint.files import COPY_NAME, RemoteFolder, folder_at, get_file, is_remote, without_scheme
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, extract
+from lightning_paral.checkpoint.files import (
+    COPY_NAME,
+    LocalFolder,
+    RemoteFolder,
+    folder_at,
+    get_file,
+    is_remote,
+    without_scheme,
+)
+from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.errors import CheckpointError
 
@@ -62,9 +72,13 @@ def read_manifest(path: str | Path) -> Manifest | None:
     if not is_remote(path) and Path(path).is_file():
         return extract(path)
     folder = folder_at(path)
+    if isinstance(folder, LocalFolder) and os.path.lexists(folder.path):
+        check_regular(path, folder.path.stat().st_mode)
     size = folder.size(FILE_NAME)
     if size is None:
         if isinstance(folder, RemoteFolder) or not folder.path.is_dir():
             raise CheckpointError(f"There is no checkpoint at {path}.")
         return None
+    if size > MAX_BYTES:
+        raise CheckpointError(f"{folder.name(FILE_NAME)} is damaged or hostile: it has {size} bytes.")
     return Manifest.from_json(bytes(folder.read(FILE_NAME, 0, size)).decode(errors="replace"), folder.name(FILE_NAME))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_paral.checkpoint.archive import check_regular
 from lightning_paral.checkpoint.checksums import FileRecord, blocks_of, checksum_of_block, reader_of
 from lightning_paral.checkpoint.flushing import Flushing
 from lightning_paral.checkpoint.geometry import Box
@@ -195,6 +196,7 @@ def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
 
 def read_full(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
     """Return the checkpoint with tensors mapped from the file, not read."""
+    check_regular(path, os.stat(path).st_mode)
     loaded = load_safely(path, weights_only=weights_only, mmap=True)
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not a checkpoint.")

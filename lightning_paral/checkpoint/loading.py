@@ -1,11 +1,12 @@
 """Loading: find out what is at a path, verify it, and return it as Lightning dumps it, tensors unread."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.damage import verify_share
+from lightning_paral.checkpoint.damage import naming, verify_share
 from lightning_paral.checkpoint.deepspeed import find_folder, read_deepspeed
 from lightning_paral.checkpoint.files import LocalFolder, folder_at
 from lightning_paral.checkpoint.finding import read_manifest, read_present
@@ -58,7 +59,37 @@ def look(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | Non
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Return what is at `path` as Lightning dumps it: `state_dict`, `optimizer_states` by number, and all else."""
+    """Return what is at `path` as Lightning dumps it: `state_dict`, `optimizer_states` by number, and all else.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    with naming(path):
+        checkpoint = _open(path, weights_only, manifest)
+        if weights_only:
+            _check_form(path, checkpoint)
+        return checkpoint
+
+
+def _check_form(path: str | Path, checkpoint: dict[str, Any]) -> None:
+    """Raise if what is always a dict or list in a checkpoint is none in this one."""
+    states = checkpoint.get("optimizer_states", [])
+    fits = isinstance(checkpoint["state_dict"], Mapping) and isinstance(states, list)
+    fits = fits and all(isinstance(name, str) for name in checkpoint["state_dict"])
+    if not fits or not all(map(_is_state, states)):
+        raise CheckpointError(f"{path} is damaged, or no checkpoint: its state_dict or optimizer_states are none.")
+
+
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state", {}), Mapping):
+        return False
+    groups = state.get("param_groups", [])
+    return isinstance(groups, list) and all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups
+    )
+
+
+def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:
     folder = folder_at(path)
     if isinstance(folder, LocalFolder):
         if folder.path.is_file():
@@ -75,6 +106,8 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
     checkpoint = read_meta(folder, names.get(META, META), weights_only)
     if OWN_KEY in checkpoint and manifest is None:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
+    if any(not isinstance(key, str) for key in checkpoint):
+        raise CheckpointError(f"{folder.name(META)} is damaged: its keys are no names.")
     tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights

@@ -7,20 +7,24 @@ import json
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.checkpoint.checksums import FileRecord, checksum
+from lightning_paral.checkpoint.archive import open_regular, read_archive
+from lightning_paral.checkpoint.checksums import FileRecord, checksum, checksum_of_block, reader_of
 from lightning_paral.errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+MAX_BYTES = 2**24
+"""More than a manifest of 20 TB has; what reading it takes is a small multiple."""
+
 _RECORD = "lightning_paral.json"
 _COMMENT = re.compile(rb"lightning_paral ([0-9a-f]{16}) ([0-9a-f]{16})")
 _SUM_DIGITS = 16
+_FREE_CONTAINERS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +55,49 @@ class Manifest:
         Raises:
             CheckpointError: it was changed since, or is of a format this release does not know; names `name`.
         """
+        if len(text) > MAX_BYTES or text.count("[") + text.count("{") > _FREE_CONTAINERS + len(text) // 10:
+            raise CheckpointError(f"{name} is damaged or hostile: no manifest is like that.")
         try:
             content = json.loads(text)
             own = content.pop("checksum")
             intact = own == _checksum(content) and text == _text(content | {"checksum": own})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             intact = False
         if not intact:
             raise CheckpointError(f"{name} is damaged: it is not what was written.")
-        if content["format"] > FORMAT:
+        if isinstance(content.get("format"), int) and content["format"] > FORMAT:
             raise CheckpointError(
                 f"{name} is of format {content['format']}, this release reads up to {FORMAT}: upgrade lightning_paral."
             )
-        files = {
-            file: FileRecord(bytes=record["bytes"], blocks=[tuple(block) for block in record["blocks"]])
-            for file, record in content.pop("files").items()
-        }
-        return Manifest(**content, files=files)
+        try:
+            return Manifest(
+                **content | {"files": {file: _record(r) for file, r in content.pop("files").items()}}
+            )._checked()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{name} is damaged or hostile: it is no manifest ({error}).") from error
+
+    def _checked(self) -> "Manifest":
+        numbers = (self.world_size, self.epoch, self.global_step, self.format)
+        if self.form not in ("full", "sharded") or not all(type(number) is int for number in numbers):
+            raise ValueError("a field is of another type")
+        if type(self.strategy) is not str or not all(type(name) is str for name in self.names.values()):
+            raise ValueError("a name is no text")
+        if self.form == "full" and set(self.files) != {"."}:
+            raise ValueError("a single file names others")
+        return self
+
+
+def _record(found: dict[str, Any]) -> FileRecord:
+    """Return the record of a file, of which each byte is in one block."""
+    blocks = [(offset, length, total) for offset, length, total in found["blocks"]]
+    position = 0
+    for offset, length, total in blocks:
+        if not all(type(number) is int for number in (offset, length, total)) or offset != position or length <= 0:
+            raise ValueError("blocks are not one behind the other")
+        position += length
+    if type(found["bytes"]) is not int or found["bytes"] != position:
+        raise ValueError("blocks are not all of a file")
+    return FileRecord(bytes=position, blocks=blocks)
 
 
 def _text(content: dict[str, Any]) -> str:
@@ -107,29 +137,24 @@ def extract(path: str | Path) -> Manifest | None:
         CheckpointError: the file is truncated or damaged.
     """
     name = str(path)
+    descriptor = open_regular(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            records = [record for record in archive.namelist() if record.endswith("/" + _RECORD)]
-            comment = archive.comment
-            if not records and not comment.startswith(b"lightning_paral"):
-                return None
-            found = _COMMENT.fullmatch(comment)
-            if len(records) != 1 or found is None:
-                raise CheckpointError(f"{name} is damaged: its manifest is broken.")
-            text = archive.read(records[0]).decode()
-    except (
-        zipfile.BadZipFile,
-        UnicodeDecodeError,
-        NotImplementedError,
-        zlib.error,
-        EOFError,
-        ValueError,
-        OSError,
-    ) as error:
-        raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {error}.") from error
-    start, expected = int(found.group(1), 16), int(found.group(2), 16)
-    with open(path, "rb") as file:
-        file.seek(start)
-        if checksum(file.read()[:-_SUM_DIGITS]) != expected:
+        nbytes = os.fstat(descriptor).st_size
+        archive = read_archive(lambda offset, size: os.pread(descriptor, size, offset), nbytes, name)
+        if archive is None:
+            raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: it is no zip archive.")
+        records = [record for key, record in archive.records.items() if key.endswith("/" + _RECORD)]
+        if not records and not archive.comment.startswith(b"lightning_paral"):
+            return None
+        found = _COMMENT.fullmatch(archive.comment)
+        if len(records) != 1 or found is None or int(found.group(1), 16) != records[0].header:
+            raise CheckpointError(f"{name} is damaged: its manifest is broken.")
+        if records[0].size > MAX_BYTES:
+            raise CheckpointError(f"{name} is damaged or hostile: its manifest has {records[0].size} bytes.")
+        start, expected = int(found.group(1), 16), int(found.group(2), 16)
+        if checksum_of_block(reader_of(descriptor), start, nbytes - start - _SUM_DIGITS) != expected:
             raise CheckpointError(f"{name} is damaged: bytes from {start} on are not what was written.")
+        text = os.pread(descriptor, records[0].size, records[0].start).decode(errors="replace")
+    finally:
+        os.close(descriptor)
     return Manifest.from_json(text, name)

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.commit import Draft, remove
@@ -20,6 +21,7 @@ from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.optimizer import BESIDE_KEY, beside_state, by_name
+from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at, found_at
 from lightning_paral.checkpoint.plan import Entry, check_same, is_large, plan, replace, tensors_in
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
@@ -90,6 +92,7 @@ class Save:
 
     def stage(self, staging: Staging) -> None:
         """Copy what this rank writes, so that training can go on before it is written."""
+        self._check_target()
         staging.stage(self.entries)
         holes = {path: None for entry in self.entries for path in (entry.path, *entry.twins)}
         self.tree, self.rest = deepcopy(replace(self.tree, holes)), deepcopy(self.rest)
@@ -98,8 +101,10 @@ class Save:
         """Write and commit. *Collective*.
 
         Raises:
-            CheckpointError: a rank could not write; on all ranks. What was at `path` is as it was.
+            CheckpointError: a rank could not write, or what is at `path` is no checkpoint and would be lost; on all
+                ranks. What was at `path` is as it was.
         """
+        ranks.on_first(f"Saving {self.path}", self._check_target)
         if not is_remote(self.path):
             self._write_locally(ranks)
         elif self.form == "sharded":
@@ -107,6 +112,13 @@ class Save:
             self._write_folder(RemoteFolder(self.path), ranks, save_id)
         else:
             self._upload(ranks)
+
+    def _check_target(self) -> None:
+        folder = self.form == "sharded"
+        if not is_remote(self.path):
+            check_replaceable(Path(self.path), folder=folder)
+        else:
+            check_replaceable_at(*file_system(self.path), self.path, folder=folder)
 
     def _write_locally(self, ranks: Ranks) -> None:
         target = Path(self.path)
@@ -197,10 +209,21 @@ def _write(folder: Folder, name: str, data: bytes) -> None:
 
 
 def remove_at(path: str) -> None:
-    """Remove the checkpoint at a path or URL, if it is there."""
+    """Remove the checkpoint at a path or URL, if it is there. What is none stays, and a warning says so."""
     if not is_remote(path):
         remove(Path(path))
         return
     fs, name = file_system(path)
-    if fs.exists(name):
+    if fs.isfile(name):
+        fs.rm_file(name)
+    if not fs.isdir(name):
+        return
+    found = found_at(fs, name)
+    if not found.is_checkpoint and not found.is_empty:
+        rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
+    elif found.foreign:
+        rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
+        for file in found.own:  # first what makes it a checkpoint
+            fs.rm(f"{name}/{file}", recursive=True)
+    else:
         fs.rm(name, recursive=True)

@@ -1,35 +1,24 @@
 """Loading without running code from the file: only types that are known to be harmless are made."""
 
+import io
+import os
 import pickle
 import re
-from argparse import Namespace
-from contextlib import AbstractContextManager
-from datetime import date, datetime, time, timedelta, timezone
-from decimal import Decimal
-from pathlib import PosixPath, PurePosixPath
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any
 
-import numpy
 import torch
-from lightning.fabric.utilities.data import AttributeDict
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.distributed.checkpoint import filesystem, metadata
 
+from lightning_paral.checkpoint.admitted import TorchRules, of_python
+from lightning_paral.checkpoint.archive import Archive, Read, open_regular, read_archive
+from lightning_paral.checkpoint.opcodes import PickleError, RefusedError, check_expansion, interpret
 from lightning_paral.errors import CheckpointError
 
-_OF_LIGHTNING = [AttributeDict, RunningStage, TrainerFn, TrainerStatus]
-_OF_PYTHON = [
-    *(frozenset, range, slice, Decimal, Namespace, PosixPath, PurePosixPath),
-    *(date, datetime, time, timedelta, timezone),
-]
-_NUMPY_MAKES = {"_reconstruct": numpy.empty(0).__reduce__()[0], "scalar": numpy.float64().__reduce__()[0]}
-_OF_NUMPY = [
-    *(numpy.ndarray, numpy.dtype, *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__)),
-    *((make, f"numpy.core.multiarray.{name}") for name, make in _NUMPY_MAKES.items()),
-    *((make, f"numpy._core.multiarray.{name}") for name, make in _NUMPY_MAKES.items()),
-]
 _NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")
+_LOCK = RLock()  # what torch admits is one set for the process
 
 
 def load_safely(
@@ -49,26 +38,93 @@ def load_safely(
     """
     name = name or file
     try:
+        if not weights_only:
+            return torch.load(file, map_location="cpu", weights_only=False, mmap=mmap or None)
+        _check(file, name, extra)
         with _admitting(extra):
-            return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mmap or None)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap or None)
+    except RefusedError as error:
+        raise CheckpointError(_refusal(name, error.name)) from error
+    except PickleError as error:
+        raise CheckpointError(f"{name} is damaged, or holds what cannot be loaded safely: {error}.") from error
     except pickle.UnpicklingError as error:
         found = _NAMED.search(str(error))
         what = (found.group(1) or found.group(2)).strip("'>.,") if found else None
         if what is None:
             raise CheckpointError(f"{name} is damaged, or holds what cannot be loaded safely: {error}") from error
-        raise CheckpointError(
-            f"{name} holds an object of {what!r}. Making it would run code, so it was not loaded. If you trust the "
-            f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before; "
-            "CheckpointOptions(weights_only=False), in the command `paral` --trust, trusts everything in it."
-        ) from error
+        raise CheckpointError(_refusal(name, what)) from error
+    except (CheckpointError, OSError):
+        raise
     except (AttributeError, ImportError) as error:
         raise CheckpointError(f"{name} holds an object of a type that cannot be imported here: {error}") from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {error}") from error
+    except Exception as error:  # torch's readers raise what they come upon
+        raise CheckpointError(
+            f"{name} is damaged or truncated, or no checkpoint: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _admitting(extra: tuple[type, ...] = ()) -> AbstractContextManager[None]:
-    return torch.serialization.safe_globals([*_OF_LIGHTNING, *_OF_PYTHON, *_OF_NUMPY, *extra])
+def _refusal(name: object, what: str) -> str:
+    return (
+        f"{name} holds an object of {what!r}. Making it would run code, so it was not loaded. If you trust the "
+        f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before; "
+        "CheckpointOptions(weights_only=False), in the command `paral` --trust, trusts everything in it."
+    )
+
+
+def _check(file: Any, name: object, extra: tuple[type, ...] = ()) -> None:
+    """Raise if a file of `torch.save` asks for what is not admitted, or costs more than its size.
+
+    Raises:
+        PickleError: what it asks for.
+        CheckpointError: it is damaged, or no file of `torch.save`.
+    """
+    with _reading(file) as (read, nbytes):
+        archive = read_archive(read, nbytes, name)
+        top = _top(archive)
+        if archive is None or f"{top}data.pkl" not in archive.records:
+            raise CheckpointError(f"{name} is damaged, or no checkpoint: it is not what torch.save writes.")
+        record = archive.records[f"{top}data.pkl"]
+        data = read(record.start, record.size)
+    prefix = f"{top}data/"
+    sizes = {key.removeprefix(prefix): r.size for key, r in archive.records.items() if key.startswith(prefix)}
+    check_expansion(interpret(data, TorchRules(sizes, extra)), len(data))
+
+
+def _top(archive: Archive | None) -> str:
+    """Return the folder in which an archive has its records, which torch takes from the first of them."""
+    return f"{next(iter(archive.records), '').split('/')[0]}/" if archive is not None else "/"
+
+
+@contextmanager
+def _reading(file: Any) -> Iterator[tuple[Read, int]]:
+    """Give a reader of `file`, a path or a file open for reading, which is where it was afterwards, and its size."""
+    if isinstance(file, str | os.PathLike):
+        descriptor = open_regular(os.fspath(file))
+        try:
+            yield lambda offset, size: os.pread(descriptor, size, offset), os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        return
+
+    def read(offset: int, size: int) -> bytes:
+        file.seek(offset)
+        return bytes(file.read(size))
+
+    position = file.tell()
+    try:
+        yield read, file.seek(0, io.SEEK_END)
+    finally:
+        file.seek(position)
+
+
+@contextmanager
+def _admitting(extra: tuple[type, ...] = ()) -> Iterator[None]:
+    """Admit our types, and take none from a user who has admitted them before."""
+    with _LOCK:
+        before = set(torch.serialization.get_safe_globals())
+        ours = [kind for kind in (*of_python(), *extra) if kind not in before]
+        with torch.serialization.safe_globals(ours):
+            yield
 
 
 def warn_of_refused(file: Any) -> None:
@@ -81,54 +137,11 @@ def warn_of_refused(file: Any) -> None:
             "code. Save numbers, strings, tensors, arrays and containers of them instead, or allow the types by "
             "torch.serialization.add_safe_globals before loading."
         )
-
-
-_OF_DISTRIBUTED_CHECKPOINT = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.TensorStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.TensorProperties,
-        metadata.StorageMeta,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-        PosixPath,
-    )
-} | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of a Distributed Checkpoint's metadata, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        found = _OF_DISTRIBUTED_CHECKPOINT.get((module, name))
-        if found is None:
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return found
-
-
-def load_metadata(file: BinaryIO, name: object) -> metadata.Metadata:
-    """Return the metadata of a Distributed Checkpoint from its file `.metadata`, without running code from it.
-
-    Raises:
-        CheckpointError: it holds anything but metadata, or is damaged.
-    """
+        return
     try:
-        loaded = _MetadataUnpickler(file).load()
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{name} asks for {error}, which has no place in a checkpoint's metadata. It was not loaded: the file is "
-            "damaged or hostile."
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{name} is damaged: {error}") from error
-    if not isinstance(loaded, metadata.Metadata):
-        raise CheckpointError(f"{name} is not the metadata of a Distributed Checkpoint.")
-    return loaded
+        _check(file, "The checkpoint")
+    except (PickleError, CheckpointError) as error:
+        rank_zero_warn(
+            f"Loading will refuse the checkpoint: {error}. Save numbers, strings, tensors, arrays and containers of "
+            "them instead, or load it with CheckpointOptions(weights_only=False)."
+        )

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.damage import faults_of
+from lightning_paral.checkpoint.damage import faults_of, naming
 from lightning_paral.checkpoint.finding import read_manifest, read_present
 from lightning_paral.checkpoint.geometry import coverage_fault
 from lightning_paral.checkpoint.loading import open_checkpoint
@@ -37,7 +37,8 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
     def read(here: str | Path) -> Manifest | None:
         manifest = read_manifest(here)
         faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
-        faults = faults or _uncovered(open_checkpoint(here, weights_only=weights_only, manifest=manifest))
+        with naming(here):
+            faults = faults or _uncovered(open_checkpoint(here, weights_only=weights_only, manifest=manifest))
         if faults:
             raise DamagedError(faults)
         return manifest

@@ -163,9 +163,12 @@ class PortableCheckpoint(Strategy):
         _optimizer_to_device(optimizer, self.root_device)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, at once."""
+        """Remove a checkpoint, at once; what is none stays, with a warning. A user's `CheckpointIO` does it its way."""
         from lightning_paral.checkpoint.saving import remove_at
 
+        if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
+            super().remove_checkpoint(filepath)
+            return
         if not self.is_global_zero:
             return
         if self._saver is not None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_paral import CheckpointError, ParalDDPStrategy
+from lightning_paral.checkpoint.commit import _beside, _id_of_save
 from lightning_paral.checkpoint.verify import verify
 from tests.checkpoint_models import fit
 
@@ -115,7 +116,8 @@ def save_in(path: str) -> None:
 
 
 def test_leftovers_of_a_dead_save_are_removed_by_the_next(tmp_path: Path) -> None:
-    dead = tmp_path / ".old.ckpt.saving-0123456789ab"
+    target = tmp_path / "old.ckpt"
+    dead = _beside(target, "saving", _id_of_save(target))
     dead.mkdir()
     (dead / "__0_0.distcp").write_bytes(b"half")
     fit("paral_ddp", 1, save_to=tmp_path / "x.ckpt")

@@ -11,18 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_paral.checkpoint.commit import Draft, remove_leftovers
+from lightning_paral.checkpoint.commit import Draft, _beside, _id_of_save, present, remove, remove_leftovers
 
 ROOT = Path(__file__).parents[2]
 
 
 def write(target: Path, content: str, *, folder: bool = True) -> None:
+    """Save what is taken for a checkpoint, a folder or a file."""
     draft = Draft(target, folder=folder)
-    (draft.path / "content" if folder else draft.path).write_text(content)
+    if folder:
+        (draft.path / "__0_0.distcp").write_text(content)
+    else:
+        torch.save({"state_dict": content}, draft.path)
     draft.commit()
+
+
+def content_of(target: Path) -> str:
+    return (target / "__0_0.distcp").read_text() if target.is_dir() else torch.load(target)["state_dict"]
 
 
 @pytest.mark.parametrize("folder", [True, False])
@@ -34,7 +43,8 @@ def test_draft_takes_the_place_of_anything(tmp_path: Path, folder: bool, before:
     elif before is not None:
         write(target, "old", folder=before == "folder")
     write(target, "new", folder=folder)
-    assert (target / "content" if folder else target).read_text() == "new"
+    assert target.is_dir() == folder
+    assert content_of(target) == "new"
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
@@ -141,7 +151,7 @@ flock = fcntl.flock
 
 def test_locks_suit_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
-    (tmp_path / ".x.ckpt.saving-0123456789ab").mkdir()
+    _beside(tmp_path / "x.ckpt", "saving", _id_of_save(tmp_path / "x.ckpt")).mkdir()
     write(tmp_path / "x.ckpt", "new")
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
@@ -158,3 +168,37 @@ def test_without_locks_leftovers_go_after_a_day(tmp_path: Path, monkeypatch: pyt
     age(next(tmp_path.glob(".*lock*")))
     write(tmp_path / "x.ckpt", "newer")
     assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+# What only looks like a draft
+
+NAMES = (
+    ".my.saving-202411211530",
+    ".my.saving-2024112115300000",
+    ".tpkc.x.replaced-0123456789abcdef",
+    ".tpkc.x.lock-20241121153012ab",
+    ".notes.lock-202411211530",
+)
+
+
+def test_files_of_similar_names_stay(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("ten years")
+    (tmp_path / ".a.lock-0123456789abcdef").write_text("a user's")
+    write(tmp_path / "x.ckpt", "new")
+    write(tmp_path / "x.ckpt", "newer")
+    remove_leftovers(tmp_path)
+    remove(tmp_path / "x.ckpt")
+    assert [(tmp_path / name / "thesis.tex").read_text() for name in NAMES] == ["ten years"] * len(NAMES)
+    assert (tmp_path / ".a.lock-0123456789abcdef").read_text() == "a user's"
+    assert present(tmp_path / "x.ckpt") == tmp_path / "x.ckpt"
+
+
+def test_a_copy_of_a_draft_under_another_name_stays(tmp_path: Path) -> None:
+    draft = Draft(tmp_path / "x.ckpt", folder=True)
+    copy = draft.path.with_name(draft.path.name.replace("tpkc.x", "tpkc.y"))
+    copy.mkdir()
+    draft.discard()
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [copy]

@@ -1,0 +1,343 @@
+"""Reading pickles as data: a machine for the opcodes that never imports a name, calls it or makes an object of it.
+
+What a pickle names, calls and sets stands in the result as `Named` and `Made`, as far as rules admit it. Follows
+https://docs.python.org/3/library/pickletools.html. What a file costs is bounded by its size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Any, Protocol
+
+_MAX_KEY_DEPTH = 4
+_MAX_DEPTH = 100
+_BYTES_PER_CONTAINER = 4
+_FREE_CONTAINERS = 1000
+_EXPANSION = 64
+_LARGE_INT = 2**61 - 1  # from here on integers have each other's hashes, and a dict of such takes its square in time
+
+
+class PickleError(Exception):
+    """A pickle is damaged, or made to cost more than its size."""
+
+
+class RefusedError(PickleError):
+    """A pickle names what is not admitted; `name` says what."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"it asks for {name}")
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Named:
+    """A class or function that a pickle names."""
+
+    name: str
+
+
+@dataclass(eq=False)
+class Made:
+    """What calling `by` with `args` would return, before `state` and `items` are set on it."""
+
+    by: str
+    args: tuple[Any, ...]
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+
+
+class Rules(Protocol):
+    """What a pickle may name and do. Each raises a `PickleError` for what it may not."""
+
+    def named(self, module: str, name: str) -> Any:
+        """Return what stands for a global."""
+
+    def call(self, callee: Named, args: tuple[Any, ...]) -> Any:
+        """Return what stands for the result of a call."""
+
+    def build(self, target: Made, state: Any) -> None:
+        """Check the state that is to be set on `target`, which has none yet."""
+
+    def stored(self, identity: Any) -> Any:
+        """Return what stands for what lies beside the pickle."""
+
+
+_MARK = object()
+_UINT8, _UINT16, _INT32 = Struct("<B"), Struct("<H"), Struct("<i")
+_UINT32, _UINT64, _FLOAT = Struct("<I"), Struct("<Q"), Struct(">d")
+
+
+def interpret(data: bytes, rules: Rules) -> Any:
+    """Return what the pickle `data` describes: plain data, `Named`, `Made` and what `rules` put in their place.
+
+    Raises:
+        PickleError: it is damaged, asks for what `rules` do not admit, or costs more than its size.
+    """
+    machine = _Machine(data, rules)
+    try:
+        return machine.run()
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise PickleError(f"its pickle breaks off or is damaged at byte {machine.at} ({error!r})") from error
+
+
+class _Machine:
+    def __init__(self, data: bytes, rules: Rules) -> None:
+        self.data = data
+        self.rules = rules
+        self.at = 0
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        """Of each mark that is open, the stack below it."""
+        self.memo: dict[int, Any] = {}
+        self.left = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+
+    def run(self) -> Any:
+        data, memo, handlers = self.data, self.memo, _HANDLERS
+        while True:
+            code = data[self.at]
+            self.at += 1
+            if code == 0x94:  # the most frequent ones are here: MEMOIZE, BINGET, BININT1, STOP
+                memo[len(memo)] = self.stack[-1]
+            elif code == 0x68:
+                self.stack.append(memo[data[self.at]])
+                self.at += 1
+            elif code == 0x4B:
+                self.stack.append(data[self.at])
+                self.at += 1
+            elif code == 0x2E:
+                if len(self.stack) != 1 or self.below:
+                    raise PickleError("its pickle is damaged: it leaves more than one object")
+                return self.stack[0]
+            else:
+                handler = handlers[code]
+                if handler is None:
+                    raise PickleError(
+                        f"its pickle has the opcode {code:#x} at byte {self.at - 1}, which has no place there"
+                    )
+                handler(self)
+
+    # Operands
+
+    def number(self, form: Struct) -> Any:
+        (value,) = form.unpack_from(self.data, self.at) if self.at + form.size <= len(self.data) else (None,)
+        if value is None:
+            raise PickleError("its pickle breaks off")
+        self.at += form.size
+        return value
+
+    def bytes(self, form: Struct) -> bytes:
+        length = self.number(form)
+        if length < 0 or length > len(self.data) - self.at:
+            raise PickleError(f"its pickle is to have {length} bytes where {len(self.data) - self.at} are left")
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        line = self.data[self.at : end].decode()
+        self.at = end + 1
+        return line
+
+    def pop(self) -> Any:
+        return self.stack.pop()
+
+    def pop_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.below.pop()
+        return items
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def push_new(self, value: Any) -> None:
+        """Push what takes memory of its own."""
+        self.left -= 1
+        if self.left < 0:
+            raise PickleError("its pickle has more containers than its size has room for")
+        self.stack.append(value)
+
+    # What opcodes do
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def tuple_of(self, count: int) -> None:
+        items = tuple(self.stack[-count:])
+        if len(items) != count:
+            raise PickleError("its pickle is damaged: it takes what is not there")
+        del self.stack[-count:]
+        self.push_new(items)
+
+    def named(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise PickleError("its pickle names what is not a name")
+        self.push(self.rules.named(module, name))
+
+    def named_on_stack(self) -> None:
+        name, module = self.pop(), self.pop()
+        self.named(module, name)
+
+    def call(self) -> None:
+        args, callee = self.pop(), self.pop()
+        if type(args) is not tuple or type(callee) is not Named:
+            raise PickleError(f"its pickle calls what is no function: {type(callee).__name__}")
+        self.push_new(self.rules.call(callee, args))
+
+    def build(self) -> None:
+        state, target = self.pop(), self.stack[-1]
+        if type(target) is not Made or target.state is not None:
+            raise PickleError(f"its pickle sets attributes of {_said(target)}, which have no place there")
+        self.rules.build(target, state)
+        target.state = state
+
+    def stored(self) -> None:
+        self.push_new(self.rules.stored(self.pop()))
+
+    def remember(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise PickleError(f"its pickle appends to {_said(target)}")
+        target.extend(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is Made and target.by in _MAPPINGS:
+            target = target.items
+        if type(target) is not dict or len(items) % 2:
+            raise PickleError(f"its pickle sets items of {_said(target)}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            check_key(key)
+            target[key] = value
+
+    def add_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise PickleError(f"its pickle adds to {_said(target)}")
+        for item in items:
+            check_key(item)
+            target.add(item)
+
+    def frozen(self) -> None:
+        items = self.pop_mark()
+        for item in items:
+            check_key(item)
+        self.push_new(frozenset(items))
+
+
+_MAPPINGS = ("collections.OrderedDict", "collections.Counter")
+
+
+def check_key(key: Any, depth: int = 0) -> None:
+    """Raise a `PickleError` for a key that is no plain value, or of which a hash takes long or many are the same."""
+    if type(key) is tuple and depth < _MAX_KEY_DEPTH:
+        for item in key:
+            check_key(item, depth + 1)
+    elif type(key) is int:
+        if not -_LARGE_INT < key < _LARGE_INT:
+            raise PickleError("its pickle has keys that are no numbers of anything")
+    elif type(key) not in (str, bytes, float, bool, type(None), frozenset, complex, Made, Named):
+        raise PickleError(f"its pickle has {_said(key)} as a key")
+
+
+def _said(value: Any) -> str:
+    return value.name if type(value) is Named else value.by if type(value) is Made else f"a {type(value).__name__}"
+
+
+def _pop_twice(machine: _Machine) -> list[Any]:
+    value, key = machine.pop(), machine.pop()
+    return [key, value]
+
+
+_Do = Callable[[_Machine], Any]
+_OPCODES: dict[int, _Do] = {
+    0x80: lambda m: m.number(_UINT8),  # PROTO
+    0x95: lambda m: m.number(_UINT64),  # FRAME, which does not change what follows
+    0x28: _Machine.mark,
+    0x30: _Machine.pop,
+    0x31: _Machine.pop_mark,
+    0x4E: lambda m: m.push(None),
+    0x88: lambda m: m.push(True),
+    0x89: lambda m: m.push(False),
+    0x4A: lambda m: m.push(m.number(_INT32)),
+    0x4D: lambda m: m.push(m.number(_UINT16)),
+    0x8A: lambda m: m.push(int.from_bytes(m.bytes(_UINT8), "little", signed=True)),  # LONG1
+    0x47: lambda m: m.push(m.number(_FLOAT)),
+    0x58: lambda m: m.push(m.bytes(_UINT32).decode("utf-8", "surrogatepass")),  # BINUNICODE
+    0x8C: lambda m: m.push(m.bytes(_UINT8).decode("utf-8", "surrogatepass")),
+    0x8D: lambda m: m.push(m.bytes(_UINT64).decode("utf-8", "surrogatepass")),
+    0x55: lambda m: m.push(m.bytes(_UINT8).decode()),  # SHORT_BINSTRING
+    0x43: lambda m: m.push(m.bytes(_UINT8)),  # SHORT_BINBYTES
+    0x42: lambda m: m.push(m.bytes(_UINT32)),
+    0x8E: lambda m: m.push(m.bytes(_UINT64)),
+    0x5D: lambda m: m.push_new([]),
+    0x7D: lambda m: m.push_new({}),
+    0x29: lambda m: m.push(()),
+    0x8F: lambda m: m.push_new(set()),
+    0x74: lambda m: m.push_new(tuple(m.pop_mark())),  # TUPLE
+    0x85: lambda m: m.tuple_of(1),
+    0x86: lambda m: m.tuple_of(2),
+    0x87: lambda m: m.tuple_of(3),
+    0x61: lambda m: m.extend([m.pop()]),  # APPEND
+    0x65: lambda m: m.extend(m.pop_mark()),
+    0x73: lambda m: m.set_items(_pop_twice(m)),  # SETITEM
+    0x75: lambda m: m.set_items(m.pop_mark()),
+    0x90: lambda m: m.add_items(m.pop_mark()),
+    0x91: _Machine.frozen,
+    0x71: lambda m: m.remember(m.number(_UINT8)),  # BINPUT
+    0x72: lambda m: m.remember(m.number(_UINT32)),
+    0x6A: lambda m: m.push(m.memo[m.number(_UINT32)]),
+    0x63: lambda m: m.named(m.line(), m.line()),  # GLOBAL
+    0x93: _Machine.named_on_stack,
+    0x52: _Machine.call,  # REDUCE
+    0x81: _Machine.call,  # NEWOBJ
+    0x62: _Machine.build,
+    0x51: _Machine.stored,  # BINPERSID
+}
+_HANDLERS: list[_Do | None] = [_OPCODES.get(code) for code in range(256)]
+
+
+def _children(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return value.values()
+    if kind in (list, tuple):
+        return value
+    if kind is Made:
+        return (*value.args, value.state, *value.items.values())
+    return ()
+
+
+def check_expansion(root: Any, nbytes: int) -> None:
+    """Raise a `PickleError` if walking through `root`, of a pickle of `nbytes`, never ends, goes deep or takes long.
+
+    What is referred to twice is walked through twice by what comes after, and with it what it refers to.
+    """
+    limit = _EXPANSION * nbytes + _FREE_CONTAINERS
+    steps: dict[int, tuple[int, int]] = {}  # of what was walked through: how many, and how deep
+    open_now: set[int] = set()
+    path: list[tuple[Any, bool]] = [(root, False)]
+    while path:
+        value, done = path.pop()
+        if type(value) not in _CONTAINERS:
+            continue
+        if done:
+            found = [steps[id(child)] for child in _children(value) if type(child) in _CONTAINERS]
+            count = 1 + len(_children(value)) + sum(number for number, _ in found)
+            depth = 1 + max((deep for _, deep in found), default=0)
+            if count > limit or depth > _MAX_DEPTH:
+                raise PickleError("its pickle is nested deeper, or refers to itself more often, than any checkpoint")
+            steps[id(value)] = (count, depth)
+            open_now.discard(id(value))
+        elif id(value) in open_now:
+            raise PickleError("its pickle holds itself")
+        elif id(value) not in steps:
+            open_now.add(id(value))
+            path.append((value, True))
+            path.extend((child, False) for child in _children(value))
+
+
+_CONTAINERS = (dict, list, tuple, Made)

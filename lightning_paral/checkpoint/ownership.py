@@ -1,0 +1,195 @@
+"""What is at a path: a checkpoint, which a save may replace, or what a user would lose."""
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_paral.checkpoint.archive import Read, read_archive
+from lightning_paral.errors import CheckpointError
+
+_LISTED = 4
+_OF_SYSTEM = re.compile(r"\.DS_Store|\._.*|\.nfs[0-9a-f]+|Thumbs\.db|desktop\.ini", re.DOTALL)
+"""What operating systems put into folders by themselves."""
+
+_OF_DISTRIBUTED = re.compile(
+    r"(\.metadata|meta\.pt)(-[0-9a-f]{12})?|\.metadata\.tmp|manifest\.json|__\d+_\d+([0-9a-f]{12})?\.distcp"
+)
+_DISTRIBUTED = re.compile(r"\.metadata(-[0-9a-f]{12})?|__\d+_\d+([0-9a-f]{12})?\.distcp")
+"""Of which a folder that is one has some."""
+
+_OF_DEEPSPEED = ("latest", "zero_to_fp32.py")
+_STATES = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt")
+_FIRST_OF_MANIFEST = b'{"checksum":"'
+_MAX_PICKLE_BYTES = 2**26
+_MAX_TAG_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What is at a path."""
+
+    what: str
+    """In a few words, for messages."""
+    is_file: bool = False
+    is_checkpoint: bool = False
+    is_empty: bool = False
+    own: list[str] = field(default_factory=list)
+    """Names of a checkpoint's files in the folder, those first without which it is none."""
+    foreign: list[str] = field(default_factory=list)
+    """Names of other files in the folder."""
+
+    @property
+    def listed(self) -> str:
+        """The first of the other files, for messages."""
+        more = f" and {len(self.foreign) - _LISTED} more" if len(self.foreign) > _LISTED else ""
+        return ", ".join(self.foreign[:_LISTED]) + more
+
+
+def check_replaceable(target: Path, *, folder: bool) -> None:
+    """Check that nothing is lost if a save to `target` puts a file there, or a folder.
+
+    A file replaces any file, as with `torch.save`. A folder that is replaced has to be empty or a checkpoint with
+    nothing else in it, and a file that a folder replaces, a checkpoint.
+
+    Raises:
+        CheckpointError: something would be lost; says what, and what to do.
+    """
+    if not os.path.lexists(target) or (target.is_file() and not folder):
+        return
+    found = found_in(target)
+    if target.is_symlink() and found.is_checkpoint:
+        return  # what is behind the link stays
+    _check(target, found)
+
+
+def check_replaceable_at(fs: Any, path: str, url: str, *, folder: bool) -> None:
+    """Check the same for a URL, at `path` of a file system of fsspec.
+
+    Raises:
+        CheckpointError: something would be lost.
+    """
+    if folder and fs.isfile(path):
+        _check(url, Found(what="a file", is_file=True, is_checkpoint=_is_remote_checkpoint(fs, path)))
+    if fs.isdir(path):
+        _check(url, found_at(fs, path))
+
+
+def _check(target: object, found: Found) -> None:
+    if found.is_empty or (found.is_checkpoint and not found.foreign):
+        return
+    if found.is_checkpoint:
+        raise CheckpointError(
+            f"There is a checkpoint at {target} with files in its folder that are not its own: {found.listed}. Saving "
+            "there would delete them. Move them elsewhere, or save under another name."
+        )
+    held = f" with {found.listed} in it" if found.foreign else ""
+    inside = f", as {target}/last.ckpt" if found.foreign else ""
+    raise CheckpointError(
+        f"There is {found.what} at {target}{held}, which is no checkpoint. Saving there would delete it. Save under "
+        f"another name{inside}, or remove it before."
+    )
+
+
+def found_in(path: Path) -> Found:
+    """Return what is at `path`, or where a link at `path` leads."""
+    try:
+        about = path.stat()
+    except OSError:
+        return Found(what="a link that leads nowhere", is_empty=True)
+    if stat.S_ISREG(about.st_mode):
+        is_checkpoint = _is_local_checkpoint(path)
+        return Found(what="a file", is_file=True, is_empty=about.st_size == 0, is_checkpoint=is_checkpoint)
+    if not stat.S_ISDIR(about.st_mode):
+        return Found(what="a FIFO, a socket or a device")
+    names = os.listdir(path)
+    folders = {name: os.listdir(path / name) for name in names if (path / name).is_dir()}
+    return found_among([name for name in names if name not in folders], folders, lambda name: _start_of(path / name))
+
+
+def found_at(fs: Any, path: str) -> Found:
+    """Return what is in the folder at `path` of a file system of fsspec."""
+    entries = {_last(entry["name"]): entry["type"] for entry in fs.ls(path, detail=True)}
+    entries.pop(_last(path), None)  # object stores may list the folder itself
+    folders = {
+        name: [_last(inner) for inner in fs.ls(f"{path}/{name}", detail=False)]
+        for name, kind in entries.items()
+        if kind == "directory"
+    }
+
+    def start_of(name: str) -> bytes:
+        return bytes(fs.cat_file(f"{path}/{name}", start=0, end=_MAX_TAG_BYTES))
+
+    return found_among([name for name in entries if name not in folders], folders, start_of)
+
+
+def _last(path: object) -> str:
+    return str(path).rstrip("/").rsplit("/", 1)[-1]
+
+
+def found_among(files: Iterable[str], folders: dict[str, list[str]], start_of: Callable[[str], bytes]) -> Found:
+    """Return what a folder with these files and folders is.
+
+    Args:
+        files: names of its files.
+        folders: names of what is in its folders.
+        start_of: returns the first bytes of one of its files.
+    """
+    files = sorted(files)
+    of_system = [name for name in files if _OF_SYSTEM.fullmatch(name)]
+    others = [name for name in files if name not in of_system]
+    if not others and not folders:
+        return Found(what="an empty folder", is_empty=True, own=of_system)
+    if any(_DISTRIBUTED.fullmatch(name) for name in others):
+        own = [name for name in others if _OF_DISTRIBUTED.fullmatch(name)]
+        if "manifest.json" in own and not start_of("manifest.json").startswith(_FIRST_OF_MANIFEST):
+            own.remove("manifest.json")
+        own.sort(key=lambda name: not _DISTRIBUTED.fullmatch(name) or name.endswith(".distcp"))
+    elif _is_deepspeed(others, folders, start_of):
+        own = [*(name for name in _OF_DEEPSPEED if name in others), *folders]
+    else:
+        return Found(what="a folder", foreign=[*others, *folders])
+    foreign = [name for name in (*others, *folders) if name not in own]
+    return Found(what="a checkpoint", is_checkpoint=True, own=[*own, *of_system], foreign=foreign)
+
+
+def _is_deepspeed(files: list[str], folders: dict[str, list[str]], start_of: Callable[[str], bytes]) -> bool:
+    """Whether it holds states of one tag, and what says so: with several of them it is a run's folder."""
+    if len(folders) != 1 or "latest" not in files:
+        return False
+    ((tag, states),) = folders.items()
+    is_named = start_of("latest").strip() == os.fsencode(tag)
+    own = [name for name in states if _STATES.fullmatch(name)]
+    return is_named and bool(own) and all(name in own or _OF_SYSTEM.fullmatch(name) for name in states)
+
+
+def _is_local_checkpoint(path: Path) -> bool:
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        return _is_checkpoint(lambda offset, size: os.pread(file.fileno(), size, offset), path.stat().st_size)
+    return False
+
+
+def _is_remote_checkpoint(fs: Any, path: str) -> bool:
+    return _is_checkpoint(lambda at, size: bytes(fs.cat_file(path, start=at, end=at + size)), int(fs.size(path)))
+
+
+def _is_checkpoint(read: Read, nbytes: int) -> bool:
+    """Whether `torch.save` has written a file, with a `state_dict`."""
+    with suppress(CheckpointError):
+        archive = read_archive(read, nbytes, "")
+        for name, record in archive.records.items() if archive is not None else ():
+            if name.endswith("/data.pkl"):
+                return b"state_dict" in read(record.start, min(record.size, _MAX_PICKLE_BYTES))
+    return False
+
+
+def _start_of(path: Path) -> bytes:
+    with suppress(OSError):
+        if stat.S_ISREG(path.stat().st_mode):
+            with open(path, "rb") as file:
+                return file.read(_MAX_TAG_BYTES)
+    return b""
