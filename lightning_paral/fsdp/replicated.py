@@ -92,6 +92,8 @@ def _broadcast_flat(bucket: list[Tensor]) -> None:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.broadcast(flat, src=0)
+    if dist.get_rank() == 0:
+        return  # written to, a map of a file would take memory
     for tensor, received in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(received.view_as(tensor))
 
