@@ -102,8 +102,17 @@ class Sampling:
     """
 
     split: Literal["batch", "global"] = "batch"
-    """`"batch"`: each rank draws whole batches of the loader's size. `"global"`: each batch is divided among the ranks,
-    so that training is the same run at any world size."""
+    """`"batch"`: each rank draws whole batches of the loader's size, in an order of the strategy's own at more than one
+    rank. `"global"`: each batch is divided among the ranks, so that training is the same run at any world size.
+
+    With `"global"`, and with one rank, batches are those of `Trainer(strategy="auto")` from the same seed, in training
+    and in evaluation: samplers draw from the global generators of torch, numpy and `random` of rank 0, or from the
+    loader's own, when one process would, and the generators go on behind them. That holds as long as nothing else draws
+    differently on several ranks than in one process. What a module draws in its steps (dropout), or a dataset in
+    `__getitem__` without workers, has other shapes there, so the orders of the epochs after the first may differ, where
+    the loader has no generator of its own; they stay the same on all ranks. It does not hold for iterable datasets,
+    whose shuffling has a seed of the strategy's own, and within an epoch of more than 256 batches for samplers that
+    draw as they go while the module or the dataset draws, too."""
 
     remainder: Literal["drop", "wrap"] = "wrap"
     """For `split="batch"` in training, where the batches do not divide by the ranks: drop the last ones, or complete

@@ -1,10 +1,7 @@
-"""From any checkpoint to one file, or files of safetensors, in constant memory: one tensor at a time."""
+"""From any checkpoint to one Lightning file, in constant memory: one tensor at a time."""
 
-import json
 import shutil
-import struct
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -26,19 +23,8 @@ from lightning_paral.errors import CheckpointError
 Progress = Callable[[int], None]
 """Called with the number of bytes written since the last call."""
 
-_STEP_BYTES = 2**22
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+STEP_BYTES = 2**22
+"""How much is read and written at a time."""
 
 
 def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -76,12 +62,12 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 def size_of(checkpoint: dict[str, Any]) -> int:
     """Return the number of bytes of all tensors in `checkpoint`, tied ones once."""
-    return sum(entry.nbytes for entry, _ in _entries(checkpoint))
+    return sum(entry.nbytes for entry, _ in entries_of(checkpoint))
 
 
 def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], progress: Progress) -> None:
     """Write an ordinary Lightning file, with a manifest; all of it or nothing."""
-    pairs = _entries(checkpoint)
+    pairs = entries_of(checkpoint)
     check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
     entries = [entry for entry, _ in pairs]
     draft = Draft(out, folder=False)
@@ -93,7 +79,7 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
             with Flushing(file.fileno()) as flushing:
                 for offset, (entry, tensor) in sorted(zip(offsets, pairs, strict=True), key=itemgetter(0)):
                     checksums.catch_up(read, offset)
-                    for values in stretches(tensor, _STEP_BYTES):
+                    for values in stretches(tensor, STEP_BYTES):
                         data = bytes_of(values.to(entry.dtype))
                         write(data, checksums.position)
                         checksums.update(data)
@@ -112,81 +98,8 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
         raise
 
 
-def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
-    """Write weights as safetensors: one file, or several with an index if they exceed `max_shard_bytes`.
-
-    Follows https://huggingface.co/docs/safetensors: a header in JSON, then the data. Tied parameters are written once,
-    under their first name, as safetensors demands.
-    """
-    pairs = _entries(
-        {"state_dict": {name: value for name, value in weights.items() if isinstance(value, Tensor | Cast)}}
-    )
-    check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
-    shards: list[list[tuple[Entry, Tensor]]] = [[]]
-    for pair in pairs:
-        if shards[-1] and sum(entry.nbytes for entry, _ in shards[-1]) + pair[0].nbytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(pair)
-    index_path = out.with_name(out.name + ".index.json")
-    with ExitStack() as drafts:
-        if len(shards) == 1:
-            drafts.enter_context(_write_shard(shards[0], out, progress)).commit()
-            index_path.unlink(missing_ok=True)  # of an earlier output: one form only, for readers look for either
-            return [out]
-        names = [f"{out.stem}-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
-        written = [
-            drafts.enter_context(_write_shard(shard, out.with_name(name), progress))
-            for name, shard in zip(names, shards, strict=True)
-        ]
-        index = {
-            "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs)},
-            "weight_map": {str(e.path[1]): name for name, shard in zip(names, shards, strict=True) for e, _ in shard},
-        }
-        written.append(drafts.enter_context(Draft(index_path, folder=False)))
-        written[-1].path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for draft in written:
-            draft.commit()
-        out.unlink(missing_ok=True)
-        return [draft.target for draft in written]
-
-
-def _write_shard(shard: list[tuple[Entry, Tensor]], path: Path, progress: Progress) -> Draft:
-    """Write a file of safetensors beside `path`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for entry, _ in shard:
-        kind = _SAFETENSORS_DTYPES.get(entry.dtype)
-        if kind is None:
-            raise CheckpointError(f"safetensors has no {entry.dtype}, of which {entry.path[1]} is. Choose a --dtype.")
-        header[str(entry.path[1])] = {
-            "dtype": kind,
-            "shape": list(entry.shape),
-            "data_offsets": [position, position + entry.nbytes],
-        }
-        position += entry.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    draft = Draft(path, folder=False)
-    try:
-        with open(draft.path, "wb", buffering=0) as file, Flushing(file.fileno()) as flushing:
-            write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
-            for entry, tensor in shard:
-                offset = 8 + len(text) + header[str(entry.path[1])]["data_offsets"][0]
-                for values in stretches(tensor, _STEP_BYTES):
-                    data = bytes_of(values.to(entry.dtype))
-                    write_all(file.fileno(), data, offset)
-                    offset += len(data)
-                    flushing.wrote(len(data))
-                    progress(len(data))
-            flushing.finish()
-    except BaseException:
-        draft.discard()
-        raise
-    return draft
-
-
-def _entries(checkpoint: dict[str, Any]) -> list[tuple[Entry, Tensor]]:
-    """Return weights and optimizer states, tied ones once, with where they stand."""
+def entries_of(checkpoint: dict[str, Any]) -> list[tuple[Entry, Tensor]]:
+    """Return weights and optimizer states, tied ones once, with where they stand and their values."""
     found: dict[Any, tuple[Entry, Tensor]] = {}
     large = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
     for path, value in _tensors_and_casts(large):

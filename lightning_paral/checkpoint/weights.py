@@ -13,6 +13,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.held import is_divided
+from lightning_paral.checkpoint.hugging_face import KEY as MODELS_KEY
+from lightning_paral.checkpoint.hugging_face import describe_models
 from lightning_paral.checkpoint.load_hooks import has_load_hooks, names_to_load, run_load_hooks, without_load_hooks
 from lightning_paral.checkpoint.optimizer import listing
 from lightning_paral.checkpoint.random import collect_states
@@ -21,7 +23,8 @@ from lightning_paral.checkpoint.stored import StoredTensor, read_whole
 from lightning_paral.errors import CheckpointError
 
 OWN_KEY = "lightning_paral"
-"""Where a checkpoint holds what only this package needs: frozen parameters left out, random states."""
+"""Where a checkpoint holds what only this package needs: frozen parameters left out, random states, and what
+Hugging Face models in the module are."""
 
 
 def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
@@ -51,7 +54,9 @@ def own_state(module: Module, save_frozen: bool, ranks: Ranks) -> dict[str, Any]
     frozen = [
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
     ]
-    return {"frozen": [] if save_frozen else frozen, "random_states": collect_states(ranks)}
+    models = describe_models(module)
+    about = {"frozen": [] if save_frozen else frozen, "random_states": collect_states(ranks)}
+    return about | ({MODELS_KEY: models} if models else {})
 
 
 def load_weights(

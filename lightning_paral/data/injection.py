@@ -22,6 +22,7 @@ from lightning_paral.data.evaluation import ExactEvaluation, replace
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order import Order, Seed
 from lightning_paral.data.position import Position, Source, processed
+from lightning_paral.data.randomness import States
 from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
 from lightning_paral.errors import ConfigurationError
 
@@ -30,6 +31,11 @@ _STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
+
+
+def draws_as_one_process(sampling: Sampling, world_size: int) -> bool:
+    """Whether orders are drawn from the global random generators, as one process draws them."""
+    return sampling.split == "global" or world_size == 1
 
 
 class Injection:
@@ -133,6 +139,8 @@ class Injection:
             compare=partial(self._compare, batches.sampler if type(batches) is BatchSampler else batches)
             if share.world_size > 1
             else None,
+            shared=draws_as_one_process(self._sampling, share.world_size),
+            agree=self._of_rank_0 if share.world_size > 1 else None,
             samplers=loaders.samplers(loader),
         )
         if share.ending != "fill":
@@ -207,6 +215,11 @@ class Injection:
         gathered = [torch.zeros_like(ours) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, ours)
         return [int(each) for each in gathered]
+
+    def _of_rank_0(self, states: States) -> States:
+        shared = [states]
+        dist.broadcast_object_list(shared, src=0, device=self._device)
+        return shared[0]
 
     def _compare(self, sampler: object, checksum: int) -> None:
         checksums = self._gather(checksum)

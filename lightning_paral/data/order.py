@@ -4,11 +4,18 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from lightning_paral.data.randomness import OrderRandomness, derive_seed
+from lightning_paral.data.randomness import (
+    OrderRandomness,
+    Randomness,
+    SharedRandomness,
+    States,
+    derive_seed,
+    fitted,
+)
 
 _CHUNK = 256  # batches drawn at a time; changing the random state costs as much as drawing some ten batches
 _CHECKED_BATCHES, _CHECKED_INDICES = 8, 64
@@ -41,11 +48,23 @@ class Order:
     compare: Callable[[int], None] | None = None
     """*Collective*: given a checksum of the first batches, raises if that of another rank differs."""
 
+    shared: bool = False
+    """Whether orders are drawn as one process would, from the generators as they are then, and not from `seed`."""
+
+    agree: Callable[[States], States] | None = None
+    """*Collective*: returns what rank 0 passes to it. For shared generators."""
+
     samplers: tuple[Any, ...] = field(default=())
     """Everything `set_epoch` is forwarded to, and whose generators are seeded."""
 
     def draw(
-        self, epoch: int, repetition: int, num_samples_to_skip: int = 0, beginning: list[Any] | None = None
+        self,
+        epoch: int,
+        repetition: int,
+        num_samples_to_skip: int = 0,
+        beginning: list[Any] | None = None,
+        again: States | Literal["seed"] | None = None,
+        began: Callable[[States | None], None] | None = None,
     ) -> Iterator[list[Any]]:
         """Yield the batches of an epoch in chunks: lists of up to 256 of them, the last one shorter or empty.
 
@@ -56,8 +75,16 @@ class Order:
             repetition: how often this epoch's batches were drawn to the end before.
             num_samples_to_skip: samples to leave out. A batch in which they end comes with the rest of it.
             beginning: its items are replaced by the first batches of the epoch, skipped or not, as many as it has.
+            again: for an order that was drawn before: what it began from, `"seed"` for the seed.
+            began: called with what it begins from, in this sense, `None` for the seed.
         """
-        randomness = OrderRandomness(derive_seed(self.seed.value, self.number, epoch, repetition), self._generators())
+        randomness: Randomness
+        if again == "seed" or (again is None and not self.shared):
+            seed = derive_seed(self.seed.value, self.number, epoch, repetition)
+            randomness = OrderRandomness(seed, self.generators())
+        else:
+            start = None if again is None else fitted(again, self.generators())
+            randomness = SharedRandomness(self.generators(), self.agree, start)
         with randomness.drawing():
             batches = iter(self.batches)
             if beginning:
@@ -65,6 +92,8 @@ class Order:
                 batches = chain(list(beginning), batches)
             rest = self._skip(batches, num_samples_to_skip)
             chunk = rest + list(islice(batches, _CHUNK - len(rest)))
+        if began is not None:
+            began(randomness.start if isinstance(randomness, SharedRandomness) else None)
         if self.compare is not None:
             self.compare(checksum(chunk))
         while len(chunk) == _CHUNK:
@@ -85,7 +114,8 @@ class Order:
             num_samples -= size
         return []
 
-    def _generators(self) -> tuple[torch.Generator, ...]:
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Return the generators that samplers hold themselves."""
         found = (getattr(sampler, "generator", None) for sampler in self.samplers)
         return tuple({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 

@@ -45,6 +45,12 @@ class Position:
             state: what `state` returned.
             restore_random: gives the global random generators their states of when the checkpoint was saved.
         """
+
+        def restore() -> None:
+            restore_random()
+            for source, position in zip(self.sources, state["loaders"], strict=False):
+                _restore_generators(source, position)
+
         fit_loop = self._trainer.fit_loop
         fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
         if fetcher is None or combined is None:
@@ -57,15 +63,15 @@ class Position:
             if inside_epoch:
                 self._move(state["loaders"], epoch, num_steps)
             else:
-                restore_random()
+                restore()
             # The iterator was made before the position was known; workers may have begun to load from the start.
             combined.reset()
             iter(fetcher)
         if inside_epoch:
             # A new iterator draws a seed for its workers. The uninterrupted run did that when the epoch began.
-            restore_random()
+            restore()
 
-    def _move(self, positions: list[dict[str, int]], epoch: int, num_steps: int) -> None:
+    def _move(self, positions: list[dict[str, Any]], epoch: int, num_steps: int) -> None:
         moved = [
             _resume(source, epoch, position, num_steps)
             for source, position in zip(self.sources, positions, strict=True)
@@ -84,15 +90,23 @@ def processed(progress: _Progress) -> int:
     return current.processed
 
 
-def _position(source: Source, num_steps: int) -> dict[str, int]:
+def _position(source: Source, num_steps: int) -> dict[str, Any]:
     if isinstance(source, RankBatchSampler):
-        return source.position(num_steps)
+        generators = [generator.get_state() for generator in source.order.generators()] if source.order.shared else []
+        return source.position(num_steps) | ({"generators": generators} if generators else {})
     return {"repetition": 0, "samples": num_steps * source.turn_size}
 
 
-def _resume(source: Source, epoch: int, position: dict[str, int], num_steps: int) -> int:
+def _restore_generators(source: Source, position: dict[str, Any]) -> None:
+    """Let the generators that samplers hold go on where they were."""
+    if isinstance(source, RankBatchSampler) and source.order.shared:
+        for generator, state in zip(source.order.generators(), position.get("generators", ()), strict=False):
+            generator.set_state(state)
+
+
+def _resume(source: Source, epoch: int, position: dict[str, Any], num_steps: int) -> int:
     """Move `source` to `position`; return after how many of its steps that is."""
     if isinstance(source, RankBatchSampler):
         return source.resume(epoch, position, num_steps)
     source.resume(epoch, position["samples"])
-    return position["samples"] // source.turn_size
+    return int(position["samples"]) // source.turn_size

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_paral.data.order import Order
+from lightning_paral.data.randomness import States
 from lightning_paral.errors import ConfigurationError
+
+_KEPT = 64  # more repetitions than workers draw ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,8 @@ class RankBatchSampler:
         self._skip = 0, 0  # samples, steps
         self._num_samples = array("q")  # after each step, since the start of the repetition
         self._starts = [0]  # of the repetitions, in steps
+        self._begun: list[States | None] = []  # what the orders of the repetitions began from
+        self._again: States | Literal["seed"] | None = None
 
     @property
     def sampler(self) -> "RankBatchSampler":
@@ -63,6 +68,7 @@ class RankBatchSampler:
         if epoch != self._epoch:
             self._epoch, self._repetition, self._skip = epoch, 0, (0, 0)
             self._starts = [0]
+            self._begun, self._again = [], None
             del self._num_samples[:]
         self.order.set_epoch(epoch)
 
@@ -79,6 +85,7 @@ class RankBatchSampler:
         num_samples, num_steps = self._skip if len(self._starts) == 1 else (0, 0)
         # Steps drawn by an iteration that was given up, as `DataLoader` workers draw ahead, do not count.
         del self._num_samples[self._starts[-1] :]
+        del self._begun[len(self._starts) - 1 :]
         self._num_samples.extend([0] * num_steps)
         if self.share.split == "batch":
             yield from self._draw_whole(num_samples)
@@ -93,7 +100,7 @@ class RankBatchSampler:
         batched, record = self.order.batched, self._num_samples.append
         beginning: list[Any] = [None] * (world_size - 1) if ending == "wrap" else []
         left: list[Any] = []
-        for chunk in self.order.draw(self._epoch, self._repetition, num_samples, beginning):
+        for chunk in self._drawn(num_samples, beginning):
             left += chunk
             whole = len(left) - len(left) % world_size
             for start in range(0, whole, world_size):
@@ -119,7 +126,7 @@ class RankBatchSampler:
         rank, world_size, record = self.share.rank, self.share.world_size, self._num_samples.append
         # The rank after the one that drew the last sample comes first: batches of one sample reach all ranks in turn.
         start = (rank - num_samples) % world_size
-        for chunk in self.order.draw(self._epoch, self._repetition, num_samples):
+        for chunk in self._drawn(num_samples):
             for batch in chunk:
                 size = len(batch)
                 num_samples += size
@@ -129,6 +136,15 @@ class RankBatchSampler:
                     start = (rank - num_samples) % world_size
                 record(num_samples)
                 yield part
+
+    def _drawn(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[list[Any]]:
+        again = self._again if len(self._starts) == 1 else None
+        return self.order.draw(self._epoch, self._repetition, num_samples, beginning, again, self._note)
+
+    def _note(self, begun: States | None) -> None:
+        self._begun.append(begun)
+        if len(self._begun) > _KEPT:  # of a short loader that is drawn from again and again
+            self._begun[-_KEPT - 1] = None
 
     def _weigh(self, step: int, part: list[Any], batch: list[Any]) -> list[Any]:
         """Note what a part of a batch that does not divide by the ranks counts; return it, or a filler for none."""
@@ -140,14 +156,15 @@ class RankBatchSampler:
         self.fillers.add(step)
         return batch[:1]
 
-    def position(self, num_steps: int) -> dict[str, int]:
+    def position(self, num_steps: int) -> dict[str, Any]:
         """Return where in the order `num_steps` of this epoch lead, in terms that hold at any world size."""
         index = max(0, bisect_right(self._starts, num_steps - 1) - 1)
         repetition = self._repetition - (len(self._starts) - 1) + index
         samples = self._num_samples[num_steps - 1] if 0 < num_steps <= len(self._num_samples) else 0
-        return {"repetition": repetition, "samples": samples}
+        begun = self._begun[index] if index < len(self._begun) else None
+        return {"repetition": repetition, "samples": samples} | ({} if begun is None else {"begun": begun})
 
-    def resume(self, epoch: int, position: dict[str, int], num_steps: int) -> int:
+    def resume(self, epoch: int, position: dict[str, Any], num_steps: int) -> int:
         """Let the next iteration start at `position` of `epoch`, `num_steps` after its start at the saving world size.
 
         Returns:
@@ -155,6 +172,7 @@ class RankBatchSampler:
         """
         self.set_epoch(epoch)
         self._repetition = position["repetition"]
+        self._again = position.get("begun", "seed")
         left = self.order.num_batches_after(position["samples"])
         if left is not None and not self._repetition:
             num_steps = len(self) - self.share.num_steps(left)

@@ -59,6 +59,19 @@ def _on_gradient(parameter: Parameter, hook: object) -> torch.utils.hooks.Remova
 
 
 @torch.no_grad()
+def receive_elsewhere(tensors: Iterable[Tensor]) -> None:
+    """Give the parameters among `tensors` new memory on ranks that are about to receive rank 0's values.
+
+    `from_pretrained` leaves them in a private map of the file. What is written there stays in memory until nothing uses
+    the file any more: in the end, the whole model.
+    """
+    if dist.get_rank() > 0:
+        for tensor in tensors:
+            if isinstance(tensor, Parameter):
+                tensor.data = torch.empty_like(tensor)
+
+
+@torch.no_grad()
 def broadcast(tensors: Iterable[Tensor]) -> None:
     """Give all ranks rank 0's values of `tensors`, in place. *Collective* over the world."""
     for alike in _by_type(tensors):
@@ -79,6 +92,8 @@ def _broadcast_flat(bucket: list[Tensor]) -> None:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.broadcast(flat, src=0)
+    if dist.get_rank() == 0:
+        return  # written to, a map of a file would take memory
     for tensor, received in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(received.view_as(tensor))
 

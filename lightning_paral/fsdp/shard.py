@@ -27,7 +27,7 @@ from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
 from lightning_paral.fsdp.precision import match_inputs
-from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, unshardable
+from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, receive_elsewhere, unshardable
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
 
@@ -139,6 +139,7 @@ class ShardedModule:
             self._deferred.fill(parts)
             self._belongings.note(parts)
         if dist.get_world_size() > 1:
+            receive_elsewhere(_own_tensors(parts))
             broadcast(_own_tensors(parts))
         replicated = set(unshardable(module))
         for whole in replicated:

@@ -19,6 +19,7 @@ from lightning_paral.checkpoint.ranks import all_ranks
 from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
+from lightning_paral.data.injection import draws_as_one_process
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -91,9 +92,10 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
 
     def setup_distributed(self) -> None:
         """Join or make the process group. *Collective* over the world."""
-        reset_seed()
         self._check_callbacks()
         self.set_world_ranks()
+        if not draws_as_one_process(self.sampling, self.world_size):
+            reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
         assert self.cluster_environment is not None
         assert self._timeout is not None
         self._process_group = join_process_group(
@@ -159,6 +161,10 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     def _restore_random(self) -> None:
         if len(self._random_states) == self.world_size:
             restore_states(list(self._random_states), all_ranks())
+        elif self._random_states and draws_as_one_process(self.sampling, self.world_size):
+            # Orders of epochs to come are drawn from rank 0's. Where the module draws nothing, all ranks' are the same.
+            of_rank_0 = {name: value for name, value in self._random_states[0].items() if name != "torch.cuda"}
+            restore_states([of_rank_0] * self.world_size, all_ranks())
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, weighted by this rank's share of the samples where shares differ."""

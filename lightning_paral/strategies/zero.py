@@ -205,7 +205,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build a model of stage 3 partitioned: each rank keeps its part of a parameter as soon as it has values."""
-        with built_partitioned(self.config) if self.stage == 3 else nullcontext():
+        with built_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():
             yield
 
     def setup(self, trainer: Trainer) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -14,17 +15,26 @@ from lightning_paral.zero.partition import is_partitioned, make_contiguous, scal
 
 
 @contextmanager
-def built_partitioned(config: dict[str, Any]) -> Iterator[None]:
+def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator[None]:
     """Let each rank keep its part only of parameters that are made in this context, as soon as they have values.
 
     *Collective* over the world.
+
+    Args:
+        config: DeepSpeed's.
+        module: what it is made for. Parameters that it gains and that are whole at the end, as those that
+            `from_pretrained` puts in place of others, are partitioned then.
     """
     import deepspeed
 
     linear = torch.nn.functional.linear
+    before = set() if module is None else set(module.parameters())
     try:
-        with _divisible(deepspeed.zero.Init(config_dict_or_path=config)), _FirstValues():
+        init = _divisible(deepspeed.zero.Init(config_dict_or_path=config))
+        with init, _FirstValues():
             yield
+        if module is not None:
+            _partition(init, [parameter for parameter in module.parameters() if parameter not in before])
     finally:
         torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
 
@@ -40,6 +50,18 @@ def _divisible(init: Any) -> Any:
 
     init._zero_init_param = divide_any
     return init
+
+
+@torch.no_grad()
+def _partition(init: Any, parameters: list[Parameter]) -> None:
+    """Partition what is whole, one by one. Rank 0's values count."""
+    for parameter in parameters:
+        if hasattr(parameter, "ds_id"):
+            continue
+        if dist.get_rank() > 0:
+            # It may lie in a private map of a file, where received values would stay in memory as long as the map.
+            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        init._convert_to_zero_parameters([parameter])
 
 
 def warn_of_whole(module: Module) -> None:

@@ -1,0 +1,185 @@
+"""What a checkpoint holds of the `transformers` models in a module, so that `from_pretrained` can load them again."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from lightning_paral.errors import CheckpointError
+
+KEY = "hugging_face"
+"""Where the state of this package in a checkpoint has the descriptions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedModel:
+    """A `PreTrainedModel` of a module, in plain data."""
+
+    prefix: str
+    """Of its weights' names in the module's `state_dict`, with the dot."""
+    config: str
+    """The text of `config.json`."""
+    generation_config: str | None = None
+    """The text of `generation_config.json`, for a model that generates."""
+    tied: list[str] = field(default_factory=list)
+    """Weights, without the prefix, that `save_pretrained` leaves out because loading ties them to others."""
+    ignored: list[str] = field(default_factory=list)
+    """Those that it leaves out because loading makes them."""
+    obstacle: str | None = None
+    """Why this model cannot be written as `save_pretrained` would, if so."""
+
+    @staticmethod
+    def from_data(data: Any) -> "PretrainedModel":
+        """Read what a checkpoint holds.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        kinds = {
+            "prefix": str,
+            "config": str,
+            "generation_config": str | None,
+            "tied": list,
+            "ignored": list,
+            "obstacle": str | None,
+        }
+        if not isinstance(data, Mapping) or any(not isinstance(data.get(key), kind) for key, kind in kinds.items()):
+            raise CheckpointError("What the checkpoint holds of its Hugging Face model is broken. Give it by --config.")
+        return PretrainedModel(**{key: data[key] for key in kinds})
+
+
+def describe_models(module: Module) -> list[dict[str, Any]]:
+    """Return what a checkpoint holds of the `PreTrainedModel`s in `module`, those inside of others aside.
+
+    `transformers` is not imported: where nobody has, there is no model of it.
+    """
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if base is None:
+        return []
+    return [asdict(_describe(name, part)) for name, part in _outermost(module, base)]
+
+
+def _outermost(module: Module, base: type) -> Iterator[tuple[str, Any]]:
+    found: list[str] = []
+    for name, part in module.named_modules():  # parents come first
+        if isinstance(part, base) and not any(name.startswith(prefix) for prefix in found):
+            found.append(f"{name}." if name else "")
+            yield name, part
+
+
+def _describe(name: str, model: Any) -> PretrainedModel:
+    prefix = f"{name}." if name else ""
+    try:
+        config = json.loads(model.config.to_json_string(use_diff=True))
+        config["architectures"] = [_class_of(model).__name__]
+        generation_config = None
+        if model.can_generate() and getattr(model, "generation_config", None) is not None:
+            generation = json.loads(model.generation_config.to_json_string(use_diff=True))
+            generation.pop("compile_config", None)
+            generation_config = _text(generation)
+        return PretrainedModel(
+            prefix=prefix,
+            config=_text(config),
+            generation_config=generation_config,
+            tied=sorted(_tied_to_others(model)),
+            ignored=sorted(getattr(model, "_keys_to_ignore_on_save", None) or ()),
+            obstacle=_obstacle(model),
+        )
+    except Exception as error:  # a config of the user's own may do anything; a save does not fail for it
+        return PretrainedModel(prefix=prefix, config="{}", obstacle=f"its config could not be read: {error!r}")
+
+
+def _class_of(model: Module) -> type:
+    """Return the class of `model` from before it was sharded: `fully_shard` puts one of its own in its place."""
+    kind = type(model)
+    return kind.__bases__[1] if isinstance(model, FSDPModule) and kind.__bases__[0] is FSDPModule else kind
+
+
+def _tied_to_others(model: Any) -> Iterator[str]:
+    """Yield the names that `save_pretrained` drops: of each group of tied weights, those declared to be tied."""
+    declared = getattr(model, "all_tied_weights_keys", None)  # {target: source}, from transformers 5 on
+    patterns = list(declared if declared is not None else getattr(model, "_tied_weights_keys", None) or ())
+    groups: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(value), []).append(without_wrappers(name))
+    for names in groups.values():
+        matching = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
+        yield from matching[: len(names) - 1]
+
+
+def _obstacle(model: Any) -> str | None:
+    if any(type(part).__module__.split(".")[0] == "peft" for part in model.modules()):
+        return "it has adapters of PEFT. Merge them into the model before it is saved (merge_and_unload)"
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        return f"it is quantized ({type(quantizer).__name__})"
+    return None
+
+
+def without_wrappers(name: str) -> str:
+    """Return a weight's name without what `torch.compile` puts in front of that of a submodule."""
+    return name.replace("_orig_mod.", "")
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def with_dtype(config: str, dtype: str, everywhere: bool) -> str:
+    """Return the text of `config.json` for weights of `dtype` (`"bfloat16"`).
+
+    `from_pretrained` loads weights in the dtype that it names, whatever they are.
+
+    Args:
+        config: the text.
+        dtype: of the weights.
+        everywhere: whether the parts of a model of several (`text_config`) are of this dtype, too.
+    """
+    content = json.loads(config)
+    content["torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"] = dtype
+    for part in content.values() if everywhere else ():
+        if isinstance(part, dict) and "model_type" in part:
+            part.update({key: dtype for key in ("dtype", "torch_dtype") if part.get(key)})
+    return _text(content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What `from_pretrained` expects of the weights beside a `config.json`."""
+
+    shapes: dict[str, tuple[int, ...]]
+    model: PretrainedModel
+
+
+def expected_by(config: str) -> Expected | None:
+    """Return what a model of this config is made of; `None` if `transformers` is not installed or lacks its class.
+
+    It is built without values.
+
+    Raises:
+        CheckpointError: it cannot be built.
+    """
+    try:
+        import transformers
+    except ImportError:
+        return None
+    import torch
+
+    content = json.loads(config)
+    architectures = content.get("architectures") or []
+    kind: Any = getattr(transformers, architectures[0], None) if len(architectures) == 1 else None
+    if getattr(kind, "config_class", None) is None:
+        return None
+    try:
+        with torch.device("meta"):
+            model = kind(kind.config_class.from_dict(content))
+    except Exception as error:
+        raise CheckpointError(f"A {architectures[0]} could not be made from its config: {error}") from error
+    return Expected(
+        shapes={name: tuple(value.shape) for name, value in model.state_dict().items()}, model=_describe("", model)
+    )

@@ -1,0 +1,175 @@
+"""With `split="global"` the batches are those of one plain process from the same seed, whatever draws an order."""
+
+from collections.abc import Iterator
+from itertools import chain, product
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from tests.models import quiet_trainer
+from tests.sampling_models import SaveAt, strategy_of
+
+NUM_SAMPLES = 22
+CASES: tuple[dict[str, Any], ...] = (
+    *(
+        {"seed": seed, "validation": validation, "generator": generator}
+        for seed, validation, generator in product((1, 2), ("", "plain", "shuffled"), (False, True))
+    ),
+    *({"seed": 3, "validation": v, "generator": g, "workers": 2} for v, g in (("", False), ("shuffled", True))),
+    *({"seed": 4, "sampler": kind, "validation": "plain"} for kind in ("weighted", "as it goes", "replacement")),
+    {"seed": 5, "everything": True, "validation": "plain"},
+    {"seed": 6, "sampler": "as it goes", "batch_size": 4, "num_samples": 4 * 300},
+)
+
+
+class AsItGoes(Sampler[int]):
+    """Draws each index when it is asked for."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            yield int(torch.randint(self.length, ()))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Numbers(Dataset[Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Listening(LightningModule):
+    """Notes the samples of each batch, and draws nothing after it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+        self.validated: list[list[int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch[:, 0].int().tolist())
+        return self.layer(batch * 0.01).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(batch[:, 0].int().tolist())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(label: str, num_devices: int, case: dict[str, Any], **more: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Fit three epochs of shuffled batches; return the samples of each batch this rank has seen."""
+    (seed_everything if case.get("everything") else torch.manual_seed)(case["seed"])
+    module = Listening()
+    length, batch_size = case.get("num_samples", NUM_SAMPLES), case.get("batch_size", 8)
+    samplers = {
+        "weighted": lambda: WeightedRandomSampler(torch.linspace(1, 2, length), length),
+        "as it goes": lambda: AsItGoes(length),
+        "replacement": lambda: RandomSampler(range(length), replacement=True),
+    }
+    sampler = samplers[case["sampler"]]() if "sampler" in case else None
+    generator = torch.Generator().manual_seed(case["seed"]) if case.get("generator") else None
+    loader = DataLoader(
+        Numbers(length),
+        batch_size,
+        shuffle=sampler is None,
+        sampler=sampler,
+        generator=generator,
+        num_workers=case.get("workers", 0),
+    )
+    validation = case.get("validation")
+    loaders = [loader, DataLoader(Numbers(5), 4, shuffle=validation == "shuffled")] if validation else [loader]
+    options = {"split": "global"} if label not in ("one process", "paral_dp") else {}
+    strategy = strategy_of(label, **options)
+    save_at, ckpt_path = more.pop("save_at", None), more.pop("ckpt_path", None)
+    callbacks = [SaveAt(*save_at)] if save_at else []
+    settings = {"max_epochs": 3, "devices": num_devices, "callbacks": callbacks, "use_distributed_sampler": True} | more
+    quiet_trainer(strategy=strategy, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
+    return module.seen, module.validated
+
+
+def fit_all(label: str, num_devices: int) -> list[Any]:
+    return [fit(label, num_devices, case) for case in CASES]
+
+
+def joined(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """The samples of each global batch."""
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(rank_pool) -> list[Any]:
+    """What one process draws, under Lightning's own strategy."""
+    (found,) = rank_pool.run(1, fit_all, "one process", 1, timeout=300)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("label", "world_size"),
+    [
+        ("paral_ddp", 1),
+        ("paral_ddp", 2),
+        ("paral_ddp", 4),
+        ("paral_fsdp", 2),
+        ("paral_zero2", 2),
+        ("paral_dp", 1),
+    ],
+)
+def test_batches_are_those_of_one_process(on_ranks, expected: list[Any], label: str, world_size: int) -> None:
+    num_devices = 2 if label == "paral_dp" else world_size
+    ranks = on_ranks(world_size, fit_all, label, num_devices, timeout=300)
+    for number, case in enumerate(CASES):
+        if label == "paral_dp":  # its replicas are threads, which note their parts in any order
+            continue
+        assert joined([rank[number][0] for rank in ranks]) == joined([expected[number][0]]), case
+    assert len({str(batches) for batches, _ in expected}) == len(CASES), "each case has an order of its own"
+
+
+def test_one_rank_draws_as_one_process_whatever_the_split(on_ranks, expected: list[Any]) -> None:
+    ((seen, _),) = on_ranks(1, fit_of_batches, CASES[0])
+    assert seen == expected[0][0]
+
+
+def fit_of_batches(case: dict[str, Any]) -> Any:
+    torch.manual_seed(case["seed"])
+    module = Listening()
+    trainer = quiet_trainer(strategy="paral_ddp", devices=1, max_epochs=3)
+    trainer.fit(module, DataLoader(Numbers(NUM_SAMPLES), 8, shuffle=True))
+    return module.seen, module.validated
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize("generator", [False, True])
+def test_resuming_goes_on_with_the_batches_of_one_process(
+    on_ranks, expected: list[Any], tmp_path, world_size: int, step: int, generator: bool
+) -> None:
+    case = {"seed": 1, "validation": "plain", "generator": generator}
+    (all_batches,) = [batches for other, (batches, _) in zip(CASES, expected, strict=True) if other == case]
+    path = str(tmp_path / "x.ckpt")
+    on_ranks(2, fit_and_save, case, step, path)
+    ranks = on_ranks(world_size, fit_resumed, world_size, case | {"seed": 99, "generator": generator}, path)
+    assert joined([rank[0] for rank in ranks]) == joined([all_batches])[step:]
+
+
+def fit_and_save(case: dict[str, Any], step: int, path: str) -> Any:
+    return fit("paral_ddp", 2, case, save_at=(step, path), max_steps=step)
+
+
+def fit_resumed(num_devices: int, case: dict[str, Any], path: str) -> Any:
+    return fit("paral_ddp", num_devices, case, ckpt_path=path)
