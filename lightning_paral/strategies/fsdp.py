@@ -34,9 +34,9 @@ from lightning_paral.fsdp.mesh import check_replicate, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
-from lightning_paral.fsdp.replicated import broadcast
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.whole import whole
+from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -66,7 +66,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         offload: keep parameters, gradients and optimizer state on the host, and update there.
         reduce_dtype: gradients are reduced as `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed precision, else
             the dtype of the weights.
-        broadcast_buffers: before each training step give all ranks rank 0's buffers, as DDP does.
+        broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
+            accumulation window, and at the start of validation.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
@@ -128,7 +129,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         # Of one run:
         self._deferred: DeferredConstruction | None = None
         self._sharded: ShardedModule | None = None
-        self._broadcasts = False
         self._run = ""
         self._failed = False
 
@@ -222,8 +222,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
         sharded.shard()
         self._deferred = None
-        has_buffers = next(module.buffers(), None) is not None
-        self._broadcasts = self._broadcast_buffers and self.world_size > 1 and has_buffers
+        self._buffers = RankZeroBuffers(module, self._broadcast_buffers) if fitting else None
         return sharded
 
     def _sync_batchnorm(self, fitting: bool) -> None:
@@ -251,9 +250,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate in backward passes inside this context, as `accumulate` says."""
         assert self._sharded is not None
+        assert self._buffers is not None
         self._sharded.set_gradient_sync(reduce=self._accumulate == "sharded", all_reduce=False)
         try:
-            yield
+            with self._buffers.accumulating():
+                yield
         finally:
             self._sharded.set_gradient_sync(reduce=True, all_reduce=True)
 
@@ -261,8 +262,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Run the training step with the root's parameters gathered."""
         assert self._sharded is not None
         assert self.lightning_module is not None
-        if self._broadcasts:
-            broadcast(self.lightning_module.buffers())
+        assert self._buffers is not None
+        self._buffers.before_training_step()
         calls = self._sharded.calls
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
