@@ -77,7 +77,7 @@ class ReducedParameters:
         if self._num_rebuilds == _MANY_REBUILDS:
             rank_zero_warn(
                 f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was made anew "
-                "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one for all."
+                "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one."
             )
 
     def check_before_backward(self) -> None:

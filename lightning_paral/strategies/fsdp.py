@@ -1,7 +1,7 @@
 """Fully sharded data parallel on FSDP2: parameters, gradients and optimizer state divided among the ranks."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
+from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
@@ -129,6 +130,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         # Of one run:
         self._deferred: DeferredConstruction | None = None
         self._sharded: ShardedModule | None = None
+        self._trained: TrainedShards | None = None
+        self._undo = ExitStack()
         self._run = ""
         self._failed = False
 
@@ -222,7 +225,10 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
         sharded.shard()
         self._deferred = None
-        self._buffers = RankZeroBuffers(module, self._broadcast_buffers) if fitting else None
+        if fitting:
+            self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
+            assert self._timeout is not None
+            self._trained = TrainedShards(module, self._timeout, self._undo)
         return sharded
 
     def _sync_batchnorm(self, fitting: bool) -> None:
@@ -258,8 +264,16 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         finally:
             self._sharded.set_gradient_sync(reduce=True, all_reduce=True)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Check that all ranks train the same parameters. *Collective* in the first step of an epoch."""
+        super().on_train_batch_start(batch, batch_idx)
+        assert self._trained is not None
+        assert self.lightning_module is not None
+        self._trained.before_batch(self.lightning_module.current_epoch, batch_idx)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step with the root's parameters gathered."""
+        assert self._trained is not None
         assert self._sharded is not None
         assert self.lightning_module is not None
         assert self._buffers is not None
@@ -267,8 +281,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         calls = self._sharded.calls
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
+        self._trained.before_step()
         with mixing_explained(self._sharded.units):
-            return run(super().training_step, args, kwargs)
+            output = run(super().training_step, args, kwargs)
+        self._trained.carry_over()
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step with the root's parameters gathered."""
@@ -288,6 +305,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
         assert self._sharded is not None
+        assert self._trained is not None
+        self._trained.carry_over()
         self._sharded.calls.before_backward(closure_loss)
         result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._sharded.calls.after_backward()
@@ -345,6 +364,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         After a failure of some ranks only, or where a host's memory has no room for it, it stays sharded.
         """
         sharded, self._sharded, self._deferred = self._sharded, None, None
+        self._trained = None
+        self._undo.close()
         try:
             if sharded is not None:
                 self._reset_optimizers_and_schedulers()

@@ -51,8 +51,8 @@ def refuse_groups(optimizer: Any) -> None:
 
     def add_param_group(*_: Any, **__: Any) -> NoReturn:
         raise ConfigurationError(
-            "optimizer.add_param_group was called under ZeRO, which divides the optimizer's groups among the ranks when "
-            f"training begins: give it all of them in configure_optimizers. {_INSTEAD}"
+            "optimizer.add_param_group was called under ZeRO, which divides the optimizer's groups among the ranks "
+            f"when training begins: give it all of them in configure_optimizers. {_INSTEAD}"
         )
 
     optimizer.add_param_group = add_param_group
