@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -165,11 +166,8 @@ def _tell(key: str, group: Any) -> dict[int, str]:
     store: Any = _get_default_store()
     ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
     store.set(f"lightning_paral/logged/{dist.get_rank()}", key)
-    told = {}
-    for rank in ranks:
-        try:
-            store.wait([f"lightning_paral/logged/{rank}"], timedelta(seconds=_TELL_SECONDS))
-            told[rank] = store.get(f"lightning_paral/logged/{rank}").decode()
-        except (dist.DistError, RuntimeError):
-            continue
+    with suppress(dist.DistError, RuntimeError):
+        store.wait([f"lightning_paral/logged/{rank}" for rank in ranks], timedelta(seconds=_TELL_SECONDS))
+    there = [rank for rank in ranks if store.check([f"lightning_paral/logged/{rank}"])]
+    told = {rank: store.get(f"lightning_paral/logged/{rank}").decode() for rank in there}
     return {rank: other for rank, other in told.items() if other != key}
