@@ -1,13 +1,14 @@
 """From what Lightning dumps to what each rank writes."""
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_paral.checkpoint.checksums import checksum
@@ -43,12 +44,13 @@ def is_large(key: str) -> bool:
     return key in ("state_dict", "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 
-def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int]) -> list[Entry]:
+def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int], differing: Collection[Path] = ()) -> list[Entry]:
     """Decide which rank writes which part of the tensors in `tree`.
 
     What is divided is written by those who hold it, wherever in the checkpoint it is. What all ranks hold is divided
     evenly for the occasion: optimizer states, and weights whose storage is in `replicated` (by address). Other tensors,
-    such as buffers and what hooks added, may differ between ranks; those of rank 0 count.
+    such as buffers and what hooks added, may differ between ranks; those of rank 0 count. So do those at the paths
+    `differing`, which ranks were found to hold, but not alike.
 
     Raises:
         CheckpointError: a divided tensor is in a container other than dicts and lists.
@@ -63,7 +65,7 @@ def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int]) -> list[En
         entry = entries[key] = Entry(path, tuple(value.shape), value.dtype, NOTHING)
         if is_divided(value):
             entry.part, entry.written_by = part_of(value), "holders"
-        elif path[0] != "state_dict" or value.untyped_storage().data_ptr() in replicated:
+        elif _is_replicated(path, value, replicated) and path not in differing:
             entry.written_by = "all"
             shared.append((entry, value))
         elif ranks.is_first:
@@ -80,6 +82,25 @@ def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int]) -> list[En
         entry.part = run_of(value, start, stop)
         position += entry.nbytes
     return list(entries.values())
+
+
+def copies_in(tree: Mapping[str, Any], replicated: set[int]) -> Iterator[tuple[Path, Tensor]]:
+    """Return what ranks hold that others hold, too: tensors that `plan` divides, and DTensors that are replicated."""
+    seen = set()
+    for path, value in _planned(tree):
+        key = _identity(value)
+        if key in seen:
+            continue
+        seen.add(key)
+        if isinstance(value, DTensor):
+            if any(placement.is_replicate() for placement in value.placements):
+                yield path, value
+        elif not is_divided(value) and _is_replicated(path, value, replicated):
+            yield path, value
+
+
+def _is_replicated(path: Path, value: Tensor, replicated: set[int]) -> bool:
+    return path[0] != "state_dict" or value.untyped_storage().data_ptr() in replicated
 
 
 def _planned(tree: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:

@@ -25,6 +25,7 @@ from lightning_paral.checkpoint.ownership import check_replaceable, check_replac
 from lightning_paral.checkpoint.plan import Entry, check_same, is_large, plan, replace, tensors_in
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.replicas import find_differing
 from lightning_paral.checkpoint.sharded import META, METADATA, flatten, make_metadata, serialized, write_rank_file
 from lightning_paral.checkpoint.unpickle import warn_of_refused
 from lightning_paral.config import Form
@@ -48,7 +49,13 @@ class Save:
 
     @staticmethod
     def prepare(
-        checkpoint: Mapping[str, Any], path: object, form: Form, ranks: Ranks, replicated: set[int], strategy: str
+        checkpoint: Mapping[str, Any],
+        path: object,
+        form: Form,
+        ranks: Ranks,
+        replicated: set[int],
+        strategy: str,
+        averages_later: bool = False,
     ) -> "Save":
         """Decide who writes what. Nothing is copied yet.
 
@@ -59,6 +66,7 @@ class Save:
             ranks: who writes.
             replicated: addresses of weights' storages that are the same on all ranks.
             strategy: for the manifest.
+            averages_later: whether weights differ between ranks on purpose, until they are averaged.
         """
         what = f"Saving {path}"
         tree, rest, objects = dict(checkpoint), {}, {}
@@ -69,7 +77,8 @@ class Save:
             if any(beside):
                 tree[BESIDE_KEY] = beside
             tree["state_dict"], extra_states = _without_extra_states(tree.get("state_dict", {}))
-        entries = ranks.each(what, lambda: plan(tree, ranks, replicated))
+        differing = find_differing(tree, ranks, replicated, averages_later, what)
+        entries = ranks.each(what, lambda: plan(tree, ranks, replicated, differing))
         check_same(entries, ranks)
         entries.sort(key=lambda entry: entry.part.place)  # what lies together is read together: from NVMe, it is once
         if form == "sharded":

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils import _pytree as pytree
 
 from lightning_paral.data.filler import Filler, Uneven, without_trace
+from lightning_paral.data.logged import CheckedResults
 from lightning_paral.data.results import EvaluationResults
 from lightning_paral.errors import ConfigurationError
 
@@ -37,6 +38,17 @@ class ExactEvaluation:
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
+        self._check_training(trainer, undo)
+
+    def _check_training(self, trainer: Trainer, undo: ExitStack) -> None:
+        loop, end_epoch = trainer.fit_loop, trainer.fit_loop.on_advance_end
+        loop.epoch_loop._results = results = CheckedResults()
+
+        def check_and_end_epoch() -> None:
+            results.check_keys()
+            end_epoch()
+
+        replace(undo, loop, "on_advance_end", check_and_end_epoch)
 
     def _change_evaluation(self, loop: _EvaluationLoop, undo: ExitStack) -> None:
         evaluation_step, store_outputs = loop._evaluation_step, loop._store_dataloader_outputs

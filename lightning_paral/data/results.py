@@ -9,12 +9,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
-    _ResultCollection,
     _ResultMetric,
     _Sync,
 )
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_paral.data.logged import CheckedResults
 
 _LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
@@ -35,7 +36,7 @@ class _Entry:
     num_samples: int
 
 
-class EvaluationResults(_ResultCollection):
+class EvaluationResults(CheckedResults):
     """Lightning's results with another end: one exchange, in which every rank takes part whatever it has logged.
 
     Lightning reduces key by key. A rank without a batch has no keys, and the others would wait for it.
@@ -76,7 +77,7 @@ class EvaluationResults(_ResultCollection):
         if metric is None or metric.has_reset:
             if entry.rank_zero_only:
                 return
-            metric = self[key] = _revive(entry, module, metric)
+            metric = self[key] = self._revive(entry, module, metric)
             if not entry.sync and entry.value is not None:
                 # Not synchronised, and nothing of its own: a rank needs some figure to monitor.
                 metric._computed = _reduce([entry]).to(module.device)  # type: ignore[assignment]
@@ -87,6 +88,21 @@ class EvaluationResults(_ResultCollection):
         ranks = range(len(entries)) if group is None else dist.get_process_group_ranks(group)
         if dist.get_rank() in ranks:
             metric._computed = _reduce([each for r in ranks if (each := entries[r]) is not None]).to(module.device)
+
+    def _revive(self, entry: _Entry, module: LightningModule, metric: _ResultMetric | None) -> _ResultMetric:
+        """Make what this rank would have under a key, had it logged what the others have."""
+        if metric is None:
+            logged = entry.logged | {"reduce_fx": entry.reduction, "dataloader_idx": entry.dataloader_idx}
+            meta = _Metadata(**logged, metric_attribute=entry.metric_attribute)
+            meta.sync = _Sync(fn=self.reduce_for(entry.key, module.trainer.strategy.reduce), _should=entry.sync)
+            metric = _ResultMetric(meta, is_tensor=entry.value is not None)
+        if entry.value is None:
+            assert entry.metric_attribute is not None
+            metric.value = attrgetter(entry.metric_attribute)(module)
+            metric._computed = None
+        metric._update_count = max(1, metric._update_count)  # it is joined with the others' updates: no warning
+        metric.has_reset = False
+        return metric
 
 
 def _entry(key: str, metric: _ResultMetric) -> _Entry:
@@ -114,22 +130,6 @@ def _reduce(entries: list[_Entry]) -> Tensor:
     if reduction == "mean":
         total = total / sum(entry.num_samples for entry in entries)
     return total.to(values.dtype)
-
-
-def _revive(entry: _Entry, module: LightningModule, metric: _ResultMetric | None) -> _ResultMetric:
-    """Make what this rank would have under a key, had it logged what the others have."""
-    if metric is None:
-        logged = entry.logged | {"reduce_fx": entry.reduction, "dataloader_idx": entry.dataloader_idx}
-        meta = _Metadata(**logged, metric_attribute=entry.metric_attribute)
-        meta.sync = _Sync(fn=module.trainer.strategy.reduce, _should=entry.sync)
-        metric = _ResultMetric(meta, is_tensor=entry.value is not None)
-    if entry.value is None:
-        assert entry.metric_attribute is not None
-        metric.value = attrgetter(entry.metric_attribute)(module)
-        metric._computed = None
-    metric._update_count = max(1, metric._update_count)  # it is joined with the others' updates: no warning
-    metric.has_reset = False
-    return metric
 
 
 def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Module, Parameter
 
-LARGE_BYTES = 1024 * 1024
-"""From this size on a tensor is broadcast by itself, smaller ones together."""
+from lightning_paral.comm.broadcast import broadcast
+
+__all__ = ["AveragedGradients", "broadcast", "unshardable"]
 
 
 def unshardable(module: Module) -> list[Parameter]:
@@ -69,33 +70,6 @@ def receive_elsewhere(tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Parameter):
                 tensor.data = torch.empty_like(tensor)
-
-
-@torch.no_grad()
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give all ranks rank 0's values of `tensors`, in place. *Collective* over the world."""
-    for alike in _by_type(tensors):
-        bucket: list[Tensor] = []
-        for tensor in alike:
-            if tensor.numel() * tensor.element_size() >= LARGE_BYTES and tensor.is_contiguous():
-                dist.broadcast(tensor, src=0)
-                continue
-            bucket.append(tensor)
-            if sum(part.numel() * part.element_size() for part in bucket) >= LARGE_BYTES:
-                _broadcast_flat(bucket)
-                bucket = []
-        _broadcast_flat(bucket)
-
-
-def _broadcast_flat(bucket: list[Tensor]) -> None:
-    if not bucket:
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.broadcast(flat, src=0)
-    if dist.get_rank() == 0:
-        return  # written to, a map of a file would take memory
-    for tensor, received in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-        tensor.copy_(received.view_as(tensor))
 
 
 def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -94,7 +94,8 @@ class PortableCheckpoint(Strategy):
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
-        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__)
+        local_sgd = getattr(self, "_model_averager", None) is not None
+        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save:
             save.write(ranks)

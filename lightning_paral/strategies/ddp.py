@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -16,14 +16,16 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.nn import Module
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
+from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
+from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 
@@ -120,6 +122,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
         self._static_graph_learnt = False
+        self._reduced: ReducedParameters | None = None
+        self._undo = ExitStack()
 
     # Process group: `PortableStrategy`.
 
@@ -131,14 +135,26 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             self.checkpoint_activations()
         super().setup(trainer)
 
+    def configure_ddp(self) -> None:
+        """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        assert self._timeout is not None
+        self._reduced = ReducedParameters(self.lightning_module, self._timeout, self._undo)
+        # Buffers with a hook of the user's own are the hook's.
+        shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
+        self._buffers = RankZeroBuffers(self.lightning_module, shares)
+
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.
         assert isinstance(self.model, DistributedDataParallel)
         self._static_graph_learnt = False
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
         all_reduce = self._choose_all_reduce()
-        if all_reduce is not None:
+        if all_reduce is not None and self._reducer is None:
             self._reducer = BucketReducer(all_reduce, self.model.process_group, self.root_device, self._wire_dtype)
+        if self._reducer is not None:
             self._reducer.register(self.model)
 
     def _choose_all_reduce(self) -> AllReduce | None:
@@ -149,6 +165,41 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         if name == "native" and self._wire_dtype is None:
             return None
         return ALL_REDUCE[name]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make the reducer anew where other parameters are trained than those it has: some were frozen or unfrozen.
+
+        *Collective* in the first step of an epoch, and where it is made anew.
+
+        Raises:
+            ConfigurationError: not all ranks train the same parameters.
+            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        if self._reduced is None:
+            return
+        keep_frozen = not self.lightning_module.automatic_optimization or self.model.find_unused_parameters  # type: ignore[union-attr]
+        if self._reduced.need_another_reducer(self.lightning_module.current_epoch, batch_idx, bool(keep_frozen)):
+            self._make_reducer_anew()
+
+    def _make_reducer_anew(self) -> None:
+        old, options = self.model, self._ddp_kwargs
+        assert isinstance(old, DistributedDataParallel)
+        assert self._reduced is not None
+        assert self.lightning_module is not None
+        with self._unused_explained():
+            remove_reducer(old)
+        # What ranks hold is the same already, or differs on purpose, between the averagings of post-local SGD.
+        self._ddp_kwargs = options | {"init_sync": False}
+        try:
+            with self._reduced.for_next_reducer():
+                self.model = self._setup_model(self.lightning_module)
+        finally:
+            self._ddp_kwargs = options
+        self.model.require_forward_param_sync = old.require_forward_param_sync
+        self._pl_static_graph_delay_done = False
+        self._register_ddp_hooks()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -168,13 +219,39 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         Raises:
             UnusedParametersError: parameters had no part in the loss of the step before; names them.
         """
-        try:
+        assert self.lightning_module is not None
+        if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
+            # Lightning's redirection leaves DDP as after a step without reduction: it would never broadcast again.
+            self.model.require_forward_param_sync = True
+        with self._unused_explained():
             return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def _unused_explained(self) -> Generator[None, None, None]:
+        try:
+            yield
         except RuntimeError as error:
             if _UNUSED_PARAMETERS not in str(error):
                 raise
-            assert self.model is not None
-            raise UnusedParametersError(_explain_unused(str(error), self.model, self.global_rank)) from error
+            assert self._reduced is not None
+            raise UnusedParametersError(_explain_unused(str(error), self._reduced.names, self.global_rank)) from error
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass, in which gradients are averaged. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: parameters were unfrozen inside the step, too late for that.
+        """
+        if self._reduced is not None:
+            self._reduced.check_before_backward()
+        return super().backward(closure_loss, *args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """Evaluate rank 0's buffers on all ranks. *Collective* over the world during a fit."""
+        super().on_validation_start()
+        if isinstance(self.model, DistributedDataParallel):
+            # Shared already. A rank without a batch would not take part in DDP's own broadcast, in the first step.
+            self.model.require_forward_param_sync = False
 
     # Sampler injection: `PortableStrategy`.
 
@@ -182,6 +259,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
 
     def teardown(self) -> None:
         """Unwrap the model, stop reducing, and release the process group."""
+        self._undo.close()
+        self._reduced = None
         super().teardown()
         if self._reducer is not None:
             self._reducer.shutdown()
@@ -211,10 +290,8 @@ def _check_options(options: dict[str, Any]) -> None:
             )
 
 
-def _explain_unused(message: str, model: Module, rank: int) -> str:
-    """Name the parameters whose indices DDP reports. It numbers those that require a gradient, in order."""
-    assert isinstance(model, DistributedDataParallel)
-    names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+def _explain_unused(message: str, names: list[str], rank: int) -> str:
+    """Name the parameters whose indices DDP reports, by the names of those its reducer has."""
     found = _INDICES_WITHOUT_GRADIENT.search(message)
     unused = [names[int(index)] for index in found.group(1).split()] if found else ["(torch does not say which)"]
     return (

@@ -1,7 +1,7 @@
 """Fully sharded data parallel on FSDP2: parameters, gradients and optimizer state divided among the ranks."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -34,9 +34,10 @@ from lightning_paral.fsdp.mesh import check_replicate, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
-from lightning_paral.fsdp.replicated import broadcast
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
+from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
+from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -66,7 +67,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         offload: keep parameters, gradients and optimizer state on the host, and update there.
         reduce_dtype: gradients are reduced as `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed precision, else
             the dtype of the weights.
-        broadcast_buffers: before each training step give all ranks rank 0's buffers, as DDP does.
+        broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
+            accumulation window, and at the start of validation.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
@@ -128,7 +130,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         # Of one run:
         self._deferred: DeferredConstruction | None = None
         self._sharded: ShardedModule | None = None
-        self._broadcasts = False
+        self._trained: TrainedShards | None = None
+        self._undo = ExitStack()
         self._run = ""
         self._failed = False
 
@@ -222,8 +225,10 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
         sharded.shard()
         self._deferred = None
-        has_buffers = next(module.buffers(), None) is not None
-        self._broadcasts = self._broadcast_buffers and self.world_size > 1 and has_buffers
+        if fitting:
+            self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
+            assert self._timeout is not None
+            self._trained = TrainedShards(module, self._timeout, self._undo)
         return sharded
 
     def _sync_batchnorm(self, fitting: bool) -> None:
@@ -251,23 +256,36 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate in backward passes inside this context, as `accumulate` says."""
         assert self._sharded is not None
+        assert self._buffers is not None
         self._sharded.set_gradient_sync(reduce=self._accumulate == "sharded", all_reduce=False)
         try:
-            yield
+            with self._buffers.accumulating():
+                yield
         finally:
             self._sharded.set_gradient_sync(reduce=True, all_reduce=True)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Check that all ranks train the same parameters. *Collective* in the first step of an epoch."""
+        super().on_train_batch_start(batch, batch_idx)
+        assert self._trained is not None
+        assert self.lightning_module is not None
+        self._trained.before_batch(self.lightning_module.current_epoch, batch_idx)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step with the root's parameters gathered."""
+        assert self._trained is not None
         assert self._sharded is not None
         assert self.lightning_module is not None
-        if self._broadcasts:
-            broadcast(self.lightning_module.buffers())
+        assert self._buffers is not None
+        self._buffers.before_training_step()
         calls = self._sharded.calls
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
+        self._trained.before_step()
         with mixing_explained(self._sharded.units):
-            return run(super().training_step, args, kwargs)
+            output = run(super().training_step, args, kwargs)
+        self._trained.carry_over()
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step with the root's parameters gathered."""
@@ -287,6 +305,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
         assert self._sharded is not None
+        assert self._trained is not None
+        self._trained.carry_over()
         self._sharded.calls.before_backward(closure_loss)
         result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._sharded.calls.after_backward()
@@ -344,6 +364,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         After a failure of some ranks only, or where a host's memory has no room for it, it stays sharded.
         """
         sharded, self._sharded, self._deferred = self._sharded, None, None
+        self._trained = None
+        self._undo.close()
         try:
             if sharded is not None:
                 self._reset_optimizers_and_schedulers()

@@ -23,6 +23,7 @@ from lightning_paral.data.injection import draws_as_one_process
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
+from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.process_group import (
     ProcessGroup,
     backend_for,
@@ -54,6 +55,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     _process_group: ProcessGroup | None = None
     _activation_checkpointing: ActivationCheckpointing | None = None
     _undo_checkpointing: Callable[[], None] | None = None
+    _buffers: RankZeroBuffers | None = None
+    """Of a fit."""
     _process_group_backend: str | None
     _timeout: timedelta | None
     num_nodes: int
@@ -173,6 +176,20 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
             closure_loss = closure_loss * weight
         return super().backward(closure_loss, *args, **kwargs)
 
+    # Buffers
+
+    def on_validation_start(self) -> None:
+        """Evaluate rank 0's buffers on all ranks: those that are saved. *Collective* over the world during a fit."""
+        super().on_validation_start()
+        if self._buffers is not None:
+            self._buffers.share()
+
+    def on_train_end(self) -> None:
+        """Leave rank 0's buffers in the module on all ranks. *Collective* over the world."""
+        super().on_train_end()
+        if self._buffers is not None:
+            self._buffers.share()
+
     # Checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -198,6 +215,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
 
     def teardown(self) -> None:
         """Undo the setup, and destroy the process group if this run made it."""
+        self._buffers = None
         if self._injection is not None:
             self._injection.end()
         try:

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
@@ -46,6 +48,7 @@ from lightning_paral.zero.runtime import (
     leave_deepspeed,
     rank_variables_as_before,
 )
+from lightning_paral.zero.trained import FixedParameters
 from lightning_paral.zero.twin import UsersOptimizer
 from lightning_paral.zero.writes import Writes
 
@@ -75,6 +78,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
         gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
+        broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
+            accumulation window, and at the start of validation.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
@@ -104,6 +109,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         reduce_bucket_numel: int | None = None,
         gather_bucket_numel: int | None = None,
         deepspeed_config: dict[str, Any] | str | Path | None = None,
+        broadcast_buffers: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
@@ -129,6 +135,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._trust_optimizer = trust_optimizer
         self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level
+        self._broadcast_buffers = broadcast_buffers
         self._activation_checkpointing = activation_checkpointing
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
         DDPStrategy.__init__(
@@ -150,6 +157,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._users_optimizer: UsersOptimizer | None = None
         self._holdings: Holdings | None = None
         self._writes: Writes | None = None
+        self._fixed: FixedParameters | None = None
         self._failed = False
         self._folders = RunFolders()
         self._undo = ExitStack()
@@ -209,7 +217,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Make optimizer and engine. *Collective* over the world."""
+        """Make optimizer and engine, the same on all ranks. *Collective* over the world."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -248,6 +256,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         vars(self._lightning_optimizers[0])["zero_grad"] = gradients.zero_grad  # it inherits torch's
         vars(module)["zero_grad"] = gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
+        self._fixed = FixedParameters(module, self._undo)
+        self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
+        self._buffers.share()
 
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
@@ -258,6 +269,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
             self.model_to_device()
+        if self.world_size > 1:
+            whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
+            broadcast([*whole, *shared_buffers(module)])
 
     def _make_optimizer(self) -> UsersOptimizer:
         module = self.lightning_module
@@ -295,7 +309,25 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate in backward passes inside this context; the gradients' own bookkeeping sees to it."""
         # Not `engine.no_sync`: it is refused from stage 2 on, where gradients are divided as soon as they are there.
-        yield
+        assert self._buffers is not None
+        with self._buffers.accumulating():
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the training step through the engine."""
+        assert self._buffers is not None
+        self._buffers.before_training_step()
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass, in which gradients are reduced. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: parameters were unfrozen since training began.
+        """
+        if self._fixed is not None:
+            self._fixed.check()
+        return super().backward(closure_loss, *args, **kwargs)
 
     # Sampler injection: `PortableStrategy`.
 
@@ -364,6 +396,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
                     engine.destroy()
         finally:
             self._belongings = self._gradients = self._holdings = self._writes = self._users_optimizer = None
+            self._fixed = None
             self._failed = False
             self._undo.close()
             super().teardown()

@@ -56,7 +56,9 @@ class Bootstrapped(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         with torch.no_grad():
             self.out.weight[0, :3] = 0.0
-        assert [tuple(p.shape) for p in optimizer.param_groups[0]["params"]] == [tuple(p.shape) for p in self.parameters()]
+        assert [tuple(p.shape) for p in optimizer.param_groups[0]["params"]] == [
+            tuple(p.shape) for p in self.parameters()
+        ]
 
     def on_train_batch_end(self, *_: Any) -> None:
         for alias, online in zip(self.aliases, self.hidden.parameters(), strict=True):
@@ -81,7 +83,9 @@ def fit_on_rank(label: str, num_ranks: int) -> Any:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("label", STRATEGIES)
-def test_writes_from_hooks_by_aliases_and_groups_equal_those_of_one_process(on_ranks, label: str, num_ranks: int) -> None:
+def test_writes_from_hooks_by_aliases_and_groups_equal_those_of_one_process(
+    on_ranks, label: str, num_ranks: int
+) -> None:
     assert_same_fit(on_ranks(num_ranks, fit_on_rank, label, num_ranks), fit_bootstrapped(1), 2e-5)
 
 

@@ -15,6 +15,7 @@ LAYERS = (
     "registry",
     "strategies",
     "dp",
+    "ddp",
     "zero",
     "fsdp",
     "checkpoint",

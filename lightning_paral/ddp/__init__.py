@@ -1,0 +1,1 @@
+"""What joins torch's `DistributedDataParallel` to Lightning, beyond what Lightning does."""

@@ -1,0 +1,113 @@
+"""Which parameters DDP's reducer averages the gradients of: those trained when it is made, which may change later."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.trained import TrainedParameters, TrainingAgreement, listed
+
+_MANY_REBUILDS = 10
+
+
+class ReducedParameters:
+    """The parameters of a reducer, and what it takes for its successor to have all that are trained.
+
+    DDP's reducer has the parameters that require a gradient when it is made. The gradients of others are never
+    averaged, and it waits in vain for those of a parameter that was frozen since.
+
+    Args:
+        module: what DDP wraps.
+        timeout: how long other ranks are waited for.
+        undo: takes what ends the watch over `requires_grad`.
+    """
+
+    def __init__(self, module: Module, timeout: timedelta, undo: ExitStack) -> None:
+        self._trained = TrainedParameters(module, undo)
+        self._reduced = self._trained.by_name
+        self._needed = self._reduced
+        self._agreement = TrainingAgreement(self._trained, timeout)
+        self._num_rebuilds = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the reducer's parameters, as it numbers them."""
+        return list(self._reduced)
+
+    def need_another_reducer(self, epoch: int, batch_idx: int, keep_frozen: bool) -> bool:
+        """Whether other parameters are trained in the step that begins. *Collective* in the first step of an epoch.
+
+        Args:
+            epoch: of the step.
+            batch_idx: of the step.
+            keep_frozen: keep parameters that were frozen, for they may only be so for some steps.
+
+        Raises:
+            ConfigurationError: the ranks disagree; names the parameters.
+        """
+
+        def is_needed() -> bool:
+            kept = set(self._reduced.values()) if keep_frozen else set()
+            self._needed = {name: p for name, p in self._trained.all_by_name.items() if p.requires_grad or p in kept}
+            return bool(self._trained.by_name) and not _are_same(self._needed, self._reduced)
+
+        return self._agreement.look(epoch, batch_idx, is_needed) and is_needed()
+
+    @contextmanager
+    def for_next_reducer(self) -> Iterator[None]:
+        """Let a DDP that is made inside take the parameters needed. *Collective*: new ones get rank 0's values."""
+        known = set(self._reduced.values()) | self._trained.known_before
+        broadcast([p for p in self._needed.values() if p not in known])
+        frozen = [p for p in self._needed.values() if not p.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        self._reduced = self._needed
+        self._num_rebuilds += 1
+        if self._num_rebuilds == _MANY_REBUILDS:
+            rank_zero_warn(
+                f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was made anew "
+                "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one."
+            )
+
+    def check_before_backward(self) -> None:
+        """Check that no parameter has been unfrozen inside the step: its gradient would not be averaged.
+
+        Raises:
+            ConfigurationError: some have; names them.
+        """
+        if not self._trained.have_changed():
+            return
+        reduced = set(self._reduced.values())
+        late = [name for name, p in self._trained.current_by_name().items() if p.requires_grad and p not in reduced]
+        if late:
+            raise ConfigurationError(
+                f"These parameters came to require a gradient inside training_step, after DDP had arranged for this "
+                f"step whose gradients it averages: {listed(late)}. Unfreeze or add them before the "
+                "step: in on_train_epoch_start or on_train_batch_start."
+            )
+
+
+def remove_reducer(model: DistributedDataParallel) -> None:
+    """Take the reducer of `model` off its parameters.
+
+    Raises:
+        RuntimeError: torch's, if the last backward pass did not bring it all gradients.
+    """
+    wrapper: Any = model  # neither method has a public name; torch 2.8 to 2.13 have them
+    wrapper._check_reducer_finalized()
+    wrapper._remove_autograd_hooks()
+
+
+def _are_same(first: dict[str, Parameter], second: dict[str, Parameter]) -> bool:
+    return list(map(id, first.values())) == list(map(id, second.values()))

@@ -1,0 +1,57 @@
+"""Buffers, which every rank holds whole and changes by what it sees: those of rank 0 count."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_paral.comm.broadcast import broadcast
+
+
+class RankZeroBuffers:
+    """Gives all ranks rank 0's buffers when `torch.nn.parallel.DistributedDataParallel` does, and where it matters.
+
+    That is before the first micro-batch of each accumulation window, and at the start of evaluation: what is evaluated
+    is what is saved. All of them each time: whether a buffer has changed cannot be read from its version counter, which
+    a change through `.data` leaves as it is, and may differ from rank to rank.
+
+    torchmetrics' states are no buffers of the module: each rank keeps its own.
+
+    Args:
+        module: its buffers are looked up anew each time, so they may be replaced.
+        enabled: whether to do anything; it never does in a world of one rank.
+    """
+
+    def __init__(self, module: Module, enabled: bool) -> None:
+        self._module = module
+        self._enabled = enabled and dist.is_initialized() and dist.get_world_size() > 1
+        self._due = True
+        self._accumulating = False
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Treat steps inside as micro-batches that others of the same window follow."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def before_training_step(self) -> None:
+        """Share the buffers if a window begins. *Collective* over the world then."""
+        if self._due:
+            self.share()
+        self._due = not self._accumulating
+
+    def share(self) -> None:
+        """Share the buffers. *Collective* over the world."""
+        if self._enabled:
+            broadcast(shared_buffers(self._module))
+
+
+def shared_buffers(module: Module) -> list[Tensor]:
+    """Return the buffers of `module` but those it tells DDP to leave alone (`_ddp_params_and_buffers_to_ignore`)."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
