@@ -11,19 +11,17 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.rows import own_rows
 
 _DATA: Any = Tensor.__dict__.get("data") or vars(torch._C.TensorBase)["data"]
-Params = Callable[[], list[Any]]
 
 
 class ShardedData:
     """What `data` is on DTensors while a module is sharded: a descriptor.
 
     Args:
-        params: returns the `FSDPParam`s of the module.
+        param_of: returns the `FSDPParam` of a sharded parameter, and `None` for any other DTensor.
     """
 
-    def __init__(self, params: Params) -> None:
-        self._params = params
-        self._by_id: dict[int, Any] = {}
+    def __init__(self, param_of: Callable[[Any], Any]) -> None:
+        self._param_of = param_of
 
     def __get__(self, tensor: Any, kind: type | None = None) -> Any:
         return self if tensor is None else _DATA.__get__(tensor)
@@ -34,15 +32,6 @@ class ShardedData:
             _assign_to_any(tensor, value)
         else:
             _assign(param, value)
-
-    def _param_of(self, tensor: Any) -> Any:
-        for _ in range(2):
-            param = self._by_id.get(id(tensor))
-            if param is not None and param.sharded_param is tensor:
-                return param
-            # `load_state_dict(assign=True)` puts other objects in their places.
-            self._by_id = {id(param.sharded_param): param for param in self._params()}
-        return None
 
 
 def check_assigned(name: str, before: Any, value: Any) -> None:

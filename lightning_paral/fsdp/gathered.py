@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.assignment import check_assigned
+from lightning_paral.fsdp.guards import refuse_hook
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
@@ -62,6 +63,14 @@ class GatheredParameter(Parameter):
         if self._assigned:
             _DATA.__set__(self, self._gathered)
         self._alias, self._assigned, self._seen = None, False, self._version
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse: it would see the gradient of this rank alone."""
+        refuse_hook(self._name, "register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refuse likewise."""
+        refuse_hook(self._name, "register_post_accumulate_grad_hook")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:

@@ -28,6 +28,7 @@ from lightning_paral.fsdp.communication import DirectReduceScatter
 from lightning_paral.fsdp.dtensors import DTensorSemantics
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
 from lightning_paral.fsdp.gathered import WatchedGroup
+from lightning_paral.fsdp.guards import Registrations
 from lightning_paral.fsdp.precision import match_inputs
 from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, unshardable
 from lightning_paral.model.deferred import DeferredConstruction
@@ -138,7 +139,9 @@ class ShardedModule:
             return any(group.shares_memory(param, value) for group in watched)
 
         watched += [WatchedGroup(group, is_of_another) for group in groups]
-        self._semantics = DTensorSemantics(lambda: [param for group in groups for param in group.fsdp_params])
+        params = [param for group in groups for param in group.fsdp_params]
+        self._semantics = DTensorSemantics(params)
+        Registrations(self.root, params)
 
     def _fill_what_is_sharded(self) -> None:
         """Give what the user sharded in `configure_model` its values, module by module."""
