@@ -1,8 +1,7 @@
 """Where parameters are gathered: around the outermost call of a unit's methods, and around each step of the root."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -10,10 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.units import Units
+from lightning_paral.fsdp.explained import MIXED
 
-_MIXED = "mixed torch.Tensor and DTensor"
 _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
 
 
@@ -81,26 +78,6 @@ def public_methods(module: Module) -> list[str]:
     return list(names)
 
 
-@contextmanager
-def mixing_explained(units: Units) -> Iterator[None]:
-    """Say what it means that sharded and whole tensors met in one operation.
-
-    Raises:
-        ConfigurationError: they met inside the block.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if _MIXED not in str(error):
-            raise
-        names = [unit.name for unit in units.inner]
-        raise ConfigurationError(
-            "A weight was used outside of the unit it belongs to, where it is sharded (a DTensor), together with whole "
-            f"tensors. Units: {', '.join(names[:8])}{' and others' if len(names) > 8 else ''}. Use it in a method of "
-            "its unit, or choose units=[...] that leave it to the root, which is whole for all of a step."
-        ) from error
-
-
 class RootCalls:
     """Gathers what belongs to the root while a step runs, and while the module is called outside of steps.
 
@@ -127,7 +104,7 @@ class RootCalls:
         self._state._pre_forward(self._root, (), {})
         output = step(*args, **kwargs)
         if isinstance(output["loss"] if isinstance(output, dict) else output, DTensor):
-            raise RuntimeError(_MIXED)
+            raise RuntimeError(MIXED)
         output = self._state._post_forward(self._root, (), output)
         self._depth = 0
         if output is None:  # no backward pass will come
@@ -189,6 +166,8 @@ class RootCalls:
     def _before_call(self, module: Module, args: Any) -> None:
         if self._depth == 0:
             self._state._pre_forward(self._root, (), {})
+        else:
+            self._root.unshard()  # `state_dict` and `load_state_dict` in a step let go
         self._depth += 1
 
     def _after_call(self, module: Module, args: Any, output: Any) -> Any:

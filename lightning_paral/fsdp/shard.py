@@ -25,7 +25,10 @@ from torchmetrics import Metric
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter
+from lightning_paral.fsdp.dtensors import DTensorSemantics
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
+from lightning_paral.fsdp.gathered import WatchedGroup
+from lightning_paral.fsdp.guards import Registrations
 from lightning_paral.fsdp.precision import match_inputs
 from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, receive_elsewhere, unshardable
 from lightning_paral.model.deferred import DeferredConstruction
@@ -61,6 +64,7 @@ class ShardedModule:
         self._belongings = Belongings(self.root)
         self._sharded: list[Any] = []
         self._averaged: AveragedGradients | None = None
+        self._semantics: DTensorSemantics | None = None
         self._originals = list(self.root.named_parameters())
 
     def shard(self) -> None:
@@ -95,6 +99,7 @@ class ShardedModule:
         inner = {unit.module for unit in units.inner}
         calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        self._watch_writes()
         self.calls = RootCalls(self._sharded[-1], calls, inner)
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -119,9 +124,24 @@ class ShardedModule:
         """
         if self._averaged is not None:
             self._averaged.remove()
+        if self._semantics is not None:
+            self._semantics.remove()
         if isinstance(self.root, FSDPModule):
             self.root.reset_iter_state()
         self._belongings.restore(gather)
+
+    def _watch_writes(self) -> None:
+        """Let what user code writes to parameters arrive, sharded or gathered."""
+        groups = [group for module in self._sharded for group in _groups_of(module)]
+        watched: list[WatchedGroup] = []
+
+        def is_of_another(param: Tensor, value: Tensor) -> bool:
+            return any(group.shares_memory(param, value) for group in watched)
+
+        watched += [WatchedGroup(group, is_of_another) for group in groups]
+        params = [param for group in groups for param in group.fsdp_params]
+        self._semantics = DTensorSemantics(params)
+        Registrations(self.root, params)
 
     def _fill_what_is_sharded(self) -> None:
         """Give what the user sharded in `configure_model` its values, module by module."""
@@ -180,6 +200,15 @@ class ShardedModule:
                 ahead, behind = number + 1, max(0, number - self._sharding.prefetch)
                 module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._sharding.prefetch])
                 module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return the parameter groups of a sharded module; before torch 2.12 there was at most one."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
 
 
 def check_module(module: Module) -> None:

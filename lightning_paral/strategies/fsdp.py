@@ -27,8 +27,9 @@ from lightning_paral.config import (
     check_unit_choice,
 )
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.fsdp.forward import mixing_explained
+from lightning_paral.fsdp.explained import explain, explained
 from lightning_paral.fsdp.gradients import gradient_norm
+from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.fsdp.loops import evaluate_without_inference_mode
 from lightning_paral.fsdp.mesh import check_replicate, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
@@ -196,7 +197,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         sharded = self._shard(fitting)
         if fitting:
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, self.lightning_module, sharded)
+            check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
         else:
             self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
@@ -206,6 +207,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         check_module(module)
+        check_user_hooks(module)
+        check_pruning(vars(module.trainer)["callbacks"] if fitting else [])
         self._sync_batchnorm(fitting)
         self.model = self.precision_plugin.convert_module(module)
         if fitting:
@@ -282,7 +285,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
         self._trained.before_step()
-        with mixing_explained(self._sharded.units):
+        with explained(self._sharded.units):
             output = run(super().training_step, args, kwargs)
         self._trained.carry_over()
         return output
@@ -290,17 +293,20 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step with the root's parameters gathered."""
         assert self._sharded is not None
-        return self._sharded.calls.evaluation_step(super().validation_step, args, kwargs)
+        with explained(self._sharded.units):
+            return self._sharded.calls.evaluation_step(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the test step with the root's parameters gathered."""
         assert self._sharded is not None
-        return self._sharded.calls.evaluation_step(super().test_step, args, kwargs)
+        with explained(self._sharded.units):
+            return self._sharded.calls.evaluation_step(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the predict step with the root's parameters gathered."""
         assert self._sharded is not None
-        return self._sharded.calls.evaluation_step(super().predict_step, args, kwargs)
+        with explained(self._sharded.units):
+            return self._sharded.calls.evaluation_step(super().predict_step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
@@ -357,6 +363,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Remember that this rank failed: the others may be anywhere, and no collective might end."""
         super().on_exception(exception)
         self._failed = self.world_size > 1
+        if self._sharded is not None:
+            explain(exception, self._sharded.units)
 
     def teardown(self) -> None:
         """Give the module back as it was, whole, on the host. *Collective*.

@@ -1,6 +1,8 @@
 """Parameters that are trained under ZeRO: those that were when the engine was made."""
 
 from contextlib import ExitStack
+
+import torch
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
@@ -10,8 +12,8 @@ from lightning_paral.model.trained import TrainedParameters, listed
 class FixedParameters:
     """Refuses parameters that are unfrozen or added during a fit.
 
-    DeepSpeed divides gradients and optimizer state of the parameters that are trained when its engine is made, and would
-    not train others. Those that are frozen later stay as they are: see `Usage`.
+    DeepSpeed divides gradients and optimizer state of the parameters that are trained when its engine is made, and
+    would not train others. Those that are frozen later stay as they are: see `Usage`.
     """
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
@@ -24,9 +26,10 @@ class FixedParameters:
         Raises:
             ConfigurationError: there is; names the parameters.
         """
-        if not self._trained.have_changed():
-            return
-        self._trained.look()
+        with torch._C.DisableTorchFunctionSubclass():  # partitioned parameters answer slowly
+            if not self._trained.have_changed():
+                return
+            self._trained.look()
         more = [name for name in self._trained.by_name if name not in self._at_setup]
         if more:
             raise ConfigurationError(

@@ -207,9 +207,10 @@ def test_offload_carries_every_hyper_parameter() -> None:
 )
 def test_optimizer_that_cannot_be_offloaded(make: Any, message: str) -> None:
     runtime.choose_accelerator(torch.device("cpu"))
+    module = Regression()
+    users = UsersOptimizer(make(module.parameters()), module)
     with pytest.raises(ConfigurationError, match=message):
-        module = Regression()
-        engines_optimizer(UsersOptimizer(make(module.parameters()), module), offload=True, trust=False)
+        engines_optimizer(users, offload=True, trust=False)
 
 
 def test_training_step_that_returns_none() -> None:

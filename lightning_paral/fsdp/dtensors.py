@@ -1,0 +1,67 @@
+"""What DTensors do otherwise while a module is sharded, so that user code written for whole tensors stays right."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from lightning_paral.fsdp.assignment import ShardedData
+from lightning_paral.fsdp.draws import handlers, set_items
+from lightning_paral.fsdp.guards import refuse_hook
+from lightning_paral.fsdp.newton_schulz import WholeNewtonSchulz
+
+
+class DTensorSemantics:
+    """Installed from when a module is sharded to when it is given back.
+
+    While installed, on any DTensor divided by rows: `tensor.data = value` arrives; random operations draw what one
+    process draws; writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`)
+    arrive in the rows that this rank holds. Hooks on sharded
+    parameters, which would never be called, are refused, and Muon orthogonalises whole matrices.
+    """
+
+    def __init__(self, params: list[Any]) -> None:
+        self._params = params
+        self._by_id: dict[int, Any] = {}
+        registered = DTensor._op_dispatcher._custom_op_handlers
+        self._ours = handlers()
+        self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
+        registered.update(self._ours)
+        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items}
+        for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+            attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
+        self._before = {name: vars(DTensor).get(name) for name in attributes}
+        for name, value in attributes.items():
+            setattr(DTensor, name, value)
+        self._newton_schulz = WholeNewtonSchulz()
+
+    def _param_of(self, tensor: Any) -> Any:
+        for _ in range(2):
+            param = self._by_id.get(id(tensor))
+            if param is not None and param.sharded_param is tensor:
+                return param
+            # FSDP2 may have put other objects in their places.
+            self._by_id = {id(param.sharded_param): param for param in self._params}
+        return None
+
+    def _refusing(self, kind: str, register: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse_for_parameters(tensor: Any, hook: Any) -> Any:
+            param = self._param_of(tensor)
+            if param is not None:
+                refuse_hook(str(param._param_fqn), kind)
+            return register(tensor, hook)
+
+        return refuse_for_parameters
+
+    def remove(self) -> None:
+        """Give DTensors back as they were."""
+        registered = DTensor._op_dispatcher._custom_op_handlers
+        for operation in self._ours:
+            registered.pop(operation, None)
+        registered.update(self._others)
+        for name, value in self._before.items():
+            if value is None:
+                delattr(DTensor, name)
+            else:
+                setattr(DTensor, name, value)
+        self._newton_schulz.remove()

@@ -1,0 +1,76 @@
+"""torch's errors about sharded tensors, in words of what to do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.units import Units
+
+MIXED = "mixed torch.Tensor and DTensor"
+_NO_RULE = ("sharding strategy", "placement changes", "unevenly sharded", "as_strided not supported with DTensor",
+            "along the sharded dimension", "Sharding propagation failed")  # fmt: skip
+_IN_PLACE = "RegisterPostBackwardFunctionBackward is a view and is being modified inplace"
+_DEEPCOPY = "FSDP does not support deepcopy"
+
+
+def explanation(error: BaseException, units: Units, in_step: bool) -> str | None:
+    """Return what `error` means for a module that is sharded by `units`; `None` if it is about something else."""
+    said = str(error)
+    names = [unit.name for unit in units.inner]
+    listed = f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}" if names else "none but the root"
+    if MIXED in said and in_step:
+        return (
+            "A weight was used outside of the unit it belongs to, where it is sharded (a DTensor), together with whole "
+            f"tensors. Units: {listed}. Use it in a method of its unit, or choose units=[...] that leave it to the "
+            "root, which is whole for all of a step. Make modules in __init__ or configure_model: what is made or "
+            "copied from sharded modules later is not gathered."
+        )
+    if MIXED in said:
+        return (
+            "Sharded tensors (DTensors) and whole ones met in one operation. In hooks parameters, gradients and "
+            "optimizer state are sharded. parameter.copy_(whole), parameter.data = whole, load_state_dict and writing "
+            "by index take whole tensors; for others, bring the sharded one together with tensor.full_tensor() on all "
+            "ranks, or do it in a step."
+        )
+    if _IN_PLACE in said:
+        return (
+            f"A unit changes one of its inputs in place (units: {listed}). FSDP passes inputs that need gradients "
+            "through a function of its own, whose results cannot be changed in place. Write x = x + y in place of "
+            "x += y, or choose units=[...] that are not called with what they change."
+        )
+    if _DEEPCOPY in said:
+        return (
+            f"A module that is sharded was copied with copy.deepcopy (units: {listed}). Copy it before it is sharded, "
+            "in __init__ or configure_model, and bring it up to date with load_state_dict."
+        )
+    if any(part in said for part in _NO_RULE):
+        return (
+            "torch cannot do this operation on a sharded tensor (a DTensor). In hooks parameters, gradients and "
+            "optimizer state are sharded. Do it on tensor.full_tensor(), on all ranks, and write the result back with "
+            "parameter.copy_(result), or do it in a step, where the root's parameters are whole."
+        )
+    return None
+
+
+@contextmanager
+def explained(units: Units) -> Iterator[None]:
+    """Say what it means that a step did with sharded tensors what cannot be done.
+
+    Raises:
+        ConfigurationError: such an operation inside the block.
+    """
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        meaning = explanation(error, units, in_step=True)
+        if meaning is None:
+            raise
+        raise ConfigurationError(meaning) from error
+
+
+def explain(error: BaseException, units: Units) -> None:
+    """Put what `error`, of a hook, means before what torch said."""
+    if isinstance(error, RuntimeError | AssertionError):
+        meaning = explanation(error, units, in_step=False)
+        if meaning is not None:
+            error.args = (f"{meaning}\ntorch: {error}",)

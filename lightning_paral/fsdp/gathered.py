@@ -1,0 +1,177 @@
+"""Writes to parameters while they are gathered: they are brought back to the shards before the gathered are let go."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.fsdp.assignment import check_assigned
+from lightning_paral.fsdp.guards import refuse_hook
+
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+
+
+class GatheredParameter(Parameter):
+    """A parameter while it is whole, which notices writes.
+
+    In-place operations count up its version, and those on what `data` returns the version of that.
+    """
+
+    _name: str
+    _is_of_another: Callable[[Tensor, Tensor], bool]
+    _gathered: Tensor
+    _seen: int
+    _alias: Tensor | None = None
+    _assigned = False
+
+    @property
+    def data(self) -> Tensor:
+        """Its values, without autograd."""
+        if self._alias is None:
+            self._alias = _DATA.__get__(self)
+        return self._alias.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, DTensor):
+            raise ConfigurationError(
+                f"{self._name}.data was assigned a sharded tensor (a DTensor) where the parameter is gathered: in a "
+                "step, or in a method of its unit. Do it in a hook such as on_train_batch_end, where both are sharded."
+            )
+        check_assigned(self._name, self, value)
+        if self._is_of_another(self, value):
+            raise ConfigurationError(
+                f"{self._name}.data was assigned the memory of another parameter. In one process both would be one "
+                "from then on; under FSDP they cannot be. Copy the values: parameter.data.copy_(...)."
+            )
+        _DATA.__set__(self, value.detach())
+        self._alias, self._assigned = None, True
+
+    @property
+    def was_written(self) -> bool:
+        """Whether its values have been changed since it was gathered, by all that can be known."""
+        aliased = self._alias is not None and self._alias._version > 0
+        return self._version != self._seen or self._assigned or aliased
+
+    def watch_anew(self) -> None:
+        """Take its values for those of the shards."""
+        if self._assigned:
+            _DATA.__set__(self, self._gathered)
+        self._alias, self._assigned, self._seen = None, False, self._version
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse: it would see the gradient of this rank alone."""
+        refuse_hook(self._name, "register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refuse likewise."""
+        refuse_hook(self._name, "register_post_accumulate_grad_hook")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied: Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class WatchedGroup:
+    """Brings writes to the parameters of a unit back, from whenever they are gathered to when they are let go.
+
+    Args:
+        group: the `FSDPParamGroup`.
+        is_of_another: whether a tensor shares memory with a gathered parameter other than that given first.
+    """
+
+    def __init__(self, group: Any, is_of_another: Callable[[Tensor, Tensor], bool]) -> None:
+        self._group = group
+        self._is_of_another = is_of_another
+        self._watched: list[tuple[Any, GatheredParameter]] = []
+        self._began = False
+        group._to_unsharded = self._around_unsharding(group._to_unsharded)
+        for name in ("_to_sharded", "_to_sharded_post_forward"):
+            setattr(group, name, self._around_sharding(getattr(group, name)))
+
+    def shares_memory(self, param: Tensor, value: Tensor) -> bool:
+        """Whether `value` lies in the memory of a gathered parameter of this unit other than `param`."""
+        start = value.untyped_storage().data_ptr()
+        return start != 0 and any(
+            whole is not param and whole._gathered.untyped_storage().data_ptr() == start for _, whole in self._watched
+        )
+
+    def _around_unsharding(self, unshard: Callable[[], None]) -> Callable[[], None]:
+        def to_unsharded() -> None:
+            unshard()
+            if not self._began:  # FSDP makes them once
+                self._began = True
+                self._watched = [(param, self._watch(param)) for param in self._group.fsdp_params if _is_plain(param)]
+
+        return to_unsharded
+
+    def _around_sharding(self, shard: Callable[[], None]) -> Callable[[], None]:
+        def to_sharded() -> None:
+            if self._group._sharded_state is ShardedState.UNSHARDED:
+                self._bring_back()
+            shard()
+
+        return to_sharded
+
+    def _watch(self, param: Any) -> GatheredParameter:
+        whole: Any = param._unsharded_param
+        whole.__class__ = GatheredParameter
+        whole._name, whole._is_of_another = str(param._param_fqn), self._is_of_another
+        whole._gathered, whole._seen = _DATA.__get__(whole), whole._version
+        watched: GatheredParameter = whole
+        return watched
+
+    def _bring_back(self) -> None:
+        changed = False
+        for param, whole in self._watched:
+            if whole._version == whole._seen and whole._alias is None and not whole._assigned:
+                continue
+            written = whole.was_written
+            try:
+                if param.param_dtype is None:
+                    # Also where it was only read through `data`: what has `data` of `data` leaves no trace.
+                    _copy_own_part(param, whole)
+                    changed = True
+                elif written:
+                    raise ConfigurationError(_too_narrow(param))
+            finally:
+                whole.watch_anew()
+        if changed:
+            event = self._group.device_handle.Event()
+            event.record()
+            self._group._wait_all_gather_streams_on_event(event)
+
+
+def _is_plain(param: Any) -> bool:
+    """Whether `param` has no layout of the user's, and was not gathered in inference mode, which counts no versions."""
+    return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()
+
+
+@torch.no_grad()
+def _copy_own_part(param: Any, whole: GatheredParameter) -> None:
+    local, dim = param.sharded_param._local_tensor, param.fsdp_placement.dim
+    if local.numel() > 0:
+        start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
+        local.copy_(whole.detach().narrow(dim, start, local.size(dim)))
+    if whole._assigned:  # FSDP shards what it gathered over fewer ranks
+        whole._gathered.copy_(whole.detach())
+
+
+def _too_narrow(param: Any) -> str:
+    kind = str(param.param_dtype).removeprefix("torch.")
+    return (
+        f"{param._param_fqn} was changed where it is gathered, in a step or in a method of its unit. There it is a "
+        f"copy in {kind}, from which its {str(param.orig_dtype).removeprefix('torch.')} values cannot be had. Change "
+        "it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and exact, or "
+        "train with precision='32-true' or 'bf16-true'."
+    )

@@ -1,0 +1,101 @@
+"""What FSDP2 would drop without a word: hooks on parameters, and parameters that come or go while it runs."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+
+from lightning_paral.errors import ConfigurationError
+
+_INSTEAD = (
+    "FSDP reduces gradients by other means than autograd's, so that it would never be called, or with this rank's "
+    "gradient alone. Read and change gradients in on_after_backward or on_before_optimizer_step, where they are "
+    "averaged, or train with paral_ddp."
+)
+
+
+def check_user_hooks(module: Module) -> None:
+    """Raise a `ConfigurationError` if a parameter of `module` has hooks, or gets gradients that cannot be sharded."""
+    for name, parameter in module.named_parameters():
+        for kind, attribute in (
+            ("register_hook", "_backward_hooks"),
+            ("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
+        ):
+            hooks = getattr(parameter, attribute, None)
+            if hooks:
+                hook = next(iter(hooks.values()))
+                raise ConfigurationError(
+                    f"{name} has a hook, {getattr(hook, '__qualname__', hook)!r}, from {kind}. {_INSTEAD}"
+                )
+    for name, part in module.named_modules():
+        if isinstance(part, Embedding | EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ConfigurationError(
+                f"{name or type(module).__name__} is {type(part).__name__}(sparse=True), and FSDP cannot reduce sparse "
+                "gradients. Make it with sparse=False, or train with paral_ddp."
+            )
+
+
+def refuse_hook(name: str, kind: str) -> NoReturn:
+    """Raise a `ConfigurationError` that says why parameter `name` cannot have a hook."""
+    raise ConfigurationError(f"{kind} was called on {name}. {_INSTEAD}")
+
+
+def check_pruning(callbacks: Iterable[Any]) -> None:
+    """Raise a `ConfigurationError` for callbacks that prune: they put other parameters in the place of sharded ones."""
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} puts weight_orig and weight_mask in the place of weights during the run, "
+                "and FSDP cannot shard anew. Train with paral_ddp, or prune in __init__ with torch.nn.utils.prune."
+            )
+
+
+class Registrations:
+    """Refuses parameters that are registered in a module while it is sharded.
+
+    They would be neither sharded nor trained, and what stood in their place would come back at the next gathering.
+
+    Args:
+        root: the whole module.
+        params: its `FSDPParam`s.
+    """
+
+    def __init__(self, root: Module, params: list[Any]) -> None:
+        self._places: dict[tuple[Module, str], Any] = {}
+        for param in params:
+            info = param._module_info
+            modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
+            self._places.update(dict.fromkeys(zip(modules, names, strict=True), param))
+        for name, part in root.named_modules():
+            register = partial(self._register, part.register_parameter, part, name)
+            vars(part)["register_parameter"] = register
+
+    def _register(
+        self,
+        register: Callable[[str, Parameter | None], None],
+        module: Module,
+        module_name: str,
+        name: str,
+        param: Parameter | None,
+    ) -> None:
+        place = self._places.get((module, name))
+        if place is not None and _is_ours(place, param):  # FSDP2, of a module with a `__setattr__` of its own
+            register(name, param)
+            return
+        if place is None and param is None:
+            register(name, param)
+            return
+        where = module_name or type(module).__name__
+        raise ConfigurationError(
+            f"Parameter {name!r} was set in {where} ({type(module).__name__}) while it is sharded. It would be neither "
+            "sharded nor saved. Register parameters, prune and parametrize in __init__ or configure_model; change "
+            "values with parameter.copy_(...) or load_state_dict (without assign=True); or train with paral_ddp."
+        )
+
+
+def _is_ours(place: Any, param: Tensor | None) -> bool:
+    own = (getattr(place, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
+    return param is not None and any(param is one for one in own)

@@ -1,0 +1,64 @@
+"""Which rows of a DTensor this rank holds."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def own_rows(tensor: Any) -> slice | None:
+    """Return the rows that this rank holds of `tensor`, a DTensor: all of one that is replicated.
+
+    `None` if it is divided otherwise than by rows over one dimension of its mesh, as a user's own layout may be.
+    """
+    sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not sharded:
+        return slice(None)
+    placement = tensor.placements[sharded[0]]
+    if len(sharded) > 1 or type(placement) is not Shard or placement.dim != 0:
+        return None
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    per_rank = -(-num_rows // mesh.size(sharded[0]))
+    start = min(mesh.get_local_rank(sharded[0]) * per_rank, num_rows)
+    return slice(start, min(start + per_rank, num_rows))
+
+
+def is_replicated(tensor: Any) -> bool:
+    """Whether every rank holds all of `tensor`, a DTensor."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def in_place_of(tensor: Any, rows: slice, *, filled: bool = True) -> Tensor:
+    """Return a plain tensor of the whole shape of `tensor`, of which only this rank's `rows` have its values, if any.
+
+    For operations of which each element of the result depends on the same element alone: they need no gathering.
+    """
+    local = tensor._local_tensor
+    whole: Tensor = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    if filled:
+        whole.zero_()
+        whole[rows] = local
+    return whole
+
+
+def like(tensor: Any, whole: Tensor, rows: slice) -> Tensor:
+    """Return this rank's `rows` of `whole` as a DTensor laid out like `tensor`. No collective."""
+    made: Tensor = DTensor.from_local(
+        whole[rows].clone(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return made
+
+
+def as_whole(value: Any) -> Any:
+    """Replace DTensors in `value`, also in lists and tuples, by whole tensors. *Collective* where there are any."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, list | tuple):
+        return type(value)(map(as_whole, value))
+    return value
