@@ -1,0 +1,102 @@
+"""Run one cell of the table, and say how it came out."""
+
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.contract.user_code.columns import COLUMNS
+from tests.contract.user_code.comparing import differences
+from tests.contract.user_code.fitting import Fit, Raised, attempt, fit, reference
+from tests.contract.user_code.refusals import CLEAR
+from tests.contract.user_code.rows import ROWS, Row
+from tests.rank_pool import RankError, RankPool
+
+TIMEOUT = 45.0  # seconds; a cell takes less than one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell came out."""
+
+    kind: str
+    """`"equal"`, `"refused"`, or anything else: `"differs"`, `"fails"`, `"hangs"`."""
+    reason: str = ""
+
+
+def cells() -> list[tuple[str, str]]:
+    """Return all cells as labels of row and column, in order."""
+    return [(row.label, column) for row in ROWS.values() for column in columns_of(row)]
+
+
+def columns_of(row: Row) -> list[str]:
+    """Return the labels of the columns in which the row runs."""
+    return [label for label, column in COLUMNS.items() if column.always or label in row.strategies]
+
+
+def outcome(label: str, column: str, pool: RankPool) -> Outcome:
+    """Run the cell. Its reference is run once per row."""
+    row = ROWS[label]
+    with tempfile.TemporaryDirectory() as folder:
+        if not COLUMNS[column].on_ranks:
+            ranks: list[Fit | Raised] = [attempt(label, column, folder)]
+        else:
+            try:
+                ranks = pool.run(2, attempt, label, column, folder, timeout=TIMEOUT)
+            except RankError as error:
+                raised = [path.read_text() for path in sorted(Path(folder).glob("raised-*.txt"))]
+                return Outcome("hangs", "; ".join(raised) or str(error))
+        errors = [rank for rank in ranks if isinstance(rank, Raised)]
+        if errors:
+            pool.renew_world()
+            return _judged(row, errors, len(ranks))
+        fits = [rank for rank in ranks if isinstance(rank, Fit)]
+        expected = expected_of(label, pool)
+        found = differences(row, fits, expected, max(row.tolerance, COLUMNS[column].tolerance))
+        return Outcome("differs", summary(found)) if found else Outcome("equal")
+
+
+_expected: dict[str, Fit] = {}
+
+
+def expected_of(label: str, pool: RankPool) -> Fit:
+    """Return the reference's fit."""
+    if label not in _expected:
+        row = ROWS[label]
+        with tempfile.TemporaryDirectory() as folder:
+            if row.reference == "auto":
+                _expected[label] = fit(label, reference("auto"), folder, 1)
+            else:
+                (found, *_) = pool.run(2, attempt, label, row.reference, folder, timeout=TIMEOUT)
+                assert isinstance(found, Fit), found
+                _expected[label] = found
+    return _expected[label]
+
+
+def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
+    first = errors[0]
+    if len(errors) < num_ranks:
+        return Outcome("fails", f"on {len(errors)} of {num_ranks} ranks: {first.kind}: {first.message}")
+    if not first.is_ours and not any(re.search(pattern, first.message) for pattern in CLEAR):
+        return Outcome("fails", f"{first.kind}: {first.message}")
+    if row.names and not re.search(row.names, first.message):
+        return Outcome("fails", f"names no {row.names}: {first.kind}: {first.message}")
+    return Outcome("refused", first_sentence(first.message))
+
+
+def summary(lines: list[str]) -> str:
+    """Return the first line of each kind of difference, and how many more there are."""
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        kinds.setdefault(line.split(":")[0] + line.split(":")[1].rstrip("0123456789"), []).append(line)
+    shown = [own[0] + (f" (and {len(own) - 1} more)" if len(own) > 1 else "") for own in kinds.values()]
+    return "; ".join(shown)
+
+
+def first_sentence(message: str) -> str:
+    """Return what a message says first, on one line."""
+    line = " ".join(message.split())
+    return re.split(r"(?<=[.:!]) (?=[A-Z])", line)[0]
+
+
+__all__ = ["Outcome", "cells", "columns_of", "outcome"]
