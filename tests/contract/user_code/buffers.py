@@ -19,12 +19,25 @@ class Normalized(Supervised):
         return self.head(self.norm(self.backbone(x)))
 
 
-row("buffers of BatchNorm in training", sentence="nn.BatchNorm1d; its running statistics in the checkpoint.",
-    reference="ddp")(Normalized)
-row("buffers of BatchNorm in validation", sentence="nn.BatchNorm1d; what validation logs, which uses running statistics.",
-    reference="ddp", loaders=validated, trainer={"max_epochs": 2})(Normalized)
-row("buffers of BatchNorm, accumulating", sentence="nn.BatchNorm1d with accumulate_grad_batches=2.", reference="ddp",
-    loaders=validated, trainer={"accumulate_grad_batches": 2})(Normalized)
+row(
+    "buffers of BatchNorm in training",
+    sentence="nn.BatchNorm1d; its running statistics in the checkpoint.",
+    reference="ddp",
+)(Normalized)
+row(
+    "buffers of BatchNorm in validation",
+    sentence="nn.BatchNorm1d; what validation logs, which uses running statistics.",
+    reference="ddp",
+    loaders=validated,
+    trainer={"max_epochs": 2},
+)(Normalized)
+row(
+    "buffers of BatchNorm, accumulating",
+    sentence="nn.BatchNorm1d with accumulate_grad_batches=2.",
+    reference="ddp",
+    loaders=validated,
+    trainer={"accumulate_grad_batches": 2},
+)(Normalized)
 
 
 @row("buffers of BatchNorm read in hooks", reference="ddp", loaders=validated, apart=("rank 1: seen",))
@@ -187,7 +200,7 @@ class Codebook(Supervised):
         return loss
 
 
-@row("buffer as a queue", reference="ddp", tolerance=1e-5)
+@row("buffer as a queue")
 class Queue(Supervised):
     """MoCo's queue: rows of a buffer overwritten from a pointer in a buffer, by all-gathered features."""
 
@@ -199,8 +212,11 @@ class Queue(Supervised):
     def loss(self, batch: Any) -> Any:
         inputs, targets = batch
         features = self.backbone(inputs)
-        loss = nn.functional.mse_loss(self.head(features), targets) + (features @ self.queue.T).square().mean() * 0.01
-        every = self.all_gather(features.detach()).reshape(-1, WIDTH)
+        loss = (
+            nn.functional.mse_loss(self.head(features), targets)
+            + (features @ self.queue.clone().T).square().mean() * 0.01
+        )
+        every = self.all_gather(features.detach()).reshape(-1, WIDTH)  # in the order of the samples
         start = int(self.pointer)
         self.queue[start : start + len(every)] = every
         self.pointer[0] = (start + len(every)) % 36

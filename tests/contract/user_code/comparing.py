@@ -28,16 +28,19 @@ def _differences(row: Row, ranks: list[Fit], expected: Fit, tolerance: float) ->
         yield from compared("losses", losses, torch.tensor(expected.losses), tolerance * 10)
     for number, rank in enumerate(ranks):
         # Under DDP buffers are a rank's own, and rank 0's count.
-        weights = {k: v for k, v in rank.weights.items() if row.reference == "auto" or not number or k not in rank.buffers}
+        weights = {
+            k: v for k, v in rank.weights.items() if row.reference == "auto" or not number or k not in rank.buffers
+        }
         theirs = {k: v for k, v in expected.weights.items() if k in weights or k not in rank.buffers}
         yield from compared(f"rank {number}: weights", weights, theirs, tolerance)
         yield from compared(f"rank {number}: seen", rank.seen, expected.seen, tolerance * 10)
         yield from compared(f"rank {number}: groups", rank.hyperparameters, expected.hyperparameters, tolerance)
-    yield from compared("metrics", _mean(ranks), expected.metrics, tolerance * 10)
+    yield from compared("metrics", mean_metrics(ranks), expected.metrics, tolerance * 10)
     yield from compared("checkpoint", ranks[0].checkpoint, expected.checkpoint, tolerance)
 
 
-def _mean(ranks: list[Fit]) -> dict[str, float]:
+def mean_metrics(ranks: list[Fit]) -> dict[str, float]:
+    """Return what rank 0 logged, each the mean over the ranks that logged it."""
     means = {}
     for key in ranks[0].metrics:
         values = [rank.metrics[key] for rank in ranks if key in rank.metrics]

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import traceback
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +54,7 @@ class Raised:
 class Keep(Callback):
     """Record the losses; at the end save and record what is gone after the run."""
 
-    def __init__(self, fit: Fit, path: str) -> None:
+    def __init__(self, fit: Fit, path: Path) -> None:
         self.fit = fit
         self.path = path
 
@@ -64,44 +67,54 @@ class Keep(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         trainer.save_checkpoint(self.path)
+        self.fit.hyperparameters = []  # those of the last part, where there are two
         self.fit.metrics |= {key: float(value) for key, value in trainer.callback_metrics.items()}
         for optimizer in trainer.optimizers:
             groups = optimizer.param_groups
             self.fit.hyperparameters.append([{k: g[k] for k in HYPERPARAMETERS if k in g} for g in groups])
 
 
-def fit(label: str, strategy: Any, folder: str, num_devices: int) -> Fit:
-    """Fit the row; in a process of a world, or in one."""
+def fit(label: str, strategy: Callable[[], Any], folder: str, num_devices: int) -> Fit:
+    """Fit the row; in a process of a world, or in one.
+
+    Args:
+        label: of the row.
+        strategy: makes what the Trainer is given.
+        folder: for checkpoints; the same on all ranks.
+        num_devices: `Trainer(devices=...)`. With one, the run is not interrupted.
+    """
     row = ROWS[label]
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    epochs = row.trainer.get("max_epochs", 2 if row.resumed else 1)
     kept = Fit()
-    _quiet()
-    parts = 2 if row.resumed and num_devices > 1 else 1
-    path: str | None = None
-    for part in range(parts):
-        torch.manual_seed(SEED)
-        module = row.module()
-        saved, path = path, str(Path(folder, f"part-{part}.ckpt"))
-        keep = Keep(kept, path)
-        options: dict[str, Any] = {"max_epochs": 2 if row.resumed else 1} | row.trainer
-        if parts == 2 and part == 0:
-            options["max_epochs"] = 1
-        trainer = quiet_trainer(
-            devices=num_devices,
-            strategy=strategy(),
-            callbacks=[*row.callbacks(), keep],
-            default_root_dir=folder,
-            **options,
-        )
-        torch.manual_seed(SEED)
-        trainer.fit(module, ckpt_path=saved, **row.loaders(rank, num_ranks))
-        kept.seen += getattr(module, "seen", [])
+    with _quiet():
+        if row.resumed and num_devices > 1:
+            _fit_part(row, kept, strategy(), Path(folder, "middle"), num_devices, epochs - 1, None)
+            _fit_part(row, kept, strategy(), Path(folder, "end"), num_devices, epochs, Path(folder, "middle"))
+        else:
+            _fit_part(row, kept, strategy(), Path(folder, "end"), num_devices, epochs, None)
+        if _rank() == 0:
+            kept.checkpoint = _contents(Path(folder, "end"))
+    return kept
+
+
+def _fit_part(
+    row: Row, kept: Fit, strategy: Any, path: Path, num_devices: int, max_epochs: int, ckpt_path: Path | None
+) -> None:
+    torch.manual_seed(SEED)
+    module = row.module()
+    own = {"devices": num_devices, "strategy": strategy, "default_root_dir": path.parent, "max_epochs": max_epochs}
+    trainer = quiet_trainer(**(row.trainer | own), callbacks=[*row.callbacks(), Keep(kept, path)])
+    torch.manual_seed(SEED)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    # Checkpoints of rows hold what users put there, of any type.
+    trainer.fit(module, ckpt_path=ckpt_path, weights_only=False, **row.loaders(_rank(), num_ranks))
+    kept.seen += tree_map_only(Tensor, _copy, getattr(module, "seen", []))
     kept.weights = {name: _copy(value) for name, value in module.state_dict().items()}
     kept.buffers = tuple(name for name, _ in module.named_buffers())
-    if rank == 0:
-        kept.checkpoint = _contents(path)
-    kept.seen = tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), kept.seen)
-    return kept
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def attempt(label: str, column: str, folder: str) -> Fit | Raised:
@@ -109,8 +122,6 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
     try:
         return fit(label, reference(column), folder, 2)
     except Exception as error:
-        import traceback
-
         is_ours = isinstance(error, lightning_paral.errors.ParalError)
         found = Raised(type(error).__name__, str(error), is_ours, traceback.format_exc())
         # For the case that another rank waits for this one forever.
@@ -123,7 +134,7 @@ def reference(column: str) -> Any:
     return COLUMNS[column].strategy if column in COLUMNS else lambda: column
 
 
-def _contents(path: str) -> dict[str, Any]:
+def _contents(path: Path) -> dict[str, Any]:
     _, checkpoint = look(path, weights_only=False)
     kept = {
         key: value
@@ -142,10 +153,16 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _quiet() -> None:
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-__all__ = ["Fit", "Raised", "Row", "attempt", "fit", "reference"]
+@contextmanager
+def _quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_paral")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -73,8 +73,11 @@ class ReadingCallback(Callback):
         module.seen.append([float(p.grad.norm()) for p in module.parameters() if p.grad is not None])
 
 
-row("gradients read in a callback", sentence="p.grad.norm() in on_after_backward and on_before_zero_grad of a callback.",
-    callbacks=lambda: [ReadingCallback()])(Supervised)
+row(
+    "gradients read in a callback",
+    sentence="p.grad.norm() in on_after_backward and on_before_zero_grad of a callback.",
+    callbacks=lambda: [ReadingCallback()],
+)(Supervised)
 
 
 @row("gradients clamped")
@@ -219,10 +222,16 @@ class ClipBySelf(Supervised):
         self.clip_gradients(optimizer, gradient_clip_val=0.2 + 0.1 * self.global_step, gradient_clip_algorithm="norm")
 
 
-row("Trainer(gradient_clip_val=0.2)", sentence="Clipping by the norm, by the Trainer.",
-    trainer={"gradient_clip_val": 0.2})(Supervised)
-row("Trainer(gradient_clip_algorithm='value')", sentence="Clipping by value, by the Trainer.",
-    trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"})(Supervised)
+row(
+    "Trainer(gradient_clip_val=0.2)",
+    sentence="Clipping by the norm, by the Trainer.",
+    trainer={"gradient_clip_val": 0.2},
+)(Supervised)
+row(
+    "Trainer(gradient_clip_algorithm='value')",
+    sentence="Clipping by value, by the Trainer.",
+    trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+)(Supervised)
 
 
 class Manual(Supervised):
@@ -374,6 +383,10 @@ class MaskingHook(Supervised):
             p.register_hook(lambda grad, mask=mask: grad * mask)
 
 
+def halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
 @row("gradient hook after accumulation")
 class PostHook(Supervised):
     """p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))."""
@@ -381,7 +394,7 @@ class PostHook(Supervised):
     def __init__(self) -> None:
         super().__init__()
         for p in [self.head.weight, self.backbone.blocks[0].layer.weight]:
-            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+            p.register_post_accumulate_grad_hook(halve)
 
 
 @row("gradient hook of an activation")

@@ -5,14 +5,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tests.contract.user_code.columns import COLUMNS
-from tests.contract.user_code.comparing import differences
+from tests.contract.user_code.comparing import differences, mean_metrics
 from tests.contract.user_code.fitting import Fit, Raised, attempt, fit, reference
 from tests.contract.user_code.refusals import CLEAR
 from tests.contract.user_code.rows import ROWS, Row
 from tests.rank_pool import RankError, RankPool
-
-TIMEOUT = 45.0  # seconds; a cell takes less than one
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Outcome:
     kind: str
     """`"equal"`, `"refused"`, or anything else: `"differs"`, `"fails"`, `"hangs"`."""
     reason: str = ""
+    """What a refusal says first, or what is wrong."""
+    detail: str = ""
+    """Where an error comes from."""
 
 
 def cells() -> list[tuple[str, str]]:
@@ -42,7 +45,7 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             ranks: list[Fit | Raised] = [attempt(label, column, folder)]
         else:
             try:
-                ranks = pool.run(2, attempt, label, column, folder, timeout=TIMEOUT)
+                ranks = pool.run(2, attempt, label, column, folder, timeout=row.patience)
             except RankError as error:
                 raised = [path.read_text() for path in sorted(Path(folder).glob("raised-*.txt"))]
                 return Outcome("hangs", "; ".join(raised) or str(error))
@@ -51,7 +54,10 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             pool.renew_world()
             return _judged(row, errors, len(ranks))
         fits = [rank for rank in ranks if isinstance(rank, Fit)]
-        expected = expected_of(label, pool)
+        try:
+            expected = expected_of(label, pool)
+        except Exception as error:
+            return Outcome("fails", f"the reference does: {type(error).__name__}: {error}")
         found = differences(row, fits, expected, max(row.tolerance, COLUMNS[column].tolerance))
         return Outcome("differs", summary(found)) if found else Outcome("equal")
 
@@ -67,20 +73,27 @@ def expected_of(label: str, pool: RankPool) -> Fit:
             if row.reference == "auto":
                 _expected[label] = fit(label, reference("auto"), folder, 1)
             else:
-                (found, *_) = pool.run(2, attempt, label, row.reference, folder, timeout=TIMEOUT)
-                assert isinstance(found, Fit), found
-                _expected[label] = found
+                _expected[label] = joined(pool.run(2, attempt, label, row.reference, folder, timeout=row.patience))
     return _expected[label]
+
+
+def joined(ranks: list[Fit | Raised]) -> Fit:
+    """Return rank 0's fit, with the mean losses and metrics of all."""
+    fits = [rank for rank in ranks if isinstance(rank, Fit)]
+    assert len(fits) == len(ranks), ranks
+    fits[0].losses = torch.tensor([rank.losses for rank in fits]).mean(dim=0).tolist()
+    fits[0].metrics = mean_metrics(fits)
+    return fits[0]
 
 
 def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
     first = errors[0]
     if len(errors) < num_ranks:
-        return Outcome("fails", f"on {len(errors)} of {num_ranks} ranks: {first.kind}: {first.message}")
+        return Outcome("fails", f"on {len(errors)} of {num_ranks} ranks: {first.kind}: {first.message}", first.trace)
     if not first.is_ours and not any(re.search(pattern, first.message) for pattern in CLEAR):
-        return Outcome("fails", f"{first.kind}: {first.message}")
+        return Outcome("fails", f"{first.kind}: {first.message}", first.trace)
     if row.names and not re.search(row.names, first.message):
-        return Outcome("fails", f"names no {row.names}: {first.kind}: {first.message}")
+        return Outcome("fails", f"names no {row.names}: {first.kind}: {first.message}", first.trace)
     return Outcome("refused", first_sentence(first.message))
 
 
@@ -97,6 +110,3 @@ def first_sentence(message: str) -> str:
     """Return what a message says first, on one line."""
     line = " ".join(message.split())
     return re.split(r"(?<=[.:!]) (?=[A-Z])", line)[0]
-
-
-__all__ = ["Outcome", "cells", "columns_of", "outcome"]

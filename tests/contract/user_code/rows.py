@@ -1,8 +1,10 @@
 """A row of the contract: something that people write in LightningModules and callbacks."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -18,6 +20,8 @@ class Row:
     """Its name, unique and short: `theme/case`."""
     sentence: str
     """What the user writes."""
+    theme: str
+    """The file it is in."""
     module: Callable[[], LightningModule]
     """Makes the module, after the seed is set."""
     callbacks: Callable[[], list[Callback]] = list
@@ -36,6 +40,8 @@ class Row:
     tolerance: float = 1e-5
     names: str = ""
     """What a refusal has to name, as a regular expression."""
+    patience: float = 45.0
+    """Seconds after which a cell counts as hanging; less where one is known to."""
     apart: tuple[str, ...] = ()
     """Patterns of names in the `state_dict` and metrics that differ by intent: drawn at random, say."""
 
@@ -45,16 +51,22 @@ ROWS: dict[str, Row] = {}
 
 def add(label: str, sentence: str, module: Callable[[], LightningModule], **options: Any) -> None:
     """Register a row."""
-    assert sentence, label
-    assert label not in ROWS, label
-    ROWS[label] = Row(label, sentence, module, **options)
+    _register(label, sentence, sys._getframe(1).f_code.co_filename, module, options)
 
 
 def row(label: str, sentence: str = "", **options: Any) -> Callable[[Any], Any]:
     """Register the decorated module as a row; its docstring is the sentence, unless one is given."""
+    file = sys._getframe(1).f_code.co_filename
 
     def register(module: Any) -> Any:
-        add(label, sentence or " ".join((inspect.getdoc(module) or "").split()), module, **options)
+        _register(label, sentence or " ".join((inspect.getdoc(module) or "").split()), file, module, options)
         return module
 
     return register
+
+
+def _register(label: str, sentence: str, file: str, module: Any, options: dict[str, Any]) -> None:
+    assert sentence, label
+    assert label not in ROWS, label
+    assert "|" not in label, label
+    ROWS[label] = Row(label, sentence, Path(file).stem, module, **options)

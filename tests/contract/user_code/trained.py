@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.contract.user_code.models import Supervised
-from tests.contract.user_code.places import acting
+from tests.contract.user_code.places import PLACES, acting
 from tests.contract.user_code.rows import add, row
 
 
@@ -41,8 +41,7 @@ def vector(module: Any) -> None:
 
 def noise(module: Any) -> None:
     """p.add_(torch.randn(p.shape, generator=g)) under no_grad, the same generator on all ranks"""
-    generator = torch.Generator().manual_seed(len(module.seen))
-    module.seen.append(0)
+    generator = torch.Generator().manual_seed(module.global_step)
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.01 * torch.randn(p.shape, generator=generator))
@@ -62,20 +61,28 @@ def mask(module: Any) -> None:
         layer.weight.data *= (layer.weight.abs() > 0.2).float()
 
 
-for label, act in {
-    "clamp_": clamp,
-    "max-norm": max_norm,
-    "a layer reset": reset_layer,
-    "vector_to_parameters": vector,
-    "noise": noise,
-    "rewind": rewind,
-    "mask": mask,
-}.items():
-    for place in ("training_step", "on_before_optimizer_step", "on_train_batch_end", "callback.on_train_batch_start"):
-        add(f"trained {label} in {place}", f"{act.__doc__}, in {place}", **acting(Supervised, place, act))
+ACTS = {
+    "clamped": clamp,
+    "divided by norms": max_norm,
+    "reset in a layer": reset_layer,
+    "set from a vector": vector,
+    "disturbed": noise,
+    "rewound": rewind,
+    "masked": mask,
+}
+THOROUGHLY = {
+    "on_before_optimizer_step": {},
+    "on_train_batch_end": {"resumed": True, "strategies": ("paral_zero3_whole", "paral_fsdp_offload")},
+}
+"""Where all of them are tried; elsewhere one."""
+
+for place in PLACES:
+    for label, act in (ACTS if place in THOROUGHLY else {"clamped": clamp}).items():
+        options = acting(Supervised, place, act) | THOROUGHLY.get(place, {})
+        add(f"trained {label} in {place}", f"`{act.__doc__}`, in {place}.", **options)
 
 
-@row("trained clamp_ after step, manual", strategies=("paral_zero3_whole",))
+@row("trained clamped after a manual step", strategies=("paral_zero3_whole",))
 class ManualClamp(Supervised):
     """p.data.clamp_ after optimizer.step() under manual optimization (WGAN's critic)."""
 
@@ -96,7 +103,7 @@ class ManualClamp(Supervised):
         return loss
 
 
-@row("trained weights set before the fit")
+@row("trained set before the fit")
 class SetInFitStart(Supervised):
     """nn.init.orthogonal_ and p.data = ... in on_fit_start and configure_optimizers."""
 
@@ -108,7 +115,7 @@ class SetInFitStart(Supervised):
         return super().configure_optimizers()
 
 
-@row("trained Lookahead's slow weights")
+@row("trained by Lookahead")
 class SlowWeights(Supervised):
     """Slow weights kept as clones in a list; every second step p.data.copy_(slow) (Lookahead)."""
 

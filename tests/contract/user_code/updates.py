@@ -50,22 +50,36 @@ def load(module: Any) -> None:
     module.target.load_state_dict(module.backbone.state_dict())
 
 
-KINDS = {
-    "assign .data": assign,
-    ".data in place": multiply_and_add,
-    "lerp_": lerp,
-    ".data.copy_": copy_data,
-    "copy_ over state_dict": copy_states,
-    "load_state_dict": load,
-}
+def in_turns(module: Any) -> None:
+    """each parameter in another way: assigned, multiplied, lerped, copied"""
+    ways = (
+        lambda q, p: setattr(q, "data", DECAY * q.data + (1 - DECAY) * p.data),
+        lambda q, p: q.data.mul_(DECAY).add_(p.detach().data, alpha=1 - DECAY),
+        lambda q, p: q.detach().lerp_(p.detach(), 1 - DECAY),
+        lambda q, p: q.data.copy_(DECAY * q.data + (1 - DECAY) * p.data),
+    )
+    for number, (q, p) in enumerate(zip(module.target.parameters(), module.backbone.parameters(), strict=True)):
+        ways[number % len(ways)](q, p)
 
+
+KINDS = {
+    "assigned": assign,
+    "multiplied": multiply_and_add,
+    "lerped": lerp,
+    "copied": copy_data,
+    "copied over state_dict": copy_states,
+    "loaded": load,
+}
+THOROUGHLY = {"training_step": {}, "on_train_batch_end": {"resumed": True, "strategies": ("paral_zero3_whole",)}}
+"""Where every way is tried by itself."""
 
 for place in PLACES:
-    for label, act in KINDS.items():
-        add(f"target {label} in {place}", f"{act.__doc__}, in {place}", **acting(Momentum, place, act))
+    for label, act in (KINDS if place in THOROUGHLY else {"in turns": in_turns}).items():
+        options = acting(Momentum, place, act) | THOROUGHLY.get(place, {})
+        add(f"target {label} in {place}", f"`{act.__doc__}` of a frozen copy, in {place}.", **options)
 
 
-@row("target AveragedModel by hand", resumed=False)
+@row("target AveragedModel by hand", resumed=True, strategies=("paral_zero3_whole",))
 class Averaged(Momentum):
     """torch.optim.swa_utils.AveragedModel held by the module, update_parameters in on_train_batch_end."""
 
