@@ -1,5 +1,6 @@
 """Fit a row and keep all that can be compared."""
 
+import gc
 import logging
 import os
 import traceback
@@ -120,6 +121,7 @@ def _rank() -> int:
 def attempt(label: str, column: str, folder: str) -> Fit | Raised:
     """Fit the row in a column, on this rank; return the error if there is one."""
     try:
+        _collect_quickly(column)
         return fit(label, reference(column), folder, 2)
     except Exception as error:
         is_ours = isinstance(error, lightning_paral.errors.ParalError)
@@ -132,6 +134,17 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
 def reference(column: str) -> Any:
     """Return what makes the strategy of a column, or of a reference."""
     return COLUMNS[column].strategy if column in COLUMNS else lambda: column
+
+
+_collected: set[str] = set()
+
+
+def _collect_quickly(column: str) -> None:
+    """Let collections, of which DeepSpeed makes some in every fit, pass over all that was imported so far."""
+    if column not in _collected:
+        _collected.add(column)
+        gc.collect()
+        gc.freeze()
 
 
 def _contents(path: Path) -> dict[str, Any]:

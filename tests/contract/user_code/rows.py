@@ -40,7 +40,7 @@ class Row:
     tolerance: float = 1e-5
     names: str = ""
     """What a refusal has to name, as a regular expression."""
-    patience: float = 45.0
+    patience: float = 150.0
     """Seconds after which a cell counts as hanging; less where one is known to."""
     apart: tuple[str, ...] = ()
     """Patterns of names in the `state_dict` and metrics that differ by intent: drawn at random, say."""
