@@ -7,7 +7,6 @@ from tests.contract.user_code import table
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.known import KNOWN
 from tests.contract.user_code.outcomes import cells, outcome
-from tests.contract.user_code.rows import ROWS
 from tests.rank_pool import RankPool
 
 ADVICE = "If this is meant, write docs/user-code.md anew: python -m tests.contract.user_code --write"
@@ -28,9 +27,9 @@ def said() -> dict[tuple[str, str], tuple[str, str]]:
 
 def assert_as_said(cell: tuple[str, str], said: dict[tuple[str, str], tuple[str, str]], pool: RankPool) -> None:
     found = outcome(*cell, pool)
-    assert found.kind in ("equal", "refused"), f"{found.kind}: {found.reason}\n{found.detail}"
+    assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
     word, note = said[cell]
-    assert table.word(found, ROWS[cell[0]].reference) == word, f"{found.reason}\n{ADVICE}"
+    assert table.word(found) == word, f"{found.reason}\n{ADVICE}"
     assert found.reason == note, ADVICE
 
 

@@ -48,7 +48,7 @@ def main() -> None:
     print(f"{len(outcomes)} cells in {time.monotonic() - started:.0f} s")
     if args.write:
         table.write(outcomes)
-        known.write({cell: found for cell, found in outcomes.items() if found.kind not in ("equal", "refused")})
+        known.write({cell: found for cell, found in outcomes.items() if not found.is_allowed})
 
 
 def read_log(path: Path) -> dict[tuple[str, str], Outcome]:

@@ -17,6 +17,8 @@ class Column:
     on_ranks: bool = True
     always: bool = True
     """Every row runs in it; others name it in `Row.strategies`."""
+    themes: tuple[str, ...] = ()
+    """Where not empty: only their rows run in it."""
     tolerance: float = 1e-5
     needs_operators: bool = False
 
@@ -32,7 +34,8 @@ COLUMNS = {
     for column in (
         Column("paral_dp", lambda: "paral_dp", on_ranks=False),
         Column("paral_ddp", lambda: "paral_ddp"),
-        Column("paral_ddp_ring", lambda: "paral_ddp_ring"),
+        # Gradients take another way than under paral_ddp; all else is the same.
+        Column("paral_ddp_ring", lambda: "paral_ddp_ring", themes=("gradients", "freezing", "buffers")),
         Column("paral_fsdp", lambda: "paral_fsdp"),
         Column("paral_zero1", lambda: "paral_zero1"),
         Column("paral_zero2", lambda: "paral_zero2"),

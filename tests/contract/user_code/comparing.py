@@ -11,16 +11,19 @@ from tests.contract.user_code.fitting import Fit
 from tests.contract.user_code.rows import Row
 
 
-def differences(row: Row, ranks: list[Fit], expected: Fit, tolerance: float) -> list[str]:
-    """Return what is not equal, one line each."""
-    return [line for line in _differences(row, ranks, expected, tolerance) if not _apart(row, line)]
+def differences(row: Row, ranks: list[Fit], expected: Fit, tolerance: float, *, buffers_of_all: bool) -> list[str]:
+    """Return what is not equal, one line each.
+
+    With `buffers_of_all=False`, buffers are compared on rank 0 alone, whose are saved.
+    """
+    return [line for line in _differences(ranks, expected, tolerance, buffers_of_all) if not _apart(row, line)]
 
 
 def _apart(row: Row, line: str) -> bool:
     return any(re.search(pattern, line) for pattern in row.apart)
 
 
-def _differences(row: Row, ranks: list[Fit], expected: Fit, tolerance: float) -> Iterator[str]:
+def _differences(ranks: list[Fit], expected: Fit, tolerance: float, buffers_of_all: bool) -> Iterator[str]:
     if len({len(rank.losses) for rank in ranks}) > 1:
         yield f"losses: {[len(rank.losses) for rank in ranks]} of them"
     else:
@@ -28,9 +31,7 @@ def _differences(row: Row, ranks: list[Fit], expected: Fit, tolerance: float) ->
         yield from compared("losses", losses, torch.tensor(expected.losses), tolerance * 10)
     for number, rank in enumerate(ranks):
         # Under DDP buffers are a rank's own, and rank 0's count.
-        weights = {
-            k: v for k, v in rank.weights.items() if row.reference == "auto" or not number or k not in rank.buffers
-        }
+        weights = {k: v for k, v in rank.weights.items() if buffers_of_all or not number or k not in rank.buffers}
         theirs = {k: v for k, v in expected.weights.items() if k in weights or k not in rank.buffers}
         yield from compared(f"rank {number}: weights", weights, theirs, tolerance)
         yield from compared(f"rank {number}: seen", rank.seen, expected.seen, tolerance * 10)

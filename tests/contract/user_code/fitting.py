@@ -122,7 +122,7 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
     """Fit the row in a column, on this rank; return the error if there is one."""
     try:
         _collect_quickly(column)
-        return fit(label, reference(column), folder, 2)
+        return fit(label, strategy_of(column), folder, 2)
     except Exception as error:
         is_ours = isinstance(error, lightning_paral.errors.ParalError)
         found = Raised(type(error).__name__, str(error), is_ours, traceback.format_exc())
@@ -131,7 +131,7 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
         return found
 
 
-def reference(column: str) -> Any:
+def strategy_of(column: str) -> Any:
     """Return what makes the strategy of a column, or of a reference."""
     return COLUMNS[column].strategy if column in COLUMNS else lambda: column
 

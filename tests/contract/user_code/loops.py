@@ -25,10 +25,10 @@ def several_validated(rank: int, num_ranks: int) -> dict[str, Any]:
     return regression(rank, num_ranks) | {"val_dataloaders": loaders}
 
 
-def sequenced(rank: int, num_ranks: int) -> dict[str, Any]:
-    """Two loaders, one after the other."""
-    loaders = [loader(*samples(2, seed), rank=rank, num_ranks=num_ranks) for seed in (7, 9)]
-    return {"train_dataloaders": CombinedLoader(loaders, "sequential")}
+def shortest(rank: int, num_ranks: int) -> dict[str, Any]:
+    """A list of two loaders; the epoch ends with the shorter one."""
+    loaders = [loader(*samples(count, count), rank=rank, num_ranks=num_ranks) for count in (2, 4)]
+    return {"train_dataloaders": CombinedLoader(loaders, "min_size")}
 
 
 @row("loaders in a dict", loaders=several)
@@ -39,14 +39,13 @@ class DictLoaders(Supervised):
         return self.loss(batch["a"]) + 0.5 * self.loss(batch["b"])
 
 
-@row("loaders in sequence", loaders=sequenced)
-class Sequenced(Supervised):
-    """CombinedLoader(mode="sequential")."""
+@row("loaders in a list", loaders=shortest)
+class ListOfLoaders(Supervised):
+    """CombinedLoader of a list, mode="min_size"."""
 
-    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, tuple) and isinstance(batch[-1], int):
-            batch = batch[0]
-        return self.loss(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = batch
+        return self.loss(first) + 0.5 * self.loss(second)
 
 
 @row("loaders, several to validate", loaders=several_validated)
@@ -203,15 +202,6 @@ class DetachedBranch(Supervised):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         first, second = self.backbone(batch[0]), self.backbone(batch[0] * 0.8)
         return nn.functional.mse_loss(first, second.detach()) + self.loss(batch)
-
-
-@row("a loss that is a sum of rows' means")
-class UnevenLosses(Supervised):
-    """self.trainer.world_size and self.global_rank used in the step to weigh the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        weight = len(batch[0]) * self.trainer.world_size / 12
-        return self.loss(batch) * weight
 
 
 @row("a loss with reduction='sum' over the global batch", names="")

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.comparing import differences, mean_metrics
-from tests.contract.user_code.fitting import Fit, Raised, attempt, fit, reference
+from tests.contract.user_code.fitting import Fit, Raised, attempt, fit, strategy_of
 from tests.contract.user_code.refusals import CLEAR
 from tests.contract.user_code.rows import ROWS, Row
 from tests.rank_pool import RankError, RankPool
@@ -20,11 +21,16 @@ class Outcome:
     """How a cell came out."""
 
     kind: str
-    """`"equal"`, `"refused"`, or anything else: `"differs"`, `"fails"`, `"hangs"`."""
+    """`"equal"`, `"as ddp"`, `"refused"`, or anything else: `"differs"`, `"fails"`, `"hangs"`."""
     reason: str = ""
     """What a refusal says first, or what is wrong."""
     detail: str = ""
     """Where an error comes from."""
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether it is no defect."""
+        return self.kind in ("equal", "as ddp", "refused")
 
 
 def cells() -> list[tuple[str, str]]:
@@ -34,7 +40,11 @@ def cells() -> list[tuple[str, str]]:
 
 def columns_of(row: Row) -> list[str]:
     """Return the labels of the columns in which the row runs."""
-    return [label for label, column in COLUMNS.items() if column.always or label in row.strategies]
+    return [
+        label
+        for label, column in COLUMNS.items()
+        if label in row.strategies or (column.always and (not column.themes or row.theme in column.themes))
+    ]
 
 
 def outcome(label: str, column: str, pool: RankPool) -> Outcome:
@@ -54,27 +64,31 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             pool.renew_world()
             return _judged(row, errors, len(ranks))
         fits = [rank for rank in ranks if isinstance(rank, Fit)]
-        try:
-            expected = expected_of(label, pool)
-        except Exception as error:
-            return Outcome("fails", f"the reference does: {type(error).__name__}: {error}")
-        found = differences(row, fits, expected, max(row.tolerance, COLUMNS[column].tolerance))
-        return Outcome("differs", summary(found)) if found else Outcome("equal")
+        tolerance = max(row.tolerance, COLUMNS[column].tolerance)
+        for kind, reference in {"equal": "auto", "as ddp": row.reference}.items():
+            try:
+                expected = expected_of(label, reference, pool)
+            except Exception as error:
+                return Outcome("fails", f"the reference does: {type(error).__name__}: {error}", traceback.format_exc())
+            found = differences(row, fits, expected, tolerance, buffers_of_all=reference == "auto")
+            if not found:
+                return Outcome(kind)
+        return Outcome("differs", summary(found))
 
 
-_expected: dict[str, Fit] = {}
+_expected: dict[tuple[str, str], Fit] = {}
 
 
-def expected_of(label: str, pool: RankPool) -> Fit:
-    """Return the reference's fit."""
-    if label not in _expected:
-        row = ROWS[label]
+def expected_of(label: str, reference: str, pool: RankPool) -> Fit:
+    """Return the reference's fit, which is made once."""
+    if (label, reference) not in _expected:
         with tempfile.TemporaryDirectory() as folder:
-            if row.reference == "auto":
-                _expected[label] = fit(label, reference("auto"), folder, 1)
+            if reference == "auto":
+                found = fit(label, strategy_of(reference), folder, 1)
             else:
-                _expected[label] = joined(pool.run(2, attempt, label, row.reference, folder, timeout=row.patience))
-    return _expected[label]
+                found = joined(pool.run(2, attempt, label, reference, folder, timeout=ROWS[label].patience))
+        _expected[label, reference] = found
+    return _expected[label, reference]
 
 
 def joined(ranks: list[Fit | Raised]) -> Fit:

@@ -35,8 +35,8 @@ class Row:
     strategies: tuple[str, ...] = ()
     """Columns beyond those in which every row runs."""
     reference: str = "auto"
-    """What it is compared with: `"auto"`, one process; `"ddp"`, Lightning's DDP at the same world size, where the
-    user's code computes something from a rank's own samples that is no mean over samples (BatchNorm)."""
+    """What it may equal beside one process: `"ddp"`, Lightning's DDP at the same world size, where the user's code
+    computes something from a rank's own samples that is no mean over samples (BatchNorm)."""
     tolerance: float = 1e-5
     names: str = ""
     """What a refusal has to name, as a regular expression."""

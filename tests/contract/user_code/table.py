@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tests.contract.user_code.columns import COLUMNS
-from tests.contract.user_code.outcomes import Outcome, cells, columns_of
+from tests.contract.user_code.outcomes import Outcome, columns_of
 from tests.contract.user_code.rows import ROWS
 
 PATH = Path(__file__).parents[3] / "docs" / "user-code.md"
@@ -40,15 +40,15 @@ leaves those below 100,000 elements whole. Rows marked *resumed* save after an e
 `tests/contract/test_user_code.py` runs every cell. `python -m tests.contract.user_code --write` writes this page.
 """
 SHORT = {"paral_zero3_whole": "`paral_zero3`, defaults"}
-EQUAL, LIKE_DDP, REFUSED, OPEN, NOT_RUN = "equal", "as ddp", "refused", "open", ""
+OPEN, NOT_RUN = "open", ""
 
 
 def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
     """Write the page from the outcomes of all cells."""
     notes: dict[str, int] = {}
-    themes: dict[str, list[str]] = {}
+    themes: dict[str, list[str]] = {theme: [] for theme in TITLES}
     for row in ROWS.values():
-        themes.setdefault(row.theme, []).append(row.label)
+        themes[row.theme].append(row.label)
     lines = [INTRODUCTION]
     for theme, labels in themes.items():
         columns = [label for label in COLUMNS if any(label in columns_of(ROWS[row]) for row in labels)]
@@ -57,7 +57,7 @@ def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
         lines += ["|---" * (len(columns) + 1) + "|"]
         for label in labels:
             row = ROWS[label]
-            words = [_word(outcomes.get((label, column)), row.reference, notes) for column in columns]
+            words = [_word(outcomes.get((label, column)), notes) for column in columns]
             resumed = " *(resumed)*" if row.resumed else ""
             lines += [f"| **{label}**{resumed}: {_escaped(row.sentence)} | " + " | ".join(words) + " |"]
         lines += [""]
@@ -89,22 +89,17 @@ def read() -> dict[tuple[str, str], tuple[str, str]]:
     return said
 
 
-def word(outcome: Outcome, reference: str) -> str:
+def word(outcome: Outcome) -> str:
     """Return what the page calls an outcome."""
-    if outcome.kind == "equal":
-        return EQUAL if reference == "auto" else LIKE_DDP
-    return REFUSED if outcome.kind == "refused" else OPEN
+    return outcome.kind if outcome.is_allowed else OPEN
 
 
-def _word(outcome: Outcome | None, reference: str, notes: dict[str, int]) -> str:
+def _word(outcome: Outcome | None, notes: dict[str, int]) -> str:
     if outcome is None:
         return NOT_RUN
     note = f" [^{notes.setdefault(outcome.reason, len(notes) + 1)}]" if outcome.kind == "refused" else ""
-    return word(outcome, reference) + note
+    return word(outcome) + note
 
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-__all__ = ["cells", "read", "word", "write"]
