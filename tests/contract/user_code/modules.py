@@ -365,7 +365,7 @@ class InPlaceBlocks(Supervised):
             x = block(x)
             x += 1
             x = x.mul_(0.5)
-        return self.head(x)
+        return self.head(x * self.backbone.gain / self.backbone.temperature)
 
 
 @row("module with forward hooks")
@@ -411,7 +411,7 @@ class OtherMethod(Supervised):
 
     def loss(self, batch: Any) -> Any:
         inputs, targets = batch
-        return nn.functional.mse_loss(self.net.encode(self.backbone(inputs)), targets)
+        return nn.functional.mse_loss(self.net.encode(self.backbone(inputs)) + self(inputs), targets)
 
 
 class WithMethod(nn.Module):
@@ -426,7 +426,7 @@ class WithMethod(nn.Module):
         return self.out(x)
 
 
-@row("module called functionally")
+@row("module called functionally", reference="ddp")
 class Functional(Supervised):
     """torch.func.functional_call(self.head, changed weights, x) (MAML's inner step)."""
 
@@ -497,7 +497,7 @@ class Contrastive(Supervised):
         inputs, _ = batch
         first = self.all_gather(self.backbone(inputs), sync_grads=True).reshape(-1, WIDTH)
         second = self.all_gather(self.backbone(inputs * 0.9), sync_grads=True).reshape(-1, WIDTH)
-        return nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+        return nn.functional.cross_entropy(first @ second.T, torch.arange(len(first))) + super().loss(batch)
 
 
 @row("module in channels_last and with views of parameters")
