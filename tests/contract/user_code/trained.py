@@ -82,6 +82,19 @@ for place in PLACES:
         add(f"trained {label} in {place}", f"`{act.__doc__}`, in {place}.", **options)
 
 
+class ByAdam(Supervised):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+add(
+    "trained clamped by AdamW",
+    f"`{clamp.__doc__}`, in on_train_batch_end, beside AdamW.",
+    **acting(ByAdam, "on_train_batch_end", clamp),
+    strategies=("paral_zero3_whole", "paral_fsdp_offload", "paral_zero2_offload", "paral_zero3_offload"),
+)
+
+
 @row("trained clamped after a manual step", strategies=("paral_zero3_whole",))
 class ManualClamp(Supervised):
     """p.data.clamp_ after optimizer.step() under manual optimization (WGAN's critic)."""

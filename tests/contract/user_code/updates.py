@@ -79,6 +79,20 @@ for place in PLACES:
         add(f"target {label} in {place}", f"`{act.__doc__}` of a frozen copy, in {place}.", **options)
 
 
+class ByAdam(Momentum):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+OFFLOADED = ("paral_zero3_whole", "paral_fsdp_offload", "paral_zero2_offload", "paral_zero3_offload")
+add(
+    "target in turns by AdamW",
+    f"`{in_turns.__doc__}` of a frozen copy, in on_train_batch_end, beside AdamW.",
+    **acting(ByAdam, "on_train_batch_end", in_turns),
+    strategies=OFFLOADED,
+)
+
+
 @row("target AveragedModel by hand", resumed=True, strategies=("paral_zero3_whole",))
 class Averaged(Momentum):
     """torch.optim.swa_utils.AveragedModel held by the module, update_parameters in on_train_batch_end."""
