@@ -52,6 +52,10 @@ class RankPool:
             self._end_workers()
             raise
 
+    def renew_world(self) -> None:
+        """Let the ranks join anew before the next call, after one that left collectives unfinished on all of them."""
+        self._world = None
+
     def close(self) -> None:
         """End all workers."""
         self._end_workers()

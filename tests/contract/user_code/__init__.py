@@ -1,0 +1,1 @@
+"""What people write in LightningModules and callbacks, and what comes of it under every strategy."""

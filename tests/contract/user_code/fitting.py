@@ -1,0 +1,181 @@
+"""Fit a row and keep all that can be compared."""
+
+import gc
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import lightning_paral
+import tests.contract.user_code.themes  # noqa: F401  registers the rows
+from lightning_paral.checkpoint.loading import look
+from tests.contract.user_code.columns import COLUMNS
+from tests.contract.user_code.rows import ROWS, Row
+from tests.models import quiet_trainer
+
+SEED = 3
+HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
+
+
+@dataclass
+class Fit:
+    """What a fit left on one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    hyperparameters: list[Any] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    """On rank 0: `state_dict`, `optimizer_states`, `lr_schedulers`, and what hooks added."""
+    buffers: tuple[str, ...] = ()
+
+
+@dataclass
+class Raised:
+    """The error that ended a fit on one rank."""
+
+    kind: str
+    message: str
+    is_ours: bool
+    trace: str
+
+
+class Keep(Callback):
+    """Record the losses; at the end save and record what is gone after the run."""
+
+    def __init__(self, fit: Fit, path: Path) -> None:
+        self.fit = fit
+        self.path = path
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self.fit.losses.append(float(loss))
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        self.fit.hyperparameters = []  # those of the last part, where there are two
+        self.fit.metrics |= {key: float(value) for key, value in trainer.callback_metrics.items()}
+        for optimizer in trainer.optimizers:
+            groups = optimizer.param_groups
+            self.fit.hyperparameters.append([{k: g[k] for k in HYPERPARAMETERS if k in g} for g in groups])
+
+
+def fit(label: str, strategy: Callable[[], Any], folder: str, num_devices: int) -> Fit:
+    """Fit the row; in a process of a world, or in one.
+
+    Args:
+        label: of the row.
+        strategy: makes what the Trainer is given.
+        folder: for checkpoints; the same on all ranks.
+        num_devices: `Trainer(devices=...)`. With one, the run is not interrupted.
+    """
+    row = ROWS[label]
+    epochs = row.trainer.get("max_epochs", 2 if row.resumed else 1)
+    kept = Fit()
+    with _quiet():
+        if row.resumed and num_devices > 1:
+            _fit_part(row, kept, strategy(), Path(folder, "middle"), num_devices, epochs - 1, None)
+            _fit_part(row, kept, strategy(), Path(folder, "end"), num_devices, epochs, Path(folder, "middle"))
+        else:
+            _fit_part(row, kept, strategy(), Path(folder, "end"), num_devices, epochs, None)
+        if _rank() == 0:
+            kept.checkpoint = _contents(Path(folder, "end"))
+    return kept
+
+
+def _fit_part(
+    row: Row, kept: Fit, strategy: Any, path: Path, num_devices: int, max_epochs: int, ckpt_path: Path | None
+) -> None:
+    torch.manual_seed(SEED)
+    module = row.module()
+    own = {"devices": num_devices, "strategy": strategy, "default_root_dir": path.parent, "max_epochs": max_epochs}
+    trainer = quiet_trainer(**(row.trainer | own), callbacks=[*row.callbacks(), Keep(kept, path)])
+    torch.manual_seed(SEED)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    # Checkpoints of rows hold what users put there, of any type.
+    trainer.fit(module, ckpt_path=ckpt_path, weights_only=False, **row.loaders(_rank(), num_ranks))
+    kept.seen += tree_map_only(Tensor, _copy, getattr(module, "seen", []))
+    kept.weights = {name: _copy(value) for name, value in module.state_dict().items()}
+    kept.buffers = tuple(name for name, _ in module.named_buffers())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def attempt(label: str, column: str, folder: str) -> Fit | Raised:
+    """Fit the row in a column, on this rank; return the error if there is one."""
+    try:
+        _collect_quickly(column)
+        return fit(label, strategy_of(column), folder, 2)
+    except Exception as error:
+        is_ours = isinstance(error, lightning_paral.errors.ParalError)
+        found = Raised(type(error).__name__, str(error), is_ours, traceback.format_exc())
+        # For the case that another rank waits for this one forever.
+        Path(folder, f"raised-{os.environ.get('RANK', '0')}.txt").write_text(f"{found.kind}: {found.message}")
+        return found
+
+
+def strategy_of(column: str) -> Any:
+    """Return what makes the strategy of a column, or of a reference."""
+    return COLUMNS[column].strategy if column in COLUMNS else lambda: column
+
+
+_collected: set[str] = set()
+
+
+def _collect_quickly(column: str) -> None:
+    """Let collections, of which DeepSpeed makes some in every fit, pass over all that was imported so far."""
+    if column not in _collected:
+        _collected.add(column)
+        gc.collect()
+        gc.freeze()
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    _, checkpoint = look(path, weights_only=False)
+    kept = {
+        key: value
+        for key, value in checkpoint.items()
+        if key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch") or key.startswith("user_")
+    }
+    for optimizer in kept.get("optimizer_states", []):
+        for group in optimizer["param_groups"]:
+            group.pop("param_names", None)  # ours have it beside what torch writes
+    return tree_map_only(Tensor, _copy, kept)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    return value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_paral")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

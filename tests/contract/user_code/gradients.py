@@ -1,0 +1,461 @@
+"""Gradients read and written in hooks: norms, clipping, noise, rows set to zero."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import grad_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from tests.contract.user_code.models import Supervised
+from tests.contract.user_code.rows import row
+
+HOOKED = ("on_after_backward", "on_before_optimizer_step")
+
+
+@row("gradient norms logged")
+class LoggedNorms(Supervised):
+    """self.log_dict(grad_norm(self, 2)) in on_before_optimizer_step (Lightning's documentation)."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+@row("gradient norms read")
+class ReadNorms(Supervised):
+    """p.grad.norm() of every parameter in on_after_backward."""
+
+    def on_after_backward(self) -> None:
+        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+
+@row("gradient norm, whole, read")
+class ReadTotal(Supervised):
+    """torch.stack([p.grad.norm() ...]).norm() in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [p.grad.detach().norm(2) for p in self.parameters() if p.grad is not None]
+        self.seen.append([len(norms), float(torch.stack(norms).norm(2))])
+
+
+@row("gradient norm by get_total_norm")
+class GetTotal(Supervised):
+    """torch.nn.utils.get_total_norm of all gradients in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(float(get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
+
+
+@row("gradient statistics read")
+class ReadStatistics(Supervised):
+    """p.grad.abs().max(), .mean(), .isnan().any(), (p.grad == 0).sum() in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                largest, mean = float(p.grad.abs().max()), float(p.grad.mean())
+                self.seen.append([largest, mean, bool(p.grad.isnan().any()), int((p.grad == 0).sum())])
+
+
+@row("gradients read in on_train_batch_end")
+class ReadAfterStep(Supervised):
+    """p.grad.norm() in on_train_batch_end, before the next zero_grad."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+
+class ReadingCallback(Callback):
+    def on_after_backward(self, trainer: Any, module: LightningModule) -> None:
+        module.seen.append([float(p.grad.norm()) for p in module.parameters() if p.grad is not None])
+
+    def on_before_zero_grad(self, trainer: Any, module: LightningModule, optimizer: Any) -> None:
+        module.seen.append([float(p.grad.norm()) for p in module.parameters() if p.grad is not None])
+
+
+row(
+    "gradients read in a callback",
+    sentence="p.grad.norm() in on_after_backward and on_before_zero_grad of a callback.",
+    callbacks=lambda: [ReadingCallback()],
+)(Supervised)
+
+
+@row("gradients clamped")
+class Clamped(Supervised):
+    """p.grad.clamp_(-0.05, 0.05) in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.05, 0.05)
+
+
+@row("gradients replaced")
+class Replaced(Supervised):
+    """p.grad = p.grad.sign() * 0.1 (and p.grad.data = ...) in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for number, p in enumerate(self.parameters()):
+            if number % 2:
+                p.grad = p.grad.sign() * 0.1
+            else:
+                p.grad.data = p.grad.data / 2
+
+
+@row("gradients normalized")
+class Normalized(Supervised):
+    """p.grad.div_(p.grad.norm() + 1e-6) in on_after_backward (normalized gradients)."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad.div_(p.grad.norm() + 1e-2)
+
+
+@row("gradients centralized")
+class Centralized(Supervised):
+    """p.grad -= p.grad.mean(dim=..., keepdim=True) for matrices in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None and p.dim() > 1:
+                p.grad -= p.grad.mean(dim=1, keepdim=True)
+
+
+@row("gradient noise")
+class Noise(Supervised):
+    """p.grad.add_(noise) with noise of p.grad.shape from one generator in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        generator = torch.Generator().manual_seed(self.global_step)
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.add_(0.1 * torch.randn(p.grad.shape, generator=generator))
+
+
+@row("gradient rows set to zero")
+class ZeroedRows(Supervised):
+    """p.grad[0].zero_() and p.grad[:, 1] = 0 in on_after_backward (frozen rows of an embedding)."""
+
+    def on_after_backward(self) -> None:
+        self.head.weight.grad[0].zero_()
+        self.backbone.blocks[0].layer.weight.grad[:, 1] = 0
+
+
+@row("gradients set to None")
+class SetToNone(Supervised):
+    """p.grad = None for a layer in on_after_backward (skip it in this step)."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step % 2:
+            for p in self.backbone.blocks[0].parameters():
+                p.grad = None
+            self.head.bias.grad = None
+
+
+@row("gradients skipped where not finite")
+class SkipNotFinite(Supervised):
+    """self.zero_grad() in on_after_backward where a gradient is larger than allowed (skips a step)."""
+
+    def on_after_backward(self) -> None:
+        largest = max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None)
+        if largest > 1.0:
+            self.zero_grad()
+
+
+def _norm(parameters: Any) -> Any:
+    return clip_grad_norm_(parameters, 0.3)
+
+
+@row("clip_grad_norm_ of self.parameters()")
+class ClipParameters(Supervised):
+    """clip_grad_norm_(self.parameters(), ...) in configure_gradient_clipping."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(float(_norm(self.parameters())))
+
+
+@row("clip_grad_norm_ of optimizer.param_groups")
+class ClipGroups(Supervised):
+    """clip_grad_norm_(group["params"], ...) over optimizer.param_groups in configure_gradient_clipping."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            self.seen.append(float(_norm(group["params"])))
+
+
+@row("clip_grad_norm_ in on_before_optimizer_step")
+class ClipInHook(Supervised):
+    """clip_grad_norm_ of a part of the parameters in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(float(_norm(self.head.parameters())))
+        self.seen.append(float(_norm(self.backbone.blocks.parameters())))
+
+
+@row("clip_grad_norm_ of param_groups in optimizer_step")
+class ClipInStep(Supervised):
+    """A closure that clips optimizer.param_groups in an overridden optimizer_step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        def clipped() -> Any:
+            loss = closure()
+            for group in optimizer.param_groups:
+                _norm(group["params"])
+            return loss
+
+        super().optimizer_step(epoch, batch_idx, optimizer, clipped)
+
+
+@row("clip_grad_value_ of self.parameters()")
+class ClipValues(Supervised):
+    """clip_grad_value_(self.parameters(), ...) in configure_gradient_clipping."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        clip_grad_value_(self.parameters(), 0.05)
+
+
+@row("self.clip_gradients in configure_gradient_clipping")
+class ClipBySelf(Supervised):
+    """self.clip_gradients(optimizer, ...) in configure_gradient_clipping, by a value that changes."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.2 + 0.1 * self.global_step, gradient_clip_algorithm="norm")
+
+
+row(
+    "Trainer(gradient_clip_val=0.2)",
+    sentence="Clipping by the norm, by the Trainer.",
+    trainer={"gradient_clip_val": 0.2},
+)(Supervised)
+row(
+    "Trainer(gradient_clip_algorithm='value')",
+    sentence="Clipping by value, by the Trainer.",
+    trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+)(Supervised)
+
+
+class Manual(Supervised):
+    """Manual optimization; `between` is called between backward and step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def between(self, optimizer: Any) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.between(optimizer)
+        optimizer.step()
+        return loss
+
+
+@row("gradient norm read in manual optimization")
+class ManualNorm(Manual):
+    """p.grad.norm() between manual_backward and optimizer.step()."""
+
+    def between(self, optimizer: Any) -> None:
+        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+@row("clip_grad_norm_ in manual optimization")
+class ManualClip(Manual):
+    """clip_grad_norm_(self.parameters(), ...) between manual_backward and optimizer.step()."""
+
+    def between(self, optimizer: Any) -> None:
+        _norm(self.parameters())
+
+
+@row("clip_grad_norm_ of param_groups in manual optimization")
+class ManualClipGroups(Manual):
+    """clip_grad_norm_ over optimizer.param_groups between manual_backward and optimizer.step()."""
+
+    def between(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            _norm(group["params"])
+
+
+@row("gradients clamped in manual optimization")
+class ManualClamp(Manual):
+    """p.grad.clamp_ between manual_backward and optimizer.step()."""
+
+    def between(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad.clamp_(-0.05, 0.05)
+
+
+@row("self.clip_gradients in manual optimization")
+class ManualClipBySelf(Manual):
+    """self.clip_gradients between manual_backward and optimizer.step()."""
+
+    def between(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+
+
+@row("gradients by accumulation with hooks", trainer={"accumulate_grad_batches": 2})
+class Accumulated(Supervised):
+    """accumulate_grad_batches=2, with p.grad.norm() read in on_before_optimizer_step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+@row("gradients read while they accumulate", trainer={"accumulate_grad_batches": 2})
+class ReadAccumulating(Supervised):
+    """accumulate_grad_batches=2, with p.grad.norm() read in on_after_backward of every batch."""
+
+    def on_after_backward(self) -> None:
+        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+@row("gradient accumulation, not automatic")
+class ManualAccumulation(Supervised):
+    """Manual optimization that steps every second batch, and at the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+@row("gradients by torch.autograd.grad of inputs")
+class Penalty(Supervised):
+    """A gradient penalty: torch.autograd.grad of the outputs by the inputs, create_graph=True (WGAN-GP)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        inputs = inputs.clone().requires_grad_()
+        outputs = self(inputs)
+        (slopes,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        penalty = (slopes.norm(dim=1) - 1).square().mean()
+        return torch.nn.functional.mse_loss(outputs, targets) + 0.1 * penalty
+
+
+@row("gradients by torch.autograd.grad of parameters")
+class ParameterGradients(Supervised):
+    """torch.autograd.grad of the loss by a layer's weight inside training_step (GradNorm, VQGAN's adaptive weight)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        (slope,) = torch.autograd.grad(loss, self.head.weight, retain_graph=True)
+        return loss * (1 + 0 * slope.norm().detach()) + 0.01 * self.head.weight.sum()
+
+
+@row("gradient hook of a parameter, scaled")
+class ParameterHook(Supervised):
+    """p.register_hook(lambda g: g * 0.5) in __init__."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in [*self.head.parameters(), *self.backbone.blocks[0].parameters()]:
+            p.register_hook(lambda grad: grad * 0.5)
+
+
+@row("gradient hook of a parameter, counting")
+class CountingHook(Supervised):
+    """p.register_hook that counts its calls, in on_fit_start."""
+
+    def on_fit_start(self) -> None:
+        for p in [self.head.weight, self.backbone.blocks[1].layer.weight]:
+            p.register_hook(lambda grad: self.seen.append(1))
+
+
+@row("gradient hook of a parameter, masking")
+class MaskingHook(Supervised):
+    """p.register_hook(lambda g: g * mask) with a mask of the parameter's shape (rows of an embedding frozen)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in [self.head.weight, self.backbone.blocks[0].layer.weight]:
+            mask = (torch.arange(p.numel()).view_as(p) % 3 > 0).float()
+            p.register_hook(lambda grad, mask=mask: grad * mask)
+
+
+def halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+@row("gradient hook after accumulation")
+class PostHook(Supervised):
+    """p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in [self.head.weight, self.backbone.blocks[0].layer.weight]:
+            p.register_post_accumulate_grad_hook(halve)
+
+
+@row("gradient hook of an activation")
+class ActivationHook(Supervised):
+    """tensor.register_hook(lambda g: g * 0.5) and retain_grad() of an activation in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        features = self.backbone(inputs)
+        features.register_hook(lambda grad: grad * 0.5)
+        return torch.nn.functional.mse_loss(self.head(features), targets)
+
+
+@row("zero_grad in the step")
+class ZeroGrad(Supervised):
+    """self.zero_grad() and optimizer.zero_grad(set_to_none=False) by hand in automatic optimization."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.zero_grad()
+        return self.loss(batch)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@row("backward overridden")
+class OwnBackward(Supervised):
+    """def backward(self, loss): (loss * 2).backward()."""
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        (loss * 2).backward()
+
+
+@row("backward twice by retain_graph")
+class Twice(Manual):
+    """self.manual_backward(a, retain_graph=True); self.manual_backward(b) of one graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        inputs, targets = batch
+        outputs = self(inputs)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(outputs, targets)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.1 * outputs.square().mean())
+        optimizer.step()
+        return loss
+
+
+@row("loss.backward() in manual optimization")
+class PlainBackward(Supervised):
+    """loss.backward() instead of self.manual_backward(loss)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss

@@ -1,0 +1,126 @@
+"""What the rows are made of: small modules and their data, divided so that every strategy sees the same batches."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+GLOBAL_BATCH_SIZE = 12
+NUM_BATCHES = 4
+FEATURES = 5
+WIDTH = 7
+OUTPUTS = 3
+Loaders = Callable[[int, int], dict[str, Any]]
+
+
+class Share(DistributedSampler[Any]):
+    """Of each global batch, in order, the rank's part of it: the first half, the second half.
+
+    Already distributed, so left alone by the strategies; divided as `paral_dp` divides a batch.
+    """
+
+    def __init__(self, dataset: Dataset[Any], num_ranks: int, rank: int, batch_size: int = GLOBAL_BATCH_SIZE) -> None:
+        super().__init__(dataset, num_ranks, rank, shuffle=False)
+        self.global_batch_size = batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        share = self.global_batch_size // self.num_replicas
+        for start in range(0, len(self.dataset), self.global_batch_size):  # type: ignore[arg-type]
+            yield from range(start + self.rank * share, start + (self.rank + 1) * share)
+
+
+def loader(*tensors: Tensor, rank: int, num_ranks: int, batch_size: int = GLOBAL_BATCH_SIZE) -> DataLoader[Any]:
+    """Global batches of `tensors` in order, of each of which this rank draws its share."""
+    dataset = TensorDataset(*tensors)
+    return DataLoader(dataset, batch_size // num_ranks, sampler=Share(dataset, num_ranks, rank, batch_size))
+
+
+def samples(num_batches: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_batches * GLOBAL_BATCH_SIZE, FEATURES, generator=generator)
+    return inputs, torch.stack([inputs.sum(dim=1), inputs.prod(dim=1), inputs[:, 0]], dim=1)
+
+
+def regression(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Four batches to train on."""
+    return {"train_dataloaders": loader(*samples(NUM_BATCHES, 7), rank=rank, num_ranks=num_ranks)}
+
+
+def validated(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Four batches to train on, two to validate on, whose inputs are distributed otherwise."""
+    inputs, targets = samples(2, 8)
+    return regression(rank, num_ranks) | {
+        "val_dataloaders": loader(inputs * 2 + 1, targets, rank=rank, num_ranks=num_ranks)
+    }
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Backbone(nn.Module):
+    """Repeated blocks, which FSDP makes units of, a matrix, a vector, and a 0-dimensional parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.temperature = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain / self.temperature
+
+
+class Supervised(LightningModule):
+    """A backbone and a head fitted to a function by SGD with momentum. What a row changes is all it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone()
+        self.head = nn.Linear(WIDTH, OUTPUTS)
+        self.seen: list[Any] = []
+        """What hooks read: has to be what one process reads, on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self(inputs), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+class Momentum(Supervised):
+    """Beside it a target network, a frozen copy of the backbone, whose outputs are to be met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.backbone).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        features = self.backbone(inputs)
+        with torch.no_grad():
+            aims = self.target(inputs + 0.1)
+        return nn.functional.mse_loss(self.head(features), targets) + nn.functional.mse_loss(features, aims)

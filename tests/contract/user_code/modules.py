@@ -1,0 +1,543 @@
+"""How modules are built and called: tying, parametrizations, penalties on weights, checkpointing, teachers, RNNs."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Backbone, Block, Supervised
+from tests.contract.user_code.rows import add, row
+
+
+def changed(change: Any, sentence: str) -> type[Supervised]:
+    """Return a module that `change` is applied to when it is built."""
+
+    class Changed(Supervised):
+        def __init__(self) -> None:
+            super().__init__()
+            change(self)
+
+    Changed.__doc__ = sentence
+    return Changed
+
+
+def layers(module: Any) -> list[nn.Linear]:
+    return [module.head, module.backbone.blocks[0].layer]
+
+
+PARAMETRIZED = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+for name, function in PARAMETRIZED.items():
+    add(
+        f"module with parametrizations.{name}",
+        f"torch.nn.utils.parametrizations.{name} of layers.",
+        changed(lambda module, function=function: [function(layer) for layer in layers(module)], name),
+        reference="ddp" if name == "spectral_norm" else "auto",
+    )
+add(
+    "module with the old weight_norm",
+    "torch.nn.utils.weight_norm, by forward hooks.",
+    changed(lambda module: [nn.utils.weight_norm(layer) for layer in layers(module)], ""),
+)
+add(
+    "module with the old spectral_norm",
+    "torch.nn.utils.spectral_norm, by forward hooks.",
+    changed(lambda module: [nn.utils.spectral_norm(layer) for layer in layers(module)], ""),
+    reference="ddp",
+)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return (x + x.T) / 2
+
+
+add(
+    "module with a parametrization of one's own",
+    "torch.nn.utils.parametrize.register_parametrization.",
+    changed(
+        lambda m: nn.utils.parametrize.register_parametrization(m.backbone.blocks[1].layer, "weight", Symmetric()), ""
+    ),
+)
+
+
+@row("module with tied weights")
+class Tied(Supervised):
+    """self.decoder.weight = self.encoder.weight, and block 1 shares the layer of block 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(WIDTH, WIDTH)
+        self.decoder.weight = self.backbone.blocks[0].layer.weight
+        self.backbone.blocks.append(self.backbone.blocks[1])
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.decoder(self.backbone(x)))
+
+
+@row("module tied by functional use")
+class TiedByUse(Supervised):
+    """F.linear(x, self.backbone.stem.weight.t()) of another module's weight (an autoencoder)."""
+
+    def loss(self, batch: Any) -> Any:
+        inputs, targets = batch
+        features = self.backbone(inputs)
+        rebuilt = nn.functional.linear(features, self.backbone.stem.weight.t())
+        return nn.functional.mse_loss(rebuilt, inputs) + nn.functional.mse_loss(self.head(features), targets)
+
+
+@row("module with a penalty on all parameters", tolerance=2e-5)
+class PenaltyOnAll(Supervised):
+    """loss + 1e-2 * sum(p.pow(2).sum() for p in self.parameters()) in training_step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 1e-2 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+@row("module with a penalty on a block's weight")
+class PenaltyOnBlock(Supervised):
+    """loss + 1e-2 * self.backbone.blocks[0].layer.weight.norm() in training_step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 1e-2 * self.backbone.blocks[0].layer.weight.norm()
+
+
+@row("module with a penalty on the head's weight")
+class PenaltyOnHead(Supervised):
+    """loss + 1e-2 * self.head.weight.abs().sum() in training_step (L1)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 1e-2 * self.head.weight.abs().sum()
+
+
+@row("module with a penalty alone")
+class PenaltyAlone(Supervised):
+    """A manual step of the penalty sum(p.norm()) alone, without a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch) if batch_idx % 2 == 0 else 0.01 * sum(p.square().sum() for p in self.parameters())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@row("module with EWC's penalty")
+class Ewc(Supervised):
+    """loss + sum((fisher * (p - p_old).pow(2)).sum()), with dicts of clones made in on_train_start (EWC, L2-SP)."""
+
+    def on_train_start(self) -> None:
+        self.old = {name: p.detach().clone() for name, p in self.named_parameters()}
+        self.fisher = {name: torch.ones_like(p) * 0.1 for name, p in self.named_parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalties = [(self.fisher[n] * (p - self.old[n]).pow(2)).sum() for n, p in self.named_parameters()]
+        return self.loss(batch) + sum(penalties)
+
+
+@row("module's weights read in hooks")
+class ReadWeights(Supervised):
+    """p.norm(), p.mean(), p.abs().max(), p.std() in on_train_batch_end."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.parameters():
+            values = p.detach()
+            self.seen.append([float(values.norm()), float(values.mean()), float(values.abs().max())])
+        self.seen.append(self.head.weight.std().item())
+
+
+@row("module's weights read and logged in hooks")
+class LoggedWeights(Supervised):
+    """self.log("w", self.head.weight.mean()) and of a block's weight, in on_train_batch_end and the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("in_step", self.head.weight.detach().norm())
+        self.log("block_in_step", self.backbone.blocks[0].layer.weight.detach().norm())
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("w", self.head.weight.mean())
+        self.log("block", self.backbone.blocks[0].layer.weight.abs().sum())
+
+
+@row("module's weights read as numbers")
+class ReadNumbers(Supervised):
+    """p.shape, p.numel(), sum of them, .tolist(), .numpy(), p[0, 0].item(); in hooks."""
+
+    def on_train_start(self) -> None:
+        self.seen.append([sum(p.numel() for p in self.parameters()), [list(p.shape) for p in self.parameters()]])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(self.head.weight.tolist())
+        self.seen.append(float(self.backbone.blocks[0].layer.weight.detach().cpu().numpy().sum()))
+        self.seen.append(self.head.weight[0, 0].item())
+
+
+@row("module's weights kept by clone")
+class KeptClones(Supervised):
+    """[p.detach().clone() for p in self.parameters()] kept per step, compared at the end (how far weights moved)."""
+
+    def on_train_start(self) -> None:
+        self.start = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_end(self) -> None:
+        moved = [float((p.detach() - q).norm()) for p, q in zip(self.parameters(), self.start, strict=True)]
+        self.seen.append(moved)
+
+
+@row("module's state_dict read in a hook")
+class ReadState(Supervised):
+    """{k: v.cpu().clone() for k, v in self.state_dict().items()} in on_train_epoch_end; sums of it."""
+
+    def on_train_epoch_end(self) -> None:
+        state = {name: value.cpu().clone() for name, value in self.state_dict().items()}
+        self.seen.append({name: [list(value.shape), float(value.sum())] for name, value in state.items()})
+
+
+@row("module checkpointed by torch.utils.checkpoint")
+class Checkpointed(Supervised):
+    """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.backbone.stem(x)
+        for block in self.backbone.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x * self.backbone.gain / self.backbone.temperature)
+
+
+@row("module checkpointed, reentrant")
+class Reentrant(Checkpointed):
+    """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.backbone.stem(x)
+        for block in self.backbone.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x * self.backbone.gain / self.backbone.temperature)
+
+
+@row("module with a teacher of another instance")
+class Teacher(Supervised):
+    """A frozen teacher of the same class, called under no_grad (distillation)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Backbone().requires_grad_(False).eval()
+
+    def loss(self, batch: Any) -> Any:
+        inputs, targets = batch
+        with torch.no_grad():
+            aims = self.teacher(inputs)
+        features = self.backbone(inputs)
+        return nn.functional.mse_loss(features, aims) + nn.functional.mse_loss(self.head(features), targets)
+
+
+@row("module with a teacher hidden in a list")
+class HiddenTeacher(Supervised):
+    """self.teacher = [module]: hidden from parameters() and state_dict()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
+
+    def loss(self, batch: Any) -> Any:
+        inputs, _ = batch
+        with torch.no_grad():
+            aims = self.teacher[0](inputs)
+        return nn.functional.mse_loss(self.backbone(inputs), aims + 0.1) + super().loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for q, p in zip(self.teacher[0].parameters(), self.backbone.parameters(), strict=True):
+            q.data.mul_(0.5).add_(0.5 * p.data)
+
+
+@row("module copied in on_fit_start")
+class CopiedInFitStart(HiddenTeacher):
+    """self.teacher = [copy.deepcopy(self.backbone)] in on_fit_start."""
+
+    def __init__(self) -> None:
+        Supervised.__init__(self)
+
+    def on_fit_start(self) -> None:
+        self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
+
+
+@row("module copied in on_train_start")
+class CopiedInTrainStart(CopiedInFitStart):
+    """self.teacher = [copy.deepcopy(self.backbone)] in on_train_start."""
+
+    def on_fit_start(self) -> None:
+        pass
+
+    def on_train_start(self) -> None:
+        self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
+
+
+@row("module copied during the run")
+class CopiedInEpoch(Supervised):
+    """copy.deepcopy(self) or of a part in on_train_epoch_end, its sum read (a snapshot of the best)."""
+
+    def on_train_epoch_end(self) -> None:
+        best = copy.deepcopy(self.backbone)
+        self.seen.append([float(p.detach().sum()) for p in best.parameters()])
+
+
+@row("module with an RNN")
+class Recurrent(Supervised):
+    """nn.LSTM with two layers, and nn.GRUCell in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, WIDTH, num_layers=2, batch_first=True)
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        features, _ = self.lstm(x.unsqueeze(2))
+        state = torch.zeros(len(x), WIDTH)
+        for step in range(FEATURES):
+            state = self.cell(features[:, step], state)
+        return super().forward(x) + self.head(state)
+
+
+@row("module with LoRA")
+class Lora(Supervised):
+    """Frozen layers with a low-rank path, alpha / r, replaced by setattr in __init__."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+        for block in self.backbone.blocks:
+            block.layer = LoraLinear(block.layer)
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base = layer
+        self.a = nn.Parameter(torch.randn(2, layer.in_features) * 0.1)
+        self.b = nn.Parameter(torch.zeros(layer.out_features, 2))
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+@row("module with LoRA merged and unmerged")
+class MergedLora(Lora):
+    """base.weight.data += b @ a in on_validation_start, and -= in on_validation_end."""
+
+    def _merge(self, sign: int) -> None:
+        for block in self.backbone.blocks:
+            block.layer.base.weight.data += sign * (block.layer.b @ block.layer.a)
+
+    def on_train_epoch_end(self) -> None:
+        self._merge(1)
+
+
+@row("module whose input is changed in place")
+class InPlaceInput(Supervised):
+    """inputs.mul_(2) in training_step; relu_(x) inside."""
+
+    def loss(self, batch: Any) -> Any:
+        inputs, targets = batch
+        inputs.mul_(2).clamp_(-1, 1)
+        features = torch.relu_(self.backbone(inputs))
+        return nn.functional.mse_loss(self.head(features), targets)
+
+
+@row("module whose blocks change inputs in place")
+class InPlaceBlocks(Supervised):
+    """x += block(x), a unit whose output is changed in place outside."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.backbone.stem(x)
+        for block in self.backbone.blocks:
+            x = block(x)
+            x += 1
+            x = x.mul_(0.5)
+        return self.head(x * self.backbone.gain / self.backbone.temperature)
+
+
+@row("module with forward hooks")
+class ForwardHooks(Supervised):
+    """register_forward_hook that changes and records outputs, register_forward_pre_hook, on blocks and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.blocks[0].register_forward_hook(lambda module, args, output: output * 0.5)
+        self.backbone.blocks[1].layer.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+        self.head.register_forward_hook(lambda module, args, output: output.tanh())
+
+
+@row("module with a forward hook that reads the weight")
+class WeightHook(Supervised):
+    """register_forward_hook that computes with module.weight (activation statistics, equalized learning rate)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.head, self.backbone.blocks[0].layer):
+            layer.register_forward_hook(lambda module, args, output: output * module.weight.norm())
+
+
+@row("module with backward hooks")
+class BackwardHooks(Supervised):
+    """register_full_backward_hook that scales grad_input, register_full_backward_pre_hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = lambda module, slopes, _: tuple(s * 0.5 for s in slopes)  # noqa: E731
+        self.backbone.blocks[1].register_full_backward_hook(scale)
+        self.head.register_full_backward_hook(scale)
+        self.backbone.blocks[0].register_full_backward_pre_hook(lambda module, slopes: tuple(s * 2 for s in slopes))
+
+
+@row("module with a submodule called by another method")
+class OtherMethod(Supervised):
+    """A method other than forward of a submodule, and of the LightningModule itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = WithMethod()
+
+    def loss(self, batch: Any) -> Any:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net.encode(self.backbone(inputs)) + self(inputs), targets)
+
+
+class WithMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(WIDTH, OUTPUTS)
+
+    def encode(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = x + block.layer(x).tanh()
+        return self.out(x)
+
+
+@row("module called functionally", reference="ddp")
+class Functional(Supervised):
+    """torch.func.functional_call(self.head, changed weights, x) (MAML's inner step)."""
+
+    def loss(self, batch: Any) -> Any:
+        inputs, targets = batch
+        features = self.backbone(inputs)
+        weights = dict(self.head.named_parameters())
+        inner = nn.functional.mse_loss(torch.func.functional_call(self.head, weights, features), targets)
+        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        moved = {name: w - 0.1 * s for (name, w), s in zip(weights.items(), slopes, strict=True)}
+        return nn.functional.mse_loss(torch.func.functional_call(self.head, moved, features), targets)
+
+
+@row("module with ParameterList and ParameterDict")
+class Lists(Supervised):
+    """nn.ParameterList, nn.ParameterDict, an expanded token parameter (ViT's cls token), parameters on the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(WIDTH) * i for i in (1, 2)])
+        self.shifts = nn.ParameterDict({"a": torch.zeros(WIDTH), "b": torch.tensor(0.1)})
+        self.token = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        features = self.backbone(x) * self.scales[0] + self.scales[1] + self.shifts["a"] * self.shifts["b"]
+        return self.head(features + self.token.expand(len(x), -1))
+
+
+@row("module with an embedding and padding_idx")
+class Embedded(Supervised):
+    """nn.Embedding(padding_idx=0), and max_norm, which renormalizes weights in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH, padding_idx=0)
+
+    def forward(self, x: Any) -> Any:
+        numbers = (x * 2).long().clamp(-4, 4) + 4
+        return super().forward(x) + self.head(self.embedding(numbers).mean(dim=1))
+
+
+@row("module with an embedding and max_norm", reference="auto")
+class MaxNorm(Embedded):
+    """nn.Embedding(max_norm=...), which writes its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH, max_norm=1.0)
+
+
+@row("module with a sparse embedding")
+class SparseEmbedding(Embedded):
+    """nn.Embedding(sparse=True), whose gradient is a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH, sparse=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@row("module with a contrastive loss over all ranks")
+class Contrastive(Supervised):
+    """InfoNCE over self.all_gather(features, sync_grads=True)."""
+
+    def loss(self, batch: Any) -> Any:
+        inputs, _ = batch
+        first = self.all_gather(self.backbone(inputs), sync_grads=True).reshape(-1, WIDTH)
+        second = self.all_gather(self.backbone(inputs * 0.9), sync_grads=True).reshape(-1, WIDTH)
+        return nn.functional.cross_entropy(first @ second.T, torch.arange(len(first))) + super().loss(batch)
+
+
+@row("module in channels_last and with views of parameters")
+class Convolutional(Supervised):
+    """nn.Conv1d and nn.Conv2d, memory_format=torch.channels_last, GroupNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.GroupNorm(2, 4)
+        self.flat = nn.Linear(4 * FEATURES, OUTPUTS)
+
+    def forward(self, x: Any) -> Any:
+        images = self.norm(self.conv(x[:, None, None, :]))
+        return super().forward(x) + self.flat(images.flatten(1))
+
+
+@row("module with attention")
+class Attention(Supervised):
+    """nn.MultiheadAttention and nn.TransformerEncoderLayer without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH + 1, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.project = nn.Linear(1, WIDTH + 1)
+        self.last = nn.Linear(WIDTH + 1, OUTPUTS)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.encoder(self.project(x.unsqueeze(2))).mean(dim=1))
+
+
+@row("module cast in __init__")
+class Double(Supervised):
+    """self.double() of a part: parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, OUTPUTS).double()
+
+    def forward(self, x: Any) -> Any:
+        features = self.backbone(x)
+        return self.head(features) + self.wide(features.double()).float()

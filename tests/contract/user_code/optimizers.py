@@ -1,0 +1,378 @@
+"""Optimizers: all of torch.optim, and those that look at a parameter's shape or norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tests.contract.user_code.gradients import Manual
+from tests.contract.user_code.models import Supervised
+from tests.contract.user_code.rows import add, row
+
+MATRICES = ("Muon",)
+
+
+def matrices(module: torch.nn.Module) -> list[Any]:
+    return [p for p in module.parameters() if p.dim() == 2]
+
+
+def optimized(make: Callable[[Any], Any]) -> type[Supervised]:
+    """Return a module that is trained by what `make` makes of it."""
+    return type("Optimized", (Supervised,), {"configure_optimizers": lambda self: make(self)})
+
+
+def add_optimizer(label: str, make: Callable[[Any], Any], **options: Any) -> None:
+    add(f"optimizer {label}", f"{label} in configure_optimizers", optimized(make), **options)
+
+
+LEARNING_RATES = {"Adadelta": 1.0, "Adafactor": 0.05, "LBFGS": 0.1, "Rprop": 1e-3, "ASGD": 0.05, "SGD": 0.05}
+IN_TORCH = sorted(
+    name
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer and name != "SparseAdam"
+)
+for name in IN_TORCH:
+    add_optimizer(
+        f"torch.optim.{name}",
+        lambda module, name=name: getattr(torch.optim, name)(
+            matrices(module) if name in MATRICES else module.parameters(), lr=LEARNING_RATES.get(name, 1e-2)
+        ),
+        # Curvature from differences of gradients: roundings grow.
+        tolerance=1e-4 if name == "LBFGS" else 1e-5,
+    )
+
+
+def adamw_variant(**options: Any) -> Callable[[Any], Any]:
+    return lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, **options)
+
+
+add_optimizer("AdamW(amsgrad=True)", adamw_variant(amsgrad=True))
+add_optimizer("AdamW(maximize=True)", adamw_variant(maximize=True))
+add_optimizer("AdamW(foreach=False)", adamw_variant(foreach=False))
+add_optimizer("AdamW(foreach=True)", adamw_variant(foreach=True))
+add_optimizer("AdamW(fused=True)", adamw_variant(fused=True))
+add_optimizer("AdamW(lr=tensor)", lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-2)))
+add_optimizer("SGD(nesterov)", lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True))
+add_optimizer("Adam(weight_decay)", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=0.1))
+
+
+class Lion(Optimizer):
+    """Elementwise: the sign of an interpolation (the usual implementation of lucidrains)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["exp_avg"].clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
+                p.add_(update, alpha=-group["lr"])
+                state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
+        return loss
+
+
+class Lars(Optimizer):
+    """The learning rate scaled by |p| / |grad| of each parameter (LARS of Lightning Bolts and SwAV)."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "trust": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                norm, slope = torch.norm(p), torch.norm(p.grad)
+                ratio = torch.where((norm > 0) & (slope > 0), group["trust"] * norm / slope, torch.ones_like(norm))
+                state = self.state[p]
+                if "mu" not in state:
+                    state["mu"] = torch.zeros_like(p)
+                state["mu"].mul_(group["momentum"]).add_(p.grad * ratio)
+                p.add_(state["mu"], alpha=-group["lr"])
+        return loss
+
+
+class Lamb(torch.optim.AdamW):
+    """AdamW whose step is scaled by |p| / |step| of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        before = {p: p.detach().clone() for group in self.param_groups for p in group["params"] if p.grad is not None}
+        super().step()
+        for p, old in before.items():
+            change = p - old
+            p.copy_(old + 0.05 * change * old.norm() / change.norm().clamp(min=1e-8))
+        return loss
+
+
+class RowScaled(Optimizer):
+    """Adafactor's idea by hand: second moments of rows and columns of matrices."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                square = p.grad.square() + 1e-8
+                if p.dim() > 1:
+                    if not state:
+                        state["row"], state["column"] = torch.zeros_like(square[:, 0]), torch.zeros_like(square[0])
+                    state["row"].lerp_(square.mean(dim=1), 0.5)
+                    state["column"].lerp_(square.mean(dim=0), 0.5)
+                    scale = state["row"][:, None] * state["column"][None] / state["row"].mean()
+                else:
+                    state["whole"] = state.get("whole", torch.zeros_like(square)).lerp(square, 0.5)
+                    scale = state["whole"]
+                p.add_(p.grad / scale.sqrt(), alpha=-group["lr"])
+        return loss
+
+
+class Orthogonalized(Optimizer):
+    """Muon by hand: the momentum of a matrix orthogonalized by Newton and Schulz."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["momentum"] = state.get("momentum", torch.zeros_like(p)).lerp(p.grad, 0.1)
+                update = state["momentum"]
+                if p.dim() == 2:
+                    update = update / (update.norm() + 1e-7)
+                    for _ in range(3):
+                        update = 1.5 * update - 0.5 * update @ update.T @ update
+                p.add_(update, alpha=-group["lr"])
+        return loss
+
+
+for custom in (Lion, Lars, Lamb, RowScaled, Orthogonalized):
+    doc = " ".join((custom.__doc__ or "").split())
+    add(
+        f"optimizer of one's own, {custom.__name__}",
+        doc,
+        optimized(lambda module, custom=custom: custom(module.parameters(), lr=1e-2)),
+    )
+
+
+def decayed(module: Any) -> Any:
+    decays = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": decays, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+    )
+
+
+add("optimizer groups by p.dim()", "Weight decay for matrices only, chosen by p.dim().", optimized(decayed))
+
+
+def layerwise(module: Any) -> Any:
+    groups = [
+        {"params": [p], "lr": 0.01 * 0.9**number, "name": name}
+        for number, (name, p) in enumerate(module.named_parameters())
+    ]
+    return torch.optim.AdamW(groups)
+
+
+add("optimizer group for every parameter", "A learning rate per layer, a group each.", optimized(layerwise))
+add(
+    "optimizer with named_parameters",
+    "torch.optim.AdamW(self.named_parameters()).",
+    optimized(lambda module: torch.optim.AdamW(module.named_parameters(), lr=1e-2)),
+)
+
+
+@row("optimizer hyper-parameters changed in a hook")
+class ChangedGroups(Supervised):
+    """group["lr"] and group["weight_decay"] written in on_train_batch_start through self.optimizers()."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.01 / (1 + batch_idx)
+            group["weight_decay"] = 0.1 * batch_idx
+
+
+@row("optimizer_step, warm-up by hand")
+class WarmUp(Supervised):
+    """optimizer_step overridden: super() first, then group["lr"] of trainer.global_step (Lightning's documentation)."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 3)
+
+
+@row("optimizer_step, every second batch")
+class EverySecond(Supervised):
+    """optimizer_step overridden: steps every second batch, else calls the closure alone."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@row("optimizer_step, closure first")
+class ClosureFirst(Supervised):
+    """optimizer_step overridden: optimizer_closure(), then optimizer.step() without a closure."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+@row("optimizer SAM in manual optimization")
+class Sam(Manual):
+    """Sharpness-aware minimization: p.add_(e), a second backward, p.sub_(e), step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        with torch.no_grad():
+            moves = [(p, 0.05 * p.grad) for p in self.parameters()]
+            for p, move in moves:
+                p.add_(move)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for p, move in moves:
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@row("optimizer state read in a hook")
+class ReadState(Supervised):
+    """optimizer.state[p]["exp_avg"].norm() in on_train_batch_end."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        state = self.optimizers().state
+        self.seen.append([float(state[p]["exp_avg"].norm()) for p in self.parameters()])
+
+
+@row("optimizer state reset in a hook")
+class ResetState(Supervised):
+    """optimizer.state[p]["momentum_buffer"].zero_() for all in on_train_batch_end."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for state in self.optimizers().state.values():
+            state["momentum_buffer"].zero_()
+
+
+@row("optimizer state cleared in a hook")
+class ClearedState(Supervised):
+    """optimizer.state.clear() (a restart), as collections.defaultdict(dict), in on_train_batch_end."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 2:
+            self.optimizers().state.clear()
+
+
+@row("optimizer param_groups hold the parameters")
+class SameParameters(Supervised):
+    """The ids, shapes and number of what optimizer.param_groups hold, compared with self.parameters()."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        held = [p for group in self.optimizers().param_groups for p in group["params"]]
+        self.seen.append(
+            [
+                len(held),
+                sum(p.numel() for p in held),
+                all(p is q for p, q in zip(held, self.parameters(), strict=False)),
+            ]
+        )
+
+
+@row("optimizers, two, by toggling (GAN)")
+class Gan(Supervised):
+    """Two optimizers, toggle_optimizer, manual_backward, step, untoggle (Lightning's GAN)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = -self.critic(self(inputs)).mean() + torch.nn.functional.mse_loss(self(inputs), targets)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        critic_loss = self.critic(self(inputs).detach()).mean() - self.critic(targets).tanh().mean()
+        second.zero_grad()
+        self.manual_backward(critic_loss)
+        second.step()
+        self.untoggle_optimizer(second)
+        return loss + critic_loss
+
+    def configure_optimizers(self) -> Any:
+        networks = [*self.backbone.parameters(), *self.head.parameters()]
+        return torch.optim.Adam(networks, lr=1e-2), torch.optim.Adam(self.critic.parameters(), lr=1e-2)
+
+
+@row("optimizers, two, without toggling")
+class TwoPlain(Gan):
+    """Two optimizers; the generator's backward leaves gradients in the critic, which zero_grad takes away."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        first, second = self.optimizers()
+        loss = -self.critic(self(inputs)).mean() + torch.nn.functional.mse_loss(self(inputs), targets)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        critic_loss = self.critic(self(inputs).detach()).mean() - self.critic(targets).tanh().mean()
+        second.zero_grad()
+        self.manual_backward(critic_loss)
+        second.step()
+        return loss + critic_loss

@@ -1,0 +1,126 @@
+"""Run one cell of the table, and say how it came out."""
+
+import re
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.contract.user_code.columns import COLUMNS
+from tests.contract.user_code.comparing import differences, mean_metrics
+from tests.contract.user_code.fitting import Fit, Raised, attempt, fit, strategy_of
+from tests.contract.user_code.refusals import CLEAR
+from tests.contract.user_code.rows import ROWS, Row
+from tests.rank_pool import RankError, RankPool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell came out."""
+
+    kind: str
+    """`"equal"`, `"as ddp"`, `"refused"`, or anything else: `"differs"`, `"fails"`, `"hangs"`."""
+    reason: str = ""
+    """What a refusal says first, or what is wrong."""
+    detail: str = ""
+    """Where an error comes from."""
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether it is no defect."""
+        return self.kind in ("equal", "as ddp", "refused")
+
+
+def cells() -> list[tuple[str, str]]:
+    """Return all cells as labels of row and column, in order."""
+    return [(row.label, column) for row in ROWS.values() for column in columns_of(row)]
+
+
+def columns_of(row: Row) -> list[str]:
+    """Return the labels of the columns in which the row runs."""
+    return [
+        label
+        for label, column in COLUMNS.items()
+        if label in row.strategies or (column.always and (not column.themes or row.theme in column.themes))
+    ]
+
+
+def outcome(label: str, column: str, pool: RankPool) -> Outcome:
+    """Run the cell. Its reference is run once per row."""
+    row = ROWS[label]
+    with tempfile.TemporaryDirectory() as folder:
+        if not COLUMNS[column].on_ranks:
+            ranks: list[Fit | Raised] = [attempt(label, column, folder)]
+        else:
+            try:
+                ranks = pool.run(2, attempt, label, column, folder, timeout=row.patience)
+            except RankError as error:
+                raised = [path.read_text() for path in sorted(Path(folder).glob("raised-*.txt"))]
+                return Outcome("hangs", "; ".join(raised) or str(error))
+        errors = [rank for rank in ranks if isinstance(rank, Raised)]
+        if errors:
+            pool.renew_world()
+            return _judged(row, errors, len(ranks))
+        fits = [rank for rank in ranks if isinstance(rank, Fit)]
+        tolerance = max(row.tolerance, COLUMNS[column].tolerance)
+        for kind, reference in {"equal": "auto", "as ddp": row.reference}.items():
+            try:
+                expected = expected_of(label, reference, pool)
+            except Exception as error:
+                return Outcome("fails", f"the reference does: {type(error).__name__}: {error}", traceback.format_exc())
+            found = differences(row, fits, expected, tolerance, buffers_of_all=reference == "auto")
+            if not found:
+                return Outcome(kind)
+        return Outcome("differs", summary(found))
+
+
+_expected: dict[tuple[str, str], Fit] = {}
+
+
+def expected_of(label: str, reference: str, pool: RankPool) -> Fit:
+    """Return the reference's fit, which is made once."""
+    if (label, reference) not in _expected:
+        with tempfile.TemporaryDirectory() as folder:
+            if reference == "auto":
+                found = fit(label, strategy_of(reference), folder, 1)
+            else:
+                found = joined(pool.run(2, attempt, label, reference, folder, timeout=ROWS[label].patience))
+        _expected[label, reference] = found
+    return _expected[label, reference]
+
+
+def joined(ranks: list[Fit | Raised]) -> Fit:
+    """Return rank 0's fit, with the mean losses and metrics of all."""
+    fits = [rank for rank in ranks if isinstance(rank, Fit)]
+    assert len(fits) == len(ranks), ranks
+    fits[0].losses = torch.tensor([rank.losses for rank in fits]).mean(dim=0).tolist()
+    fits[0].metrics = mean_metrics(fits)
+    return fits[0]
+
+
+def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
+    first = errors[0]
+    if len(errors) < num_ranks:
+        return Outcome("fails", f"on {len(errors)} of {num_ranks} ranks: {first.kind}: {first.message}", first.trace)
+    if not first.is_ours and not any(re.search(pattern, first.message) for pattern in CLEAR):
+        return Outcome("fails", f"{first.kind}: {first.message}", first.trace)
+    if row.names and not re.search(row.names, first.message):
+        return Outcome("fails", f"names no {row.names}: {first.kind}: {first.message}", first.trace)
+    return Outcome("refused", first_sentence(first.message))
+
+
+def summary(lines: list[str]) -> str:
+    """Return the first line of each kind of difference, and how many more there are."""
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        kinds.setdefault(line.split(":")[0] + line.split(":")[1].rstrip("0123456789"), []).append(line)
+    shown = [own[0] + (f" (and {len(own) - 1} more)" if len(own) > 1 else "") for own in kinds.values()]
+    return "; ".join(shown)
+
+
+def first_sentence(message: str) -> str:
+    """Return what a message says first, on one line."""
+    line = " ".join(message.split())
+    return re.split(r"(?<=[.:!]) (?=[A-Z])", line)[0]

@@ -1,0 +1,15 @@
+"""Importing this registers the rows of all themes."""
+
+from tests.contract.user_code import (  # noqa: F401
+    buffers,
+    freezing,
+    gradients,
+    logs,
+    loops,
+    modules,
+    optimizers,
+    pruning,
+    saving,
+    trained,
+    updates,
+)
