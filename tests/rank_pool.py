@@ -28,7 +28,8 @@ class RankPool:
     """Runs functions on the ranks of a world, each in its own process."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")  # imports once, for all workers there will be
+        self._context.set_forkserver_preload(["lightning.pytorch", "lightning_paral"])
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.mkdtemp(prefix="rank-pool-")
         self._num_worlds = 0

@@ -90,7 +90,10 @@ class Writes:
             self._let_go()
             return values
         self._lent[id(parameter)] = parameter
-        return plain_data(parameter)
+        values = plain_data(parameter)
+        if hasattr(parameter, "ds_id"):  # at the next step DeepSpeed gives it other memory
+            self._aliased.append(_Copy(parameter, values, values._version))
+        return values
 
     def assign(self, parameter: Any, values: Tensor) -> None:
         """Give `parameter` other values, in place: those of `parameter.data = values`. *Collective* if partitioned.
@@ -155,6 +158,7 @@ class Writes:
     # Gathering
 
     def _values_of(self, parameters: list[Any]) -> list[Tensor]:
+        self._bring_home(self._aliased)
         missing = [parameter for parameter in parameters if id(parameter) not in self._gathered]
         if missing:
             self._check_not_in_flight(missing)
@@ -216,6 +220,10 @@ class Writes:
         written = [copy for copy in copies if copy.values._version != copy.version]
         for copy in written:
             copy.version = copy.values._version
+            other = self._gathered.get(id(copy.parameter), copy)
+            if other is not copy:
+                other.values.copy_(copy.values)
+                other.version = other.values._version
         self._take_over([(copy.parameter, copy.values) for copy in written])
 
     def _take_over(self, written: list[tuple[Any, Tensor]]) -> None:
