@@ -20,7 +20,7 @@ class FixedParameters:
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
         self._trained = TrainedParameters(module, undo)
-        self._at_setup = set(self._trained.by_name)
+        self._at_setup = self._trained.by_name
 
     def check(self) -> None:
         """Check that what is trained is what was at setup.
@@ -30,10 +30,9 @@ class FixedParameters:
         """
         if not self._trained.have_changed():
             return
-        changed = self._trained.look()
-        trained = set(self._trained.by_name)
-        more = [name for name in changed if name in trained]
-        fewer = [name for name in changed if name in self._at_setup - trained]
+        now = self._trained.current_by_name()
+        more = [name for name, p in now.items() if p.requires_grad and self._at_setup.get(name) is not p]
+        fewer = [name for name, p in now.items() if not p.requires_grad and self._at_setup.get(name) is p]
         if more:
             raise ConfigurationError(
                 f"These parameters require a gradient now, and did not, or were not in the module, when training "
@@ -44,6 +43,7 @@ class FixedParameters:
                 f"These parameters were frozen since training began: {listed(fewer)}. ZeRO would go on to change them, "
                 f"by momentum and weight decay. Freeze them before fit, in __init__ or configure_model. {_INSTEAD}"
             )
+        self._trained.look()
 
 
 def refuse_groups(optimizer: Any) -> None:
