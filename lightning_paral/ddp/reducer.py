@@ -32,6 +32,7 @@ class ReducedParameters:
         self._trained = TrainedParameters(module, undo)
         self._reduced = self._trained.by_name
         self._needed = self._reduced
+        self._synchronized = set(self._trained.all_by_name.values())
         self._agreement = TrainingAgreement(self._trained, timeout)
         self._num_rebuilds = 0
 
@@ -62,8 +63,9 @@ class ReducedParameters:
     @contextmanager
     def for_next_reducer(self) -> Iterator[None]:
         """Let a DDP that is made inside take the parameters needed. *Collective*: new ones get rank 0's values."""
-        known = set(self._reduced.values()) | self._trained.known_before
-        broadcast([p for p in self._needed.values() if p not in known])
+        everything = self._trained.all_by_name.values()
+        broadcast([p for p in everything if p not in self._synchronized])
+        self._synchronized = set(everything)
         frozen = [p for p in self._needed.values() if not p.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
@@ -26,10 +27,9 @@ class TrainedShards:
     def __init__(self, root: Module, timeout: timedelta, undo: ExitStack) -> None:
         self._trained = TrainedParameters(root, undo)
         self._agreement = TrainingAgreement(self._trained, timeout)
-        self._known = {id(parameter) for parameter in root.parameters()}
-        state = root._get_fsdp_state()  # type: ignore[operator]
-        group = getattr(state, "_fsdp_param_group", None)
-        self._of_root: list[Any] = [] if group is None else list(group.fsdp_params)
+        self._root = root
+        self._known = set(root.parameters())
+        self._of_root = _sharded_params(root)
         self._at_start: list[bool] = []
 
     def before_batch(self, epoch: int, batch_idx: int) -> None:
@@ -40,8 +40,11 @@ class TrainedShards:
         """
         if not self._agreement.look(epoch, batch_idx):
             return
-        named = self._trained.by_name.items()
-        new = [name for name, p in named if id(p) not in self._known and not isinstance(p, DTensor)]
+        parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
+        # What an evaluation gathered may stay so: reshard_after_forward=False.
+        gathered = [getattr(each, "_unsharded_param", None) for part in parts for each in _sharded_params(part)]
+        known = self._known.union(gathered)
+        new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
         if new:
             raise ConfigurationError(
                 f"These parameters came into the module after FSDP sharded it: {listed(new)}. Their gradients would "
@@ -59,3 +62,9 @@ class TrainedShards:
             if gathered is not None and gathered.requires_grad != self._at_start[number]:
                 self._at_start[number] = gathered.requires_grad
                 each.sharded_param.requires_grad_(gathered.requires_grad)
+
+
+def _sharded_params(module: Any) -> list[Any]:
+    """Return FSDP2's records of the parameters that are gathered with `module`."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else list(group.fsdp_params)

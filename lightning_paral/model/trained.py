@@ -34,8 +34,6 @@ class TrainedParameters:
     def __init__(self, module: Module, undo: ExitStack) -> None:
         self._module = module
         self._registered = False
-        self.known_before: set[Parameter] = set()
-        """The parameters at the look before the last."""
         for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
             undo.callback(register(self._note_registration).remove)
         self._look_up()
@@ -64,7 +62,6 @@ class TrainedParameters:
         """Return the names of the parameters of which `requires_grad` is another than at the look before, or new."""
         before = dict(zip(self._names, self._flags, strict=True))
         objects = self.all_by_name
-        self.known_before = set(self._parameters)
         self._look_up()
         self._flags = self._read()
         now = zip(self._names, self._parameters, self._flags, strict=True)

@@ -18,7 +18,7 @@ class FixedParameters:
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
         self._trained = TrainedParameters(module, undo)
-        self._at_setup = set(self._trained.by_name)
+        self._at_setup = self._trained.by_name
 
     def check(self) -> None:
         """Check that nothing is trained but what was at setup.
@@ -29,8 +29,9 @@ class FixedParameters:
         with torch._C.DisableTorchFunctionSubclass():  # partitioned parameters answer slowly
             if not self._trained.have_changed():
                 return
+            now = self._trained.current_by_name()
             self._trained.look()
-        more = [name for name in self._trained.by_name if name not in self._at_setup]
+        more = [name for name, p in now.items() if p.requires_grad and self._at_setup.get(name) is not p]
         if more:
             raise ConfigurationError(
                 f"These parameters require a gradient now, and did not, or were not in the module, when training "
