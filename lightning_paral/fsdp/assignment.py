@@ -96,7 +96,8 @@ def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
 def _assign_to_any(tensor: Any, value: Any) -> None:
     if not isinstance(value, DTensor):
         check_assigned("A sharded tensor", tensor, value)
-        tensor.copy_(value)
+        with torch.no_grad():
+            tensor.copy_(value)
         return
     _DATA.__set__(tensor, value)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.fsdp.explained import MIXED
+from lightning_paral.fsdp.gathered import groups_of
 
 _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
 
@@ -166,7 +167,7 @@ class RootCalls:
     def _before_call(self, module: Module, args: Any) -> None:
         if self._depth == 0:
             self._state._pre_forward(self._root, (), {})
-        else:
+        elif not all(group.is_unsharded for group in groups_of(self._root)):
             self._root.unshard()  # `state_dict` and `load_state_dict` in a step let go
         self._depth += 1
 

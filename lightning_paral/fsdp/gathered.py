@@ -152,6 +152,15 @@ class WatchedGroup:
             self._group._wait_all_gather_streams_on_event(event)
 
 
+def groups_of(module: Any) -> list[Any]:
+    """Return the parameter groups of a sharded module; before torch 2.12 there was at most one."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
 def _is_plain(param: Any) -> bool:
     """Whether `param` has no layout of the user's, and was not gathered in inference mode, which counts no versions."""
     return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()

@@ -1,7 +1,6 @@
 """What FSDP2 would drop without a word: hooks on parameters, and parameters that come or go while it runs."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import ModelPruning
@@ -69,24 +68,24 @@ class Registrations:
             info = param._module_info
             modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
             self._places.update(dict.fromkeys(zip(modules, names, strict=True), param))
-        for name, part in root.named_modules():
-            register = partial(self._register, part.register_parameter, part, name)
-            vars(part)["register_parameter"] = register
+        names = {part: name for name, part in root.named_modules()}
+        self._before = before = Module.register_parameter
 
-    def _register(
-        self,
-        register: Callable[[str, Parameter | None], None],
-        module: Module,
-        module_name: str,
-        name: str,
-        param: Parameter | None,
-    ) -> None:
+        def register_parameter(module: Module, name: str, param: Parameter | None) -> None:
+            if module in names:
+                self._check(module, names[module], name, param)
+            before(module, name, param)
+
+        Module.register_parameter = register_parameter  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Refuse no more."""
+        Module.register_parameter = self._before  # type: ignore[method-assign]
+
+    def _check(self, module: Module, module_name: str, name: str, param: Parameter | None) -> None:
         place = self._places.get((module, name))
-        if place is not None and _is_ours(place, param):  # FSDP2, of a module with a `__setattr__` of its own
-            register(name, param)
-            return
-        if place is None and param is None:
-            register(name, param)
+        # FSDP2 itself comes here in modules with a `__setattr__` of their own.
+        if param is None if place is None else _is_ours(place, param):
             return
         where = module_name or type(module).__name__
         raise ConfigurationError(

@@ -58,7 +58,9 @@ def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: lis
 def _check_kind(optimizer: Optimizer, held: list[Parameter], device: torch.device) -> None:
     if not any(isinstance(parameter, DTensor) for parameter in held):
         return
-    kind: Any = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
+    kind: Any = next(
+        (base for base in type(optimizer).__mro__ if f"{base.__module__}.".startswith("torch.optim.")), None
+    )
     name = "" if kind is None or kind.step is not type(optimizer).step else kind.__name__
     if name in _CANNOT:
         raise ConfigurationError(

@@ -27,7 +27,7 @@ from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter
 from lightning_paral.fsdp.dtensors import DTensorSemantics
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
-from lightning_paral.fsdp.gathered import WatchedGroup
+from lightning_paral.fsdp.gathered import WatchedGroup, groups_of
 from lightning_paral.fsdp.guards import Registrations
 from lightning_paral.fsdp.precision import match_inputs
 from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, receive_elsewhere, unshardable
@@ -65,6 +65,7 @@ class ShardedModule:
         self._sharded: list[Any] = []
         self._averaged: AveragedGradients | None = None
         self._semantics: DTensorSemantics | None = None
+        self._registrations: Registrations | None = None
         self._originals = list(self.root.named_parameters())
 
     def shard(self) -> None:
@@ -126,13 +127,15 @@ class ShardedModule:
             self._averaged.remove()
         if self._semantics is not None:
             self._semantics.remove()
+        if self._registrations is not None:
+            self._registrations.remove()
         if isinstance(self.root, FSDPModule):
             self.root.reset_iter_state()
         self._belongings.restore(gather)
 
     def _watch_writes(self) -> None:
         """Let what user code writes to parameters arrive, sharded or gathered."""
-        groups = [group for module in self._sharded for group in _groups_of(module)]
+        groups = [group for module in self._sharded for group in groups_of(module)]
         watched: list[WatchedGroup] = []
 
         def is_of_another(param: Tensor, value: Tensor) -> bool:
@@ -141,7 +144,7 @@ class ShardedModule:
         watched += [WatchedGroup(group, is_of_another) for group in groups]
         params = [param for group in groups for param in group.fsdp_params]
         self._semantics = DTensorSemantics(params)
-        Registrations(self.root, params)
+        self._registrations = Registrations(self.root, params)
 
     def _fill_what_is_sharded(self) -> None:
         """Give what the user sharded in `configure_model` its values, module by module."""
@@ -200,15 +203,6 @@ class ShardedModule:
                 ahead, behind = number + 1, max(0, number - self._sharding.prefetch)
                 module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._sharding.prefetch])
                 module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
-
-
-def _groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups of a sharded module; before torch 2.12 there was at most one."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
 
 
 def check_module(module: Module) -> None:

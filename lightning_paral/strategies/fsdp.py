@@ -207,8 +207,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         check_module(module)
-        check_user_hooks(module)
-        check_pruning(vars(module.trainer)["callbacks"] if fitting else [])
+        if fitting:
+            check_user_hooks(module)
+            check_pruning(vars(module.trainer)["callbacks"])
         self._sync_batchnorm(fitting)
         self.model = self.precision_plugin.convert_module(module)
         if fitting:

@@ -11,12 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_paral import ParalFSDPStrategy
+from lightning_paral import ConfigurationError, ParalFSDPStrategy
 from tests.models import quiet_trainer
 
 M = 0.5
-PLACES = ("on_train_batch_end", "training_step", "after_forward", "on_before_backward", "optimizer_step",
-          "on_before_zero_grad", "on_before_optimizer_step", "on_validation_epoch_end", "validation_step")  # fmt: skip
 
 
 def pairs(module: Any) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -222,17 +220,105 @@ def in_one_process(place: str) -> dict[str, dict[str, Tensor]]:
     return fit_all(place, 1)
 
 
-@pytest.mark.parametrize(
-    ("units", "place"),
-    [
-        *(("in the root", place) for place in PLACES),
-        *(("each a unit", place) for place in ("on_train_batch_end", "training_step", "on_before_backward")),
-        ("networks", "after_forward"),
-    ],
+CASES = (
+    *(
+        ("in the root", place)
+        for place in ("on_train_batch_end", "training_step", "after_forward", "on_before_backward")
+    ),
+    ("in the root", "validation_step"),
+    *(("each a unit", place) for place in ("training_step", "optimizer_step", "on_before_zero_grad")),
+    *(("networks", place) for place in ("on_validation_epoch_end", "on_before_optimizer_step")),
 )
+
+
+@pytest.mark.parametrize(("units", "place"), CASES)
 def test_writes_arrive_as_in_one_process(on_ranks, units: str, place: str) -> None:
     for results in on_ranks(2, fit_all, place, 2, units):
         for kind, found in results.items():
-            torch.testing.assert_close(
-                found, in_one_process(place)[kind], msg=lambda said, kind=kind: f"{kind}: {said}"
-            )
+            expected = in_one_process(place)[kind]
+            torch.testing.assert_close(found, expected, msg=lambda said, kind=kind: f"{kind}: {said}")
+
+
+def fit_and_save(num_ranks: int, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Momentum("assign", "training_step")
+    strategy = ParalFSDPStrategy(split="global", units=is_scale, checkpoint="full")
+    options = {"strategy": strategy, "devices": num_ranks} if num_ranks > 1 else {"devices": 1}
+    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0, **options)
+    trainer.fit_loop.on_run_end = lambda: trainer.save_checkpoint(f"{folder}/saved.ckpt")  # before it is given back
+    trainer.fit(module, loader())
+    return weights(module)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_checkpoint_holds_what_was_written(on_ranks, tmp_path, num_ranks: int) -> None:
+    expected = fit_and_save(1, str(tmp_path))
+    for found in on_ranks(num_ranks, fit_and_save, num_ranks, str(tmp_path)):
+        torch.testing.assert_close(found, expected)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(saved, expected)
+
+
+class Wrong(Momentum):
+    def __init__(self, place: str, do: str) -> None:
+        super().__init__("assign", place)
+        self.update = WRONG[do]
+
+
+def halve(module: Any) -> None:
+    module.target[0].weight.data = module.target[0].weight.data.half()
+
+
+def reshape(module: Any) -> None:
+    module.target[0].weight.data = torch.zeros(7, 4)
+
+
+def share(module: Any) -> None:
+    module.target[0].weight.data = module.online[0].weight.data
+
+
+def scale(module: Any) -> None:
+    module.target[0].weight.data.mul_(0.9)
+
+
+def draw(module: Any) -> None:
+    nn.functional.dropout(module.target[0].weight.data, 0.5)
+
+
+def outside(module: Any) -> None:
+    module.target[0].weight.data.add_(torch.ones(5, 4))
+
+
+def deepcopy(module: Any) -> None:
+    copy.deepcopy(module.scale)
+
+
+WRONG = {function.__name__: function for function in (halve, reshape, share, scale, draw, outside, deepcopy)}
+REFUSED: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    "dtype in a hook": ("halve", "on_train_batch_end", {}, ["target.0.weight.data", "float16", "[5, 4] float32"]),
+    "shape in a step": ("reshape", "training_step", {}, ["target.0.weight.data", "[7, 4]", "[5, 4] float32"]),
+    "shared in a step": ("share", "training_step", {}, ["target.0.weight.data", "copy_"]),
+    "bf16": ("scale", "training_step", {"precision": "bf16-mixed"}, ["target.0.weight", "on_train_batch_end"]),
+    "dropout": ("draw", "on_train_batch_end", {}, ["native_dropout", "DTensor"]),
+    "whole tensor": ("outside", "on_train_batch_end", {}, ["copy_(whole)", "full_tensor"]),
+    "deepcopy": ("deepcopy", "on_train_batch_end", {}, ["copy.deepcopy", "scale", "__init__"]),
+}
+
+
+def refusal(do: str, place: str, options: dict[str, Any]) -> str:
+    try:
+        fit(Wrong(place, do), strategy=ParalFSDPStrategy(units=is_scale), devices=2, **options)
+    except (ConfigurationError, RuntimeError, AssertionError) as error:
+        return str(error)
+    return "trained"
+
+
+def refusals() -> dict[str, str]:
+    return {label: refusal(*case[:3]) for label, case in REFUSED.items()}
+
+
+def test_what_cannot_arrive_is_refused_by_name(on_ranks) -> None:
+    for said in on_ranks(2, refusals):
+        for label, message in said.items():
+            for part in REFUSED[label][3]:
+                assert part in message, (label, part, message)
