@@ -28,6 +28,8 @@ def build_training_engine(
     if inner is not optimizer:
         # DeepSpeed 0.19.8 makes Adagrad anew, from its default options and without groups.
         inner.param_groups = optimizer.param_groups
+        if engine.zero_optimization_stage() < 3:
+            engine.optimizer._link_all_hp_params()
     if getattr(engine.optimizer, "round_robin_gradients", False):
         _find_masters_again(engine.optimizer)
     return engine

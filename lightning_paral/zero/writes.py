@@ -36,6 +36,17 @@ class _Copy:
     version: int
 
     @property
+    def is_written(self) -> bool:
+        """Whether code of the user's has written to the values since they were taken or brought home."""
+        return self.values._version != self.version
+
+    def follow(self, written: tuple[Any, Tensor] | None) -> None:
+        """Take the values that the parameter was given by another copy, if it was given any."""
+        if written is not None and written[1].data_ptr() != self.values.data_ptr():
+            self.values.copy_(written[1])
+        self.version = self.values._version
+
+    @property
     def is_held_elsewhere(self) -> bool:
         storage = torch._C._storage_Use_Count(self.values.untyped_storage()._cdata)
         # Its own count, that of this class, that of the argument; the storage, and the object that asks for it.
@@ -89,10 +100,12 @@ class Writes:
             (values,) = self._values_of([parameter])
             self._let_go()
             return values
-        self._lent[id(parameter)] = parameter
-        values = plain_data(parameter)
-        if hasattr(parameter, "ds_id"):  # at the next step DeepSpeed gives it other memory
-            self._aliased.append(_Copy(parameter, values, values._version))
+        if not hasattr(parameter, "ds_id"):
+            self._lent[id(parameter)] = parameter
+            return plain_data(parameter)
+        self._settle_if_written(self._aliased)
+        values = plain_data(parameter)  # at the next step DeepSpeed gives the parameter other memory
+        self._aliased.append(_Copy(parameter, values, values._version))
         return values
 
     def assign(self, parameter: Any, values: Tensor) -> None:
@@ -158,7 +171,7 @@ class Writes:
     # Gathering
 
     def _values_of(self, parameters: list[Any]) -> list[Tensor]:
-        self._bring_home(self._aliased)
+        self._settle_if_written(self._aliased)
         missing = [parameter for parameter in parameters if id(parameter) not in self._gathered]
         if missing:
             self._check_not_in_flight(missing)
@@ -187,17 +200,27 @@ class Writes:
             self._drop(self._gathered.pop(key))
 
     def _drop(self, copy: _Copy) -> None:
-        self._bring_home([copy])
-        if copy.is_held_elsewhere:
-            self._aliased.append(copy)  # what is written to it later counts, too
+        self._aliased.append(copy)  # what is written to it later counts, too
+        self._settle_if_written([copy])
+        self._aliased = [each for each in self._aliased if each.is_held_elsewhere]
 
     # Bringing home
 
     def settle(self) -> None:
-        """Bring home all that was written. No collective."""
+        """Bring home all that was written, at once: DeepSpeed publishes parameters together. No collective."""
         whole = [p for p in self._parameters if not isinstance(p, Partitioned) and self._is_written(p)]
-        self._take_over([(parameter, plain_data(parameter)) for parameter in whole])
-        self._bring_home([*self._aliased, *self._gathered.values()])
+        copies = [copy for copy in (*self._aliased, *self._gathered.values()) if copy.is_written]
+        written = {id(p): (p, plain_data(p)) for p in whole} | {
+            id(c.parameter): (c.parameter, c.values) for c in copies
+        }
+        if written:
+            with torch.no_grad():
+                self._adopt(list(written.values()))
+                for copy in (*self._aliased, *self._gathered.values()):
+                    copy.follow(written.get(id(copy.parameter)))
+        for parameter, _ in written.values():
+            self._lent.pop(id(parameter), None)
+            self._versions[id(parameter)] = parameter._version
         self._aliased = [copy for copy in self._aliased if copy.is_held_elsewhere]
 
     def forget(self) -> None:
@@ -216,24 +239,9 @@ class Writes:
     def _is_written(self, parameter: Any) -> bool:
         return id(parameter) in self._lent or parameter._version != self._versions[id(parameter)]
 
-    def _bring_home(self, copies: Iterable[_Copy]) -> None:
-        written = [copy for copy in copies if copy.values._version != copy.version]
-        for copy in written:
-            copy.version = copy.values._version
-            other = self._gathered.get(id(copy.parameter), copy)
-            if other is not copy:
-                other.values.copy_(copy.values)
-                other.version = other.values._version
-        self._take_over([(copy.parameter, copy.values) for copy in written])
-
-    def _take_over(self, written: list[tuple[Any, Tensor]]) -> None:
-        if not written:
-            return
-        with torch.no_grad():
-            self._adopt(written)
-        for parameter, _ in written:
-            self._lent.pop(id(parameter), None)
-            self._versions[id(parameter)] = parameter._version
+    def _settle_if_written(self, copies: Iterable[_Copy]) -> None:
+        if any(copy.is_written for copy in copies):
+            self.settle()
 
     # DeepSpeed's own coming and going, at stage 3
 
@@ -258,12 +266,13 @@ class Writes:
             copy = self._gathered.pop(id(parameter), None)
             if copy is not None:
                 self._drop(copy)
-        if self._aliased:
-            self._bring_home(self._aliased)
+        self._settle_if_written(self._aliased)
 
     def _before_release(self, parameters: list[Any]) -> None:
+        self._settle_if_written(self._aliased)
         here = [p for p in parameters if id(p) in self._versions and not isinstance(p, Partitioned)]
-        self._take_over([(parameter, plain_data(parameter)) for parameter in here if self._is_written(parameter)])
+        if any(self._is_written(parameter) for parameter in here):
+            self.settle()
 
 
 _PLAIN: Any = Parameter.__torch_function__
