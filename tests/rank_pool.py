@@ -108,6 +108,8 @@ def _serve(connection: Connection) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
     import torch
 
+    # Daemons may not start processes, as loaders with workers do. Theirs end with them: they are daemons, too.
+    multiprocessing.current_process()._config["daemon"] = False
     torch.set_num_threads(1)
     world = None
     while True:

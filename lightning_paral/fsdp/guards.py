@@ -68,15 +68,15 @@ class Registrations:
             info = param._module_info
             modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
             self._places.update(dict.fromkeys(zip(modules, names, strict=True), param))
-        names = {part: name for name, part in root.named_modules()}
+        module_names = {part: name for name, part in root.named_modules()}
         self._before = before = Module.register_parameter
 
         def register_parameter(module: Module, name: str, param: Parameter | None) -> None:
-            if module in names:
-                self._check(module, names[module], name, param)
+            if module in module_names:
+                self._check(module, module_names[module], name, param)
             before(module, name, param)
 
-        Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
         """Refuse no more."""

@@ -17,9 +17,10 @@ NUM_SAMPLES = 22
 CASES: tuple[dict[str, Any], ...] = (
     *(
         {"seed": seed, "validation": validation, "generator": generator}
-        for seed, validation, generator in product((1, 2), ("", "plain", "shuffled"), (False, True))
+        for seed, validation, generator in product((1,), ("", "plain", "shuffled"), (False, True))
     ),
-    *({"seed": 3, "validation": v, "generator": g, "workers": 2} for v, g in (("", False), ("shuffled", True))),
+    {"seed": 2, "validation": "shuffled"},
+    {"seed": 3, "validation": "shuffled", "workers": 2},
     *({"seed": 4, "sampler": kind, "validation": "plain"} for kind in ("weighted", "as it goes", "replacement")),
     {"seed": 5, "everything": True, "validation": "plain"},
     {"seed": 6, "sampler": "as it goes", "batch_size": 4, "num_samples": 4 * 300},
@@ -137,7 +138,10 @@ def test_batches_are_those_of_one_process(on_ranks, expected: list[Any], label: 
         if label == "paral_dp":  # its replicas are threads, which note their parts in any order
             continue
         assert joined([rank[number][0] for rank in ranks]) == joined([expected[number][0]]), case
-    assert len({str(batches) for batches, _ in expected}) == len(CASES), "each case has an order of its own"
+    of_global_generator = [
+        str(drawn) for (drawn, _), case in zip(expected, CASES, strict=True) if "generator" not in case
+    ]
+    assert len(set(of_global_generator)) == len(of_global_generator), "each case has an order of its own"
 
 
 def test_one_rank_draws_as_one_process_whatever_the_split(on_ranks, expected: list[Any]) -> None:
