@@ -50,7 +50,8 @@ def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
         fcntl.flock(turn, fcntl.LOCK_EX)
         # torch's own lock is a file, which a process killed while it compiled leaves behind, and which all that come
         # later wait for without end. Nobody builds in this folder without the turn.
-        (folder / name / "lock").unlink(missing_ok=True)
+        for built in (name, "pin_memory") if name == "async_io" else (name,):  # which DeepSpeed builds on the way
+            (folder / built / "lock").unlink(missing_ok=True)
         try:
             builder.load(verbose=False)
         except Exception as error:

@@ -15,7 +15,7 @@ from lightning_paral import ParalZeROStrategy
 from lightning_paral.checkpoint.loading import look
 from lightning_paral.checkpoint.stored import read_whole
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.zero.writes import Writes
+from lightning_paral.zero.holdings import Holdings
 from tests.models import FEATURES, Regression, quiet_trainer, regression_data
 from tests.zero_models import assert_same_fit
 
@@ -148,19 +148,19 @@ def test_master_copies_change_only_where_weights_of_low_precision_were_written(o
 
 def fit_plainly(label: str) -> int:
     taken_over = 0
-    take_over = Writes._take_over
+    adopt = Holdings.adopt
 
-    def count(self: Writes, written: list[Any]) -> None:
+    def count(self: Holdings, written: list[Any]) -> None:
         nonlocal taken_over
         taken_over += len(written)
-        take_over(self, written)
+        adopt(self, written)
 
-    Writes._take_over = count  # type: ignore[method-assign]
+    Holdings.adopt = count  # type: ignore[method-assign]
     try:
         model = Regression()
         quiet_trainer(max_epochs=1, devices=2, strategy=STRATEGIES[label]()).fit(model, regression_data(3, 2))
     finally:
-        Writes._take_over = take_over  # type: ignore[method-assign]
+        Holdings.adopt = adopt  # type: ignore[method-assign]
     assert all(type(parameter) is Parameter for parameter in model.parameters())
     return taken_over
 

@@ -38,7 +38,7 @@ def tagged() -> nn.Parameter:
 VALUES = [
     *(numpy.arange(3), numpy.zeros((2, 3), order="F"), numpy.array(["ä"]), numpy.array([b"ab"])),
     *(numpy.array([1, "a", None], dtype=object), numpy.array(["2020-01-01"], dtype="M8[s]"), numpy.float64(1.5)),
-    *(numpy.zeros(2, dtype=[("a", "f4"), ("b", "i8")]), numpy.arange(3, dtype=">i4"), numpy.bool_(True)),
+    *(numpy.zeros(2, dtype=[("a", "f4"), ("b", "i8")]), numpy.arange(3, dtype="i4"), numpy.bool_(True)),
     *(numpy.datetime64("2026-01-02"), numpy.random.default_rng(1).bit_generator.state),
     *(Namespace(a=1, path=Path("x/y")), Path("/x/y"), Path(), TrainerFn.FITTING, Decimal("1.20")),
     *(datetime(2026, 1, 2, tzinfo=timezone.utc), date(2026, 1, 2), timedelta(3), timezone(timedelta(hours=1), "a")),
