@@ -9,7 +9,7 @@ from lightning_paral.model.units import Units
 MIXED = "mixed torch.Tensor and DTensor"
 _NO_RULE = ("sharding strategy", "placement changes", "unevenly sharded", "as_strided not supported with DTensor",
             "along the sharded dimension", "Sharding propagation failed")  # fmt: skip
-_IN_PLACE = "RegisterPostBackwardFunctionBackward is a view and is being modified inplace"
+_IN_PLACE = ("RegisterPostBackwardFunction", "is a view and is being modified inplace")
 _DEEPCOPY = "FSDP does not support deepcopy"
 
 
@@ -32,7 +32,7 @@ def explanation(error: BaseException, units: Units, in_step: bool) -> str | None
             "by index take whole tensors; for others, bring the sharded one together with tensor.full_tensor() on all "
             "ranks, or do it in a step."
         )
-    if _IN_PLACE in said:
+    if all(part in said for part in _IN_PLACE):
         return (
             f"A unit changes one of its inputs in place (units: {listed}). FSDP passes inputs that need gradients "
             "through a function of its own, whose results cannot be changed in place. Write x = x + y in place of "

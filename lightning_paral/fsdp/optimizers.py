@@ -11,7 +11,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.fsdp.explained import explanation
 from lightning_paral.fsdp.shard import ShardedModule
 
 _CANNOT = {
@@ -100,11 +99,11 @@ def _name_in_errors(optimizer: Optimizer, sharded: ShardedModule) -> None:
         try:
             return step(*args, **kwargs)
         except RuntimeError as error:
-            if error in closures or explanation(error, sharded.units, in_step=False) is None:
+            if error in closures:
                 raise
             raise ConfigurationError(
-                f"{type(optimizer).__name__} does something in `step` that torch cannot do with sharded parameters "
-                f"(DTensors): {str(error).splitlines()[0][:300]} Train with paral_ddp, or with another optimizer."
+                f"{type(optimizer).__name__} does something in `step` that fails with sharded parameters (DTensors): "
+                f"{str(error).splitlines()[0][:300]} Train with paral_ddp, or with another optimizer."
             ) from error
         finally:
             closures.clear()

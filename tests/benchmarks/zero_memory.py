@@ -17,6 +17,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
+from lightning_paral.zero.watched import plain_data
 from tests.models import FEATURES, Regression, quiet_trainer, regression_data
 from tests.rank_pool import RankPool
 
@@ -79,14 +80,16 @@ def count_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 def _parameters(module: nn.Module) -> Iterator[Tensor | None]:
     for parameter in module.parameters():
-        yield parameter.data
+        yield plain_data(parameter)
         yield getattr(parameter, "ds_tensor", None)
 
 
 def _gradients(strategy: Any, module: nn.Module) -> Iterator[Tensor | None]:
-    optimizer = strategy.optimizers[0]
+    optimizer = strategy.model.optimizer
     for parameter in module.parameters():
-        yield Tensor.grad.__get__(parameter)  # past the guard that hooks meet: it is None for most, and says so
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient: Tensor | None = Tensor.grad.__get__(parameter)  # past what hooks meet
+        yield gradient
         yield getattr(parameter, "grad_accum", None)
     if strategy.stage == 3:
         yield optimizer.grad_partitions_flat_buffer
@@ -97,7 +100,7 @@ def _gradients(strategy: Any, module: nn.Module) -> Iterator[Tensor | None]:
 
 
 def _optimizer_state(strategy: Any) -> Iterator[Tensor]:
-    optimizer = strategy.optimizers[0]
+    optimizer = strategy.model.optimizer
     yield from (
         optimizer.fp32_partitioned_groups_flat if strategy.stage == 3 else optimizer.single_partition_of_fp32_groups
     )

@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Any, bool, list[str]]] = {
     "SGD, fused": (partial(optim.SGD, fused=True), True, ["SGD(fused=True)", "SGD(fused=False)"]),
     "Adagrad, fused": (partial(optim.Adagrad, fused=True), True, ["Adagrad(fused=True)"]),
     "Rprop, foreach": (partial(optim.Rprop, foreach=True), True, ["Rprop(foreach=True)"]),
-    "a user's": (Flattening, False, ["Flattening", "`step`", "aten.add_.Tensor", "paral_ddp"]),
+    "a user's": (Flattening, False, ["Flattening", "`step`", "paral_ddp"]),
 }
 
 

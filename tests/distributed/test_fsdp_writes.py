@@ -281,10 +281,6 @@ def scale(module: Any) -> None:
     module.target[0].weight.data.mul_(0.9)
 
 
-def draw(module: Any) -> None:
-    nn.functional.dropout(module.target[0].weight.data, 0.5)
-
-
 def outside(module: Any) -> None:
     module.target[0].weight.data.add_(torch.ones(5, 4))
 
@@ -293,13 +289,12 @@ def deepcopy(module: Any) -> None:
     copy.deepcopy(module.scale)
 
 
-WRONG = {function.__name__: function for function in (halve, reshape, share, scale, draw, outside, deepcopy)}
+WRONG = {function.__name__: function for function in (halve, reshape, share, scale, outside, deepcopy)}
 REFUSED: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "dtype in a hook": ("halve", "on_train_batch_end", {}, ["target.0.weight.data", "float16", "[5, 4] float32"]),
     "shape in a step": ("reshape", "training_step", {}, ["target.0.weight.data", "[7, 4]", "[5, 4] float32"]),
     "shared in a step": ("share", "training_step", {}, ["target.0.weight.data", "copy_"]),
     "bf16": ("scale", "training_step", {"precision": "bf16-mixed"}, ["target.0.weight", "on_train_batch_end"]),
-    "dropout": ("draw", "on_train_batch_end", {}, ["native_dropout", "DTensor"]),
     "whole tensor": ("outside", "on_train_batch_end", {}, ["copy_(whole)", "full_tensor"]),
     "deepcopy": ("deepcopy", "on_train_batch_end", {}, ["copy.deepcopy", "scale", "__init__"]),
 }

@@ -163,9 +163,10 @@ def fit_with_one_rank_frozen_between_batches() -> str:
     return "trained"
 
 
-def test_a_rank_that_alone_freezes_between_batches_says_so(on_ranks) -> None:
+def test_a_rank_that_alone_freezes_between_batches_says_so(rank_pool) -> None:
     # The other one waits in its backward pass, until its process group, the pool's, times out.
-    messages = on_ranks(2, fit_with_one_rank_frozen_between_batches, timeout=120.0)
+    messages = rank_pool.run(2, fit_with_one_rank_frozen_between_batches, timeout=120.0)
+    rank_pool.close()  # which leaves that group to no other test
 
     assert "requires_grad of backbone.0.weight changed on this rank, but not on rank 0" in messages[1]
     assert messages[0] != "trained"
