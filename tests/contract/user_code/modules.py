@@ -527,7 +527,7 @@ class Attention(Supervised):
         self.last = nn.Linear(WIDTH + 1, OUTPUTS)
 
     def forward(self, x: Any) -> Any:
-        return self.last(self.encoder(self.project(x.unsqueeze(2))).mean(dim=1))
+        return super().forward(x) + self.last(self.encoder(self.project(x.unsqueeze(2))).mean(dim=1))
 
 
 @row("module cast in __init__")
