@@ -148,7 +148,9 @@ def fit_with_one_rank_frozen_between_batches() -> None:
 
 def test_a_rank_that_alone_freezes_between_batches_says_so(on_ranks) -> None:
     # The other one waits in its backward pass, and is ended by the pool.
-    with pytest.raises(RankError, match="requires_grad of backbone.0.weight changed on this rank, but not on rank 0"):
+    with pytest.raises(
+        RankError, match=r"requires_grad of backbone\.0\.weight changed on this rank, but not on rank 0"
+    ):
         on_ranks(2, fit_with_one_rank_frozen_between_batches, timeout=120.0)
 
 
