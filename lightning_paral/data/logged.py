@@ -165,9 +165,11 @@ def _tell(key: str, group: Any) -> dict[int, str]:
 
     store: Any = _get_default_store()
     ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
-    store.set(f"lightning_paral/logged/{dist.get_rank()}", key)
+    # Counted, as the store may still hold what was told in another fit.
+    count = store.add(f"lightning_paral/logged/{dist.get_rank()}", 1)
+    keys = {rank: f"lightning_paral/logged/{rank}/{count}" for rank in ranks}
+    store.set(keys[dist.get_rank()], key)
     with suppress(dist.DistError, RuntimeError):
-        store.wait([f"lightning_paral/logged/{rank}" for rank in ranks], timedelta(seconds=_TELL_SECONDS))
-    there = [rank for rank in ranks if store.check([f"lightning_paral/logged/{rank}"])]
-    told = {rank: store.get(f"lightning_paral/logged/{rank}").decode() for rank in there}
+        store.wait(list(keys.values()), timedelta(seconds=_TELL_SECONDS))
+    told = {rank: store.get(each).decode() for rank, each in keys.items() if store.check([each])}
     return {rank: other for rank, other in told.items() if other != key}

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.nn import Module, Parameter
@@ -91,6 +92,8 @@ class TrainingAgreement:
         self.trained = trained
         self._timeout = timeout
         self._epoch: int | None = None
+        self._epoch_name = ""
+        """Rank 0's, drawn for each epoch: the store may still hold the keys of another fit."""
 
     def look(self, epoch: int, batch_idx: int, is_relevant: Callable[[], bool] = lambda: True) -> bool:
         """Look at `requires_grad` anew where that is due; return whether it was. *Collective* once per epoch.
@@ -112,10 +115,12 @@ class TrainingAgreement:
         where, names = f"At batch {batch_idx} of epoch {epoch}", list(self.trained.by_name)
         if epoch_begins:
             digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            if len(set(_gather(digest))) > 1:
+            told = _gather((digest, uuid4().hex))
+            self._epoch_name = told[0][1]
+            if len({each for each, _ in told}) > 1:
                 _check_same(_gather(names), where)
         elif changed and is_relevant():
-            key = f"requires_grad/{epoch}/{batch_idx}"
+            key = f"requires_grad/{self._epoch_name}/{batch_idx}"
             told = _gather_in_store(
                 json.dumps(names), key, self._timeout, lambda absent: _alone(where, changed, absent)
             )
