@@ -95,9 +95,10 @@ class Registrations:
             return
         where = module_name or type(module).__name__
         raise ConfigurationError(
-            f"Parameter {name!r} was set or deleted in {where} ({type(module).__name__}) while it is sharded. It would be neither "
-            "sharded nor saved. Register parameters, prune and parametrize in __init__ or configure_model; change "
-            "values with parameter.copy_(...) or load_state_dict (without assign=True); or train with paral_ddp."
+            f"Parameter {name!r} was set or deleted in {where} ({type(module).__name__}) while it is sharded. It would "
+            "be neither sharded nor saved. Register parameters, prune and parametrize in __init__ or configure_model; "
+            "change values with parameter.copy_(...) or load_state_dict (without assign=True); or train with "
+            "paral_ddp."
         )
 
 
