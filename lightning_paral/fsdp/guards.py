@@ -68,19 +68,25 @@ class Registrations:
             info = param._module_info
             modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
             self._places.update(dict.fromkeys(zip(modules, names, strict=True), param))
-        module_names = {part: name for name, part in root.named_modules()}
-        self._before = before = Module.register_parameter
+        parts = {part: name for name, part in root.named_modules()}
+        self._before = before = (Module.register_parameter, Module.__delattr__)
 
         def register_parameter(module: Module, name: str, param: Parameter | None) -> None:
-            if module in module_names:
-                self._check(module, module_names[module], name, param)
-            before(module, name, param)
+            if module in parts:
+                self._check(module, parts[module], name, param)
+            before[0](module, name, param)
 
-        Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
+        def delete(module: Module, name: str) -> None:
+            if (module, name) in self._places:
+                self._check(module, parts[module], name, None)
+            before[1](module, name)
+
+        Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        Module.__delattr__ = delete  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Refuse no more."""
-        Module.register_parameter = self._before  # type: ignore[method-assign]
+        Module.register_parameter, Module.__delattr__ = self._before  # type: ignore[method-assign]
 
     def _check(self, module: Module, module_name: str, name: str, param: Parameter | None) -> None:
         place = self._places.get((module, name))
@@ -89,9 +95,10 @@ class Registrations:
             return
         where = module_name or type(module).__name__
         raise ConfigurationError(
-            f"Parameter {name!r} was set in {where} ({type(module).__name__}) while it is sharded. It would be neither "
-            "sharded nor saved. Register parameters, prune and parametrize in __init__ or configure_model; change "
-            "values with parameter.copy_(...) or load_state_dict (without assign=True); or train with paral_ddp."
+            f"Parameter {name!r} was set or deleted in {where} ({type(module).__name__}) while it is sharded. It would "
+            "be neither sharded nor saved. Register parameters, prune and parametrize in __init__ or configure_model; "
+            "change values with parameter.copy_(...) or load_state_dict (without assign=True); or train with "
+            "paral_ddp."
         )
 
 

@@ -121,7 +121,7 @@ REFUSED: dict[tuple[str, str], list[str]] = {
     ("after_accumulation", "__init__"): ["hidden.weight", "register_post_accumulate_grad_hook", "<lambda>"],
     ("after_accumulation", "on_train_start"): ["hidden.weight", "register_post_accumulate_grad_hook"],
     ("pruned", "on_train_start"): ["'weight_orig'", "hidden (Linear)", "__init__"],
-    ("weight_norm", "on_train_start"): ["__init__"],
+    ("parametrized", "on_train_start"): ["'weight'", "hidden (Linear)", "__init__"],
     ("replaced", "on_train_start"): ["'bias'", "out (Linear)", "copy_"],
     ("sparse", "__init__"): ["embedding", "sparse=False"],
 }

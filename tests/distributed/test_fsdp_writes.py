@@ -239,13 +239,21 @@ def test_writes_arrive_as_in_one_process(on_ranks, units: str, place: str) -> No
             torch.testing.assert_close(found, expected, msg=lambda said, kind=kind: f"{kind}: {said}")
 
 
+class Saved(Momentum):
+    def __init__(self, path: str) -> None:
+        super().__init__("assign", "training_step")
+        self.path = path
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+
 def fit_and_save(num_ranks: int, folder: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = Momentum("assign", "training_step")
+    module = Saved(f"{folder}/saved.ckpt")
     strategy = ParalFSDPStrategy(split="global", units=is_scale, checkpoint="full")
     options = {"strategy": strategy, "devices": num_ranks} if num_ranks > 1 else {"devices": 1}
     trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0, **options)
-    trainer.fit_loop.on_run_end = lambda: trainer.save_checkpoint(f"{folder}/saved.ckpt")  # before it is given back
     trainer.fit(module, loader())
     return weights(module)
 
