@@ -81,7 +81,7 @@ class Registrations:
                 self._check(module, parts[module], name, None)
             before[1](module, name)
 
-        Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
         Module.__delattr__ = delete  # type: ignore[method-assign]
 
     def remove(self) -> None:
