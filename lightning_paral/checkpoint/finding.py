@@ -23,7 +23,7 @@ from lightning_paral.errors import CheckpointError
 
 T = TypeVar("T")
 
-_ATTEMPTS = 5
+_ATTEMPTS = 10
 
 
 def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]) -> T:

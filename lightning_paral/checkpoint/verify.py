@@ -1,18 +1,20 @@
-"""Checking a checkpoint from end to end: files, checksums, and that boxes cover every tensor once."""
+"""Checking a checkpoint from end to end: files, checksums, and that boxes cover every tensor once and can be read."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lightning_paral.checkpoint.damage import faults_of, naming
+from lightning_paral.checkpoint.files import is_remote
 from lightning_paral.checkpoint.finding import read_manifest, read_present
 from lightning_paral.checkpoint.geometry import coverage_fault
 from lightning_paral.checkpoint.loading import open_checkpoint
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.stored import StoredTensor
+from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor
 from lightning_paral.errors import CheckpointError
 
 
@@ -27,7 +29,8 @@ class DamagedError(CheckpointError):
 def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
     """Return the manifest of the checkpoint at `path`, complete and undamaged; `None` if it is of another tool.
 
-    The latter is checked as far as it can be: that it opens, and that boxes cover it. `weights_only=False` trusts it.
+    The latter is checked as far as it can be: that it opens, that boxes cover it, and that each of them can be read.
+    `weights_only=False` trusts it.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -38,7 +41,10 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
         manifest = read_manifest(here)
         faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
         with naming(here):
-            faults = faults or _uncovered(open_checkpoint(here, weights_only=weights_only, manifest=manifest))
+            if not faults:
+                checkpoint = open_checkpoint(here, weights_only=weights_only, manifest=manifest)
+                # Behind a URL, what our checksums have just read is not fetched a second time.
+                faults = list(_faults_of_tensors(checkpoint, read=manifest is None or not is_remote(here)))
         if faults:
             raise DamagedError(faults)
         return manifest
@@ -57,14 +63,23 @@ def verify(path: str | Path) -> list[str]:
     return []
 
 
-def _uncovered(checkpoint: dict[str, Any]) -> list[str]:
-    faults = []
+def _faults_of_tensors(checkpoint: dict[str, Any], *, read: bool) -> Iterator[str]:
     for name, tensor in named_tensors(checkpoint):
-        if isinstance(tensor, StoredTensor):
-            fault = coverage_fault(tensor.shape, [piece.box for piece in tensor.pieces])
-            if fault is not None:
-                faults.append(f"{name}: {fault}")
-    return faults
+        if not isinstance(tensor, StoredTensor):
+            continue
+        fault = coverage_fault(tensor.shape, [piece.box for piece in tensor.pieces])
+        if fault is not None:
+            yield f"{name}: {fault}"
+        if read:
+            yield from (f"{name}: {fault}" for fault in map(_unreadable, tensor.pieces) if fault)
+
+
+def _unreadable(piece: StoredPiece) -> str:
+    try:
+        piece.values()
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def named_tensors(checkpoint: dict[str, Any]) -> list[tuple[str, Tensor]]:

@@ -1,15 +1,17 @@
 """Which parameters DDP's reducer averages the gradients of: those trained when it is made, which may change later."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.ddp.announced import AnnouncedBackward
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.trained import TrainedParameters, TrainingAgreement, listed
 
@@ -35,6 +37,12 @@ class ReducedParameters:
         self._synchronized = set(self._trained.all_by_name.values())
         self._agreement = TrainingAgreement(self._trained, timeout)
         self._num_rebuilds = 0
+        self._announced: AnnouncedBackward | None = None
+        trainer_decides = getattr(module, "automatic_optimization", True)
+        if not trainer_decides and dist.get_world_size() > 1:
+            self._announced = AnnouncedBackward()
+            self._announced.watch(self._reduced.values())
+            undo.callback(self._announced.end)
 
     @property
     def names(self) -> list[str]:
@@ -75,6 +83,8 @@ class ReducedParameters:
             for parameter in frozen:
                 parameter.requires_grad_(False)
         self._reduced = self._needed
+        if self._announced is not None:
+            self._announced.watch(p for p in self._reduced.values() if p.requires_grad)
         self._num_rebuilds += 1
         if self._num_rebuilds == _MANY_REBUILDS:
             rank_zero_warn(
@@ -82,7 +92,27 @@ class ReducedParameters:
                 "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one."
             )
 
-    def check_before_backward(self) -> None:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the backward pass of the step inside the block.
+
+        Raises:
+            ConfigurationError: parameters were unfrozen inside the step.
+        """
+        self._check_before_backward()
+        with nullcontext() if self._announced is None else self._announced.running():
+            yield
+
+    def check_before_step(self) -> None:
+        """Check that all gradients were averaged.
+
+        Raises:
+            ConfigurationError: some came by `loss.backward()` under manual optimization.
+        """
+        if self._announced is not None:
+            self._announced.check()
+
+    def _check_before_backward(self) -> None:
         """Check that no parameter has been unfrozen inside the step: its gradient would not be averaged.
 
         Raises:

@@ -100,6 +100,16 @@ class ManualOptimization:
             return [_Optimizer(optimizer, self, index) for index, optimizer in enumerate(found)]
         return _Optimizer(found, self, 0)
 
+    def seen_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return parameter groups as this replica sees them: with its own parameters, copies without gradients.
+
+        What is changed in them is changed by replica 0, once for all.
+        """
+        if self._replica == 0:
+            return groups
+        own = self._replicas.of_copy(self._replica - 1)
+        return [group | {"params": [own.get(id(param), param) for param in group["params"]]} for group in groups]
+
     def lr_schedulers(self) -> Any:
         """Return the schedulers; a step of one is a step for all replicas."""
         found = self._own["lr_schedulers"]()
@@ -161,6 +171,10 @@ class _Optimizer:
         result = None if closure is None else closure()
         self._optimization.once(f"{self._name}.step", self._wrapped.step, new_parameters=True, **kwargs)
         return result
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimization.seen_groups(self._wrapped.param_groups)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._optimization.once(f"{self._name}.zero_grad", self._wrapped.zero_grad, *args, **kwargs)

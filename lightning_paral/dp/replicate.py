@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from lightning_paral.dp.broadcast import broadcast, copy_to
 from lightning_paral.dp.metrics import MetricCopies, is_metric
+from lightning_paral.errors import ConfigurationError
 
 
 class Replicas:
@@ -48,17 +49,43 @@ class Replicas:
     def copy_parameters(self) -> None:
         """Give the copies the master's present parameters."""
         parameters = _by_id(self._originals, "_parameters")
-        on_devices = broadcast(list(parameters.values()), self._devices, self._before_backward)
-        for copies, tensors in zip(self._copies, on_devices, strict=True):
+        self._masters = list(parameters.values())
+        self._on_devices = broadcast(self._masters, self._devices, self._before_backward)
+        self._frozen = [copy for copies in self._on_devices for copy in copies if not copy.requires_grad]
+        for copies, tensors in zip(self._copies, self._on_devices, strict=True):
             values = dict(zip(parameters, tensors, strict=True))
             for original in self._originals:
                 copy = copies[id(original)]
                 copy._parameters = {}
                 for name, parameter in original._parameters.items():
                     value = None if parameter is None else values[id(parameter)]
-                    # As an attribute, too: recurrent layers keep a list of what is assigned to them.
+                    # Recurrent layers keep a list of what is assigned to them.
                     setattr(copy, name, value)
+                    # As an attribute it would hide what `torch.func.functional_call` puts in its place.
+                    copy.__dict__.pop(name, None)
                     copy._parameters[name] = value  # type: ignore[assignment]
+
+    def copy_values(self) -> None:
+        """Let the copies' parameters have the master's present values, for the backward pass of a step that ran."""
+        for tensors in self._on_devices:
+            for master, copy in zip(self._masters, tensors, strict=True):
+                copy.data.copy_(master.data)
+
+    def of_copy(self, index: int) -> dict[int, Tensor]:
+        """Return the parameters of copy number `index`, by the ids of the master's."""
+        return {id(master): copy for master, copy in zip(self._masters, self._on_devices[index], strict=True)}
+
+    def check_frozen(self) -> None:
+        """Check that no copy's parameter has come to require a gradient, which would be lost with the copy.
+
+        Raises:
+            ConfigurationError: one has.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ConfigurationError(
+                "A step let a frozen parameter require gradients. Under paral_dp a step runs in replicas, whose "
+                "parameters are copies. Unfreeze in a hook such as on_train_batch_start, or use paral_ddp."
+            )
 
     def _copy_buffers(self) -> None:
         buffers = _by_id(self._originals, "_buffers")

@@ -17,6 +17,14 @@ from lightning_paral.dp.metrics import MetricCopies
 from lightning_paral.dp.replicate import Replicas
 from lightning_paral.dp.scatter import scatter
 from lightning_paral.dp.threads import run_replicas
+from lightning_paral.errors import ConfigurationError
+
+_MISSING = "NoneType"
+_NO_GRADIENT = (
+    "A training_step under manual optimization seems to have read parameter.grad. Under paral_dp a step runs in "
+    "replicas, and gradients are in the module itself, which is replica 0: in the others parameter.grad is None. Clip "
+    "with self.clip_gradients(optimizer, ...), leave out parameters whose grad is None, or use paral_ddp."
+)
 
 
 class ParallelStep:
@@ -36,6 +44,18 @@ class ParallelStep:
         self._devices = list(devices)
         self._executor = executor
         self._metrics = [MetricCopies(device) for device in self._devices[1:]]
+        self._replicas: Replicas | None = None
+        self.num_running = 0
+        """Replicas of the step that is running, if it runs in several."""
+
+    def copy_values(self) -> None:
+        """Let the replicas that a backward pass goes through have the master's present parameters."""
+        if self._replicas is not None:
+            self._replicas.copy_values()
+
+    def forget(self) -> None:
+        """Let go of the replicas: their backward pass is over."""
+        self._replicas = None
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
         """Return what the master's method `name` would have returned for `batch`, computed by the replicas.
@@ -50,7 +70,7 @@ class ParallelStep:
             return getattr(self._master, name)(batch, *args)
         devices, metrics = self._devices[: len(parts)], self._metrics[: len(parts) - 1]
         permit, meeting = BackwardPermit(), Meeting(len(parts))
-        replicas = Replicas(self._master, devices[1:], metrics, permit.check)
+        self._replicas = replicas = Replicas(self._master, devices[1:], metrics, permit.check)
         modules = [self._master, *replicas.modules]
         logs = _log_records(sizes, metrics)
         manual = name == "training_step" and not self._master.automatic_optimization
@@ -66,13 +86,19 @@ class ParallelStep:
             partial(_call, module, name, part, args, partial(_meet_at_the_end, meeting, index) if manual else None)
             for index, (module, part) in enumerate(zip(modules, parts, strict=True))
         ]
+        self.num_running = len(parts)
         try:
             with _standing_in(self._master, stand_ins[0]):
                 outputs = run_replicas(self._executor, calls, devices, meeting)
-        except BaseException:
+            replicas.check_frozen()
+        except BaseException as error:
             for copies in metrics:
                 copies.forget()
+            if manual and _MISSING in str(error):
+                raise ConfigurationError(_NO_GRADIENT) from error
             raise
+        finally:
+            self.num_running = 0
         permit.grant()
 
         for copies in metrics:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.fsdp import whole_values
 from lightning_paral.fsdp.parts import mark_parts
 from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, like, own_rows
 
@@ -106,6 +107,18 @@ def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return mark_parts(result, operation, args, kwargs)
 
 
+def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View a tensor in another shape; gathered where torch (2.13) cannot do it on uneven parts. *Collective* then."""
+    try:
+        return _by_default(operation, args, kwargs)
+    except RuntimeError as error:
+        if "unevenly sharded" not in str(error):
+            raise
+    origin, *others = args
+    whole = origin.redistribute(placements=[Replicate()] * origin.device_mesh.ndim)
+    return mark_parts(_by_default(operation, (whole, *others), kwargs), operation, args, kwargs)
+
+
 _NAMES: dict[Handler, tuple[str, ...]] = {
     _draw_in_place: (
         "normal_.default", "uniform_.default", "bernoulli_.float", "bernoulli_.Tensor", "exponential_.default",
@@ -123,15 +136,16 @@ _NAMES: dict[Handler, tuple[str, ...]] = {
     ),
     _copy: ("copy_.default",),
     _write_out: ("eye.m_out", "eye.out"),
+    _flatten: ("view.default", "_unsafe_view.default"),
     _view: (
         "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default", "diagonal.default", "unfold.default",
     ),
 }  # fmt: skip
 
 
-def handlers() -> dict[Any, Handler]:
-    """Return the handlers by operation."""
-    found: dict[Any, Handler] = {}
+def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
+    """Return the handlers by operation; `in_step` says whether a step is running."""
+    found = whole_values.handlers(_by_default, in_step)
     for handler, names in _NAMES.items():
         for name in names:
             operation, overload = name.split(".")

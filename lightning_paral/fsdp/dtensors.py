@@ -9,6 +9,7 @@ from lightning_paral.fsdp.assignment import ShardedData
 from lightning_paral.fsdp.draws import handlers, set_items
 from lightning_paral.fsdp.guards import refuse_hook
 from lightning_paral.fsdp.newton_schulz import WholeNewtonSchulz
+from lightning_paral.fsdp.whole_values import CONVERSIONS
 
 
 class DTensorSemantics:
@@ -16,18 +17,23 @@ class DTensorSemantics:
 
     While installed, on any DTensor divided by rows: `tensor.data = value` arrives; random operations draw what one
     process draws; writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`)
-    arrive in the rows that this rank holds. Hooks on sharded
-    parameters, which would never be called, are refused, and Muon orthogonalises whole matrices.
+    arrive in the rows that this rank holds; numbers are read from all ranks' parts, and outside of steps operations
+    take whole tensors beside DTensors. Hooks on sharded parameters, which would never be called, are refused, and
+    Muon orthogonalises whole matrices.
+
+    Args:
+        params: the `FSDPParam`s.
+        in_step: whether a step is running.
     """
 
-    def __init__(self, params: list[Any]) -> None:
+    def __init__(self, params: list[Any], in_step: Callable[[], bool]) -> None:
         self._params = params
         self._by_id: dict[int, Any] = {}
         registered = DTensor._op_dispatcher._custom_op_handlers
-        self._ours = handlers()
+        self._ours = handlers(in_step)
         self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
         registered.update(self._ours)
-        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items}
+        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items} | CONVERSIONS
         for kind in ("register_hook", "register_post_accumulate_grad_hook"):
             attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
         self._before = {name: vars(DTensor).get(name) for name in attributes}

@@ -10,7 +10,8 @@ MIXED = "mixed torch.Tensor and DTensor"
 _NO_RULE = ("sharding strategy", "placement changes", "unevenly sharded", "as_strided not supported with DTensor",
             "along the sharded dimension", "Sharding propagation failed")  # fmt: skip
 _IN_PLACE = ("RegisterPostBackwardFunction", "is a view and is being modified inplace")
-_DEEPCOPY = "FSDP does not support deepcopy"
+_DEEPCOPY = ("FSDP does not support deepcopy", "copy_() on an invalid python storage")
+_TWICE = "storage of size 0"
 
 
 def explanation(error: BaseException, units: Units, in_step: bool) -> str | None:
@@ -38,7 +39,13 @@ def explanation(error: BaseException, units: Units, in_step: bool) -> str | None
             "through a function of its own, whose results cannot be changed in place. Write x = x + y in place of "
             "x += y, or choose units=[...] that are not called with what they change."
         )
-    if _DEEPCOPY in said:
+    if _TWICE in said:
+        return (
+            "A weight was used after it had been let go. FSDP gathers weights for the forward and for one backward "
+            "pass of their unit: backward(retain_graph=True) followed by another, and torch.autograd.grad("
+            "create_graph=True), as gradient penalties need it, come too late. Train with paral_ddp or paral_zero2."
+        )
+    if any(pattern in said for pattern in _DEEPCOPY):
         return (
             f"A module that is sharded was copied with copy.deepcopy (units: {listed}). Copy it before it is sharded, "
             "in __init__ or configure_model, and bring it up to date with load_state_dict."

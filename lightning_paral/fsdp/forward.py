@@ -93,11 +93,18 @@ class RootCalls:
         self._state._post_forward_hook_handle.remove()
         self._depth = 0
         self._in_manual_step = False
+        self.await_backward = False
+        """Whether a step of automatic optimization has ended whose backward pass is to come."""
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             setattr(self._root, name, self._then_gather_anew(getattr(self._root, name)))
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a step or a call of the module is running."""
+        return self._depth > 0
 
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of automatic optimization: its backward pass comes after it."""
@@ -108,7 +115,8 @@ class RootCalls:
             raise RuntimeError(MIXED)
         output = self._state._post_forward(self._root, (), output)
         self._depth = 0
-        if output is None:  # no backward pass will come
+        self.await_backward = output is not None
+        if output is None:
             self._root.reshard()
         return output
 
@@ -134,8 +142,13 @@ class RootCalls:
 
     def before_backward(self, loss: Tensor) -> None:
         """In a manual step, see to it that the root's gradients are reduced though no unit has a part in `loss`."""
+        if loss.requires_grad:
+            loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         if self._in_manual_step:
             self._state._register_pre_backward_hook(loss)
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        self.await_backward = False
 
     def after_backward(self) -> None:
         """In a manual step, gather anew what the backward pass let go: the step goes on."""

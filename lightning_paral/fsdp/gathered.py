@@ -14,6 +14,7 @@ from lightning_paral.fsdp.assignment import check_assigned
 from lightning_paral.fsdp.guards import refuse_hook
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
+_GRAD: Any = vars(torch._C.TensorBase)["grad"]
 
 
 class GatheredParameter(Parameter):
@@ -24,6 +25,7 @@ class GatheredParameter(Parameter):
 
     _name: str
     _is_of_another: Callable[[Tensor, Tensor], bool]
+    _sharded_gradient: Callable[[], Tensor | None]
     _gathered: Tensor
     _seen: int
     _alias: Tensor | None = None
@@ -51,6 +53,16 @@ class GatheredParameter(Parameter):
             )
         _DATA.__set__(self, value.detach())
         self._alias, self._assigned = None, True
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient: between a step and its backward pass that of the shard, from the step before."""
+        own: Tensor | None = _GRAD.__get__(self)
+        return self._sharded_gradient() if own is None else own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
 
     @property
     def was_written(self) -> bool:
@@ -88,10 +100,14 @@ class WatchedGroup:
     Args:
         group: the `FSDPParamGroup`.
         is_of_another: whether a tensor shares memory with a gathered parameter other than that given first.
+        in_hooks: whether hooks run while parameters are gathered: a step has ended, and its backward pass is to come.
     """
 
-    def __init__(self, group: Any, is_of_another: Callable[[Tensor, Tensor], bool]) -> None:
+    def __init__(
+        self, group: Any, is_of_another: Callable[[Tensor, Tensor], bool], in_hooks: Callable[[], bool]
+    ) -> None:
         self._group = group
+        self._in_hooks = in_hooks
         self._is_of_another = is_of_another
         self._watched: list[tuple[Any, GatheredParameter]] = []
         self._began = False
@@ -127,6 +143,7 @@ class WatchedGroup:
         whole: Any = param._unsharded_param
         whole.__class__ = GatheredParameter
         whole._name, whole._is_of_another = str(param._param_fqn), self._is_of_another
+        whole._sharded_gradient = lambda: param.sharded_param.grad if self._in_hooks() else None
         whole._gathered, whole._seen = _DATA.__get__(whole), whole._version
         watched: GatheredParameter = whole
         return watched

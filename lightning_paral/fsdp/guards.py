@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn import Module, Parameter
 
 from lightning_paral.errors import ConfigurationError
 
@@ -17,7 +17,7 @@ _INSTEAD = (
 
 
 def check_user_hooks(module: Module) -> None:
-    """Raise a `ConfigurationError` if a parameter of `module` has hooks, or gets gradients that cannot be sharded."""
+    """Raise a `ConfigurationError` if a parameter of `module` has hooks."""
     for name, parameter in module.named_parameters():
         for kind, attribute in (
             ("register_hook", "_backward_hooks"),
@@ -29,12 +29,6 @@ def check_user_hooks(module: Module) -> None:
                 raise ConfigurationError(
                     f"{name} has a hook, {getattr(hook, '__qualname__', hook)!r}, from {kind}. {_INSTEAD}"
                 )
-    for name, part in module.named_modules():
-        if isinstance(part, Embedding | EmbeddingBag) and part.sparse and part.weight.requires_grad:
-            raise ConfigurationError(
-                f"{name or type(module).__name__} is {type(part).__name__}(sparse=True), and FSDP cannot reduce sparse "
-                "gradients. Make it with sparse=False, or train with paral_ddp."
-            )
 
 
 def refuse_hook(name: str, kind: str) -> NoReturn:

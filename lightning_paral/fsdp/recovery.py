@@ -2,14 +2,13 @@
 
 import uuid
 from datetime import timedelta
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_paral.fsdp.belongings import Gather
 from lightning_paral.fsdp.mesh import shard_ranks
+from lightning_paral.model.room import lack_of_room
 
 PATIENCE = timedelta(seconds=10)
 
@@ -24,14 +23,9 @@ def gather_over(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gathe
 
     *Collective* over the world.
     """
-    available = _available_bytes()
-    has_room = torch.tensor(available is None or num_bytes * num_local_ranks < 0.9 * available, dtype=torch.int32)
-    dist.all_reduce(has_room, op=dist.ReduceOp.MIN)
-    if not has_room:
-        return (
-            f"{num_bytes / 1e9:,.1f} GB on each of {num_local_ranks} ranks per host are more than the memory that is "
-            "free there"
-        )
+    lack = lack_of_room(num_bytes, num_local_ranks)
+    if lack is not None:
+        return lack
     group = mesh.get_group(mesh.ndim - 1)
     return Gather(group, list(range(dist.get_world_size(group))))
 
@@ -51,11 +45,3 @@ def gather_after_failure(mesh: DeviceMesh, run: str) -> Gather | str:
     except (dist.DistError, RuntimeError):
         return "the run failed on some of its ranks only"
     return Gather(group, shard_ranks(mesh), on_host=True)
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

@@ -1,21 +1,53 @@
 """Tensors every rank holds whole: parameters FSDP2 cannot shard, and buffers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.comm.broadcast import broadcast
 
 __all__ = ["AveragedGradients", "broadcast", "unshardable"]
 
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+
 
 def unshardable(module: Module) -> list[Parameter]:
     """Return the parameters of `module` without dimensions or elements: there is no row to give to each rank."""
     return [parameter for parameter in module.parameters() if parameter.dim() == 0 or parameter.numel() == 0]
+
+
+class ReplicatedParameter(Parameter):
+    """A parameter that is not sharded: what is assigned to its `data` may be."""
+
+    @property
+    def data(self) -> Tensor:
+        """Its values, without autograd."""
+        values: Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # A DTensor in an ordinary parameter ends the process at its next use (torch 2.13).
+        _DATA.__set__(self, value.full_tensor().detach() if isinstance(value, DTensor) else value)
+
+
+def watch_assignments(parameters: Iterable[Parameter]) -> Callable[[], None]:
+    """Let whole parameters take values of DTensors; return what ends it."""
+    watched = [parameter for parameter in parameters if type(parameter) is Parameter]
+    for parameter in watched:
+        parameter.__class__ = ReplicatedParameter
+
+    def end() -> None:
+        for parameter in watched:
+            parameter.__class__ = Parameter
+
+    return end
 
 
 class AveragedGradients:

@@ -1,6 +1,6 @@
 """Shard a module unit by unit, in place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,13 @@ from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
 from lightning_paral.fsdp.gathered import WatchedGroup, groups_of
 from lightning_paral.fsdp.guards import Registrations
 from lightning_paral.fsdp.precision import match_inputs
-from lightning_paral.fsdp.replicated import AveragedGradients, broadcast, receive_elsewhere, unshardable
+from lightning_paral.fsdp.replicated import (
+    AveragedGradients,
+    broadcast,
+    receive_elsewhere,
+    unshardable,
+    watch_assignments,
+)
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
 
@@ -65,6 +71,7 @@ class ShardedModule:
         self._sharded: list[Any] = []
         self._averaged: AveragedGradients | None = None
         self._semantics: DTensorSemantics | None = None
+        self._end_assignments: Callable[[], None] = lambda: None
         self._registrations: Registrations | None = None
         self._originals = list(self.root.named_parameters())
 
@@ -100,8 +107,8 @@ class ShardedModule:
         inner = {unit.module for unit in units.inner}
         calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
-        self._watch_writes()
         self.calls = RootCalls(self._sharded[-1], calls, inner)
+        self._watch_writes()
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield names and parameters as they were before; while the module is sharded, they hold nothing."""
@@ -125,6 +132,7 @@ class ShardedModule:
         """
         if self._averaged is not None:
             self._averaged.remove()
+        self._end_assignments()
         if self._semantics is not None:
             self._semantics.remove()
         if self._registrations is not None:
@@ -141,9 +149,10 @@ class ShardedModule:
         def is_of_another(param: Tensor, value: Tensor) -> bool:
             return any(group.shares_memory(param, value) for group in watched)
 
-        watched += [WatchedGroup(group, is_of_another) for group in groups]
+        watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward) for group in groups]
         params = [param for group in groups for param in group.fsdp_params]
-        self._semantics = DTensorSemantics(params)
+        self._end_assignments = watch_assignments(self.replicated)
+        self._semantics = DTensorSemantics(params, lambda: self.calls.are_running)
         self._registrations = Registrations(self.root, params)
 
     def _fill_what_is_sharded(self) -> None:

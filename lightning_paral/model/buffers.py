@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.comm.broadcast import broadcast
@@ -47,8 +48,17 @@ class RankZeroBuffers:
 
     def share(self) -> None:
         """Share the buffers. *Collective* over the world."""
+        _gather_sharded(self._module)
         if self._enabled:
             broadcast(shared_buffers(self._module))
+
+
+def _gather_sharded(module: Module) -> None:
+    """Make buffers whole that were assigned values of sharded parameters, as averages of weights are."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if isinstance(buffer, DTensor):
+                part._buffers[name] = buffer.full_tensor().detach()
 
 
 def shared_buffers(module: Module) -> list[Tensor]:

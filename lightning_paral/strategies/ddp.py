@@ -1,10 +1,7 @@
 """Distributed data parallel: a replica per rank, gradients averaged by an all-reduce of your choice."""
 
-import difflib
-import inspect
-import re
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -18,22 +15,24 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
+from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
 from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
-from lightning_paral.errors import ConfigurationError, UnusedParametersError
+from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.buffers import RankZeroBuffers
+from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.hooks import may_change_gradients
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 
 AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
 
-_DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
 _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
-_INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
 
 
 class ParalDDPStrategy(PortableStrategy, DDPStrategy):
@@ -51,7 +50,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         wire_dtype: gradients cross the wire as `"bf16"` or `"fp16"` and are added in their own dtype (fp32); halves the
             traffic of fp32 gradients. `None`: in their own dtype.
         gradient_as_bucket_view: let `.grad` be a view into the communication bucket, which saves a copy of all
-            gradients. On by default, unlike in torch.
+            gradients. `None`: where no hook comes between the backward pass and the step, which might give
+            gradients other memory (`p.grad.data = ...`): views would not notice.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
         checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
@@ -80,7 +80,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         *,
         all_reduce: AllReduceName = "auto",
         wire_dtype: WireDtype | None = None,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
@@ -95,10 +95,10 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         shard_iterable: bool = True,
         **ddp_options: Any,
     ) -> None:
-        _check_choice("all_reduce", all_reduce, get_args(AllReduceName))
-        _check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
-        _check_hook(ddp_comm_hook, all_reduce, wire_dtype)
-        _check_options(ddp_options)
+        check_choice("all_reduce", all_reduce, get_args(AllReduceName))
+        check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
+        check_hook(ddp_comm_hook, all_reduce, wire_dtype)
+        check_options(ddp_options)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(
             accelerator=accelerator,
@@ -113,9 +113,9 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
         )
+        self._gradient_as_bucket_view = gradient_as_bucket_view
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
@@ -137,9 +137,14 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""
+        assert self.lightning_module is not None
+        check_embeddings(self.lightning_module, self.world_size)
+        as_view = self._gradient_as_bucket_view
+        if as_view is None:
+            as_view = not may_change_gradients(self.lightning_module)
+        self._ddp_kwargs["gradient_as_bucket_view"] = as_view
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        assert self.lightning_module is not None
         assert self._timeout is not None
         self._reduced = ReducedParameters(self.lightning_module, self._timeout, self._undo)
         # Buffers with a hook of the user's own are the hook's.
@@ -234,7 +239,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             if _UNUSED_PARAMETERS not in str(error):
                 raise
             assert self._reduced is not None
-            raise UnusedParametersError(_explain_unused(str(error), self._reduced.names, self.global_rank)) from error
+            raise UnusedParametersError(explain_unused(str(error), self._reduced.names, self.global_rank)) from error
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, in which gradients are averaged. *Collective* over the world.
@@ -242,9 +247,18 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         Raises:
             ConfigurationError: parameters were unfrozen inside the step, too late for that.
         """
+        with nullcontext() if self._reduced is None else self._reduced.backward():
+            return super().backward(closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run the step of an optimizer, with gradients that are the same on all ranks.
+
+        Raises:
+            ConfigurationError: some came by `loss.backward()` under manual optimization, and were not averaged.
+        """
         if self._reduced is not None:
-            self._reduced.check_before_backward()
-        return super().backward(closure_loss, *args, **kwargs)
+            self._reduced.check_before_step()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_validation_start(self) -> None:
         """Evaluate rank 0's buffers on all ranks. *Collective* over the world during a fit."""
@@ -265,39 +279,3 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         if self._reducer is not None:
             self._reducer.shutdown()
             self._reducer = None
-
-
-def _check_choice(option: str, given: object, choices: tuple[object, ...]) -> None:
-    if given not in choices:
-        raise ConfigurationError(f"{option}={given!r} is not known. Choose from: {', '.join(map(repr, choices))}.")
-
-
-def _check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
-    if hook is not None and (all_reduce != "auto" or wire_dtype is not None):
-        raise ConfigurationError(
-            f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={all_reduce!r} and "
-            f"wire_dtype={wire_dtype!r} were given as well. Give one or the other."
-        )
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    for option in options:
-        if option not in _DDP_OPTIONS:
-            near = difflib.get_close_matches(option, _DDP_OPTIONS | {"all_reduce", "wire_dtype", "timeout"}, n=3)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigurationError(
-                f"ParalDDPStrategy has no option {option!r}, nor has torch's DistributedDataParallel.{hint}"
-            )
-
-
-def _explain_unused(message: str, names: list[str], rank: int) -> str:
-    """Name the parameters whose indices DDP reports, by the names of those its reducer has."""
-    found = _INDICES_WITHOUT_GRADIENT.search(message)
-    unused = [names[int(index)] for index in found.group(1).split()] if found else ["(torch does not say which)"]
-    return (
-        f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "
-        f"gradients never came: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "
-        "them anew each step), or `static_graph=True` where they are the same in every step: "
-        "`strategy=ParalDDPStrategy(find_unused_parameters=True)`. Otherwise make the loss depend on them, or freeze "
-        "them with `requires_grad_(False)`."
-    )

@@ -9,11 +9,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.config import CheckpointOptions, as_checkpoint_options
 from lightning_paral.dp.checks import check_replicable
 from lightning_paral.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.hooks import has_hook
 from lightning_paral.process_group import check_device
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 
@@ -118,7 +121,16 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return `tensor`."""
+        """Return `tensor`.
+
+        Raises:
+            ConfigurationError: in a step that runs in several replicas, of which each has its own part of the batch.
+        """
+        if self._step is not None and self._step.num_running > 1:
+            raise ConfigurationError(
+                "self.all_gather was called in a step under paral_dp, which runs in replicas, each with its own part "
+                "of the batch: one process has nothing to gather from. Use paral_ddp, or gather in an epoch hook."
+            )
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
@@ -133,9 +145,13 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
         assert module is not None
         if len(self._devices) > 1:
             check_replicable(module)
+            if trainer.state.fn == TrainerFn.FITTING:
+                check_embeddings(module, len(self._devices))
         super().setup(trainer)
         self._threads = ThreadPoolExecutor(max(1, len(self._devices) - 1), thread_name_prefix="paral_dp")
         self._step = ParallelStep(module, self._devices, self._threads)
+        hooks = ("on_before_zero_grad", "on_before_backward")
+        self._changes_before_backward = has_hook(module, hooks)
 
     def model_to_device(self) -> None:
         """Move the module to the first device."""
@@ -147,6 +163,17 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
         assert self._step is not None
         with self.precision_plugin.train_step_context():
             return self._step.run("training_step", *args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the backward pass, through all replicas."""
+        assert self._step is not None
+        if self._changes_before_backward and closure_loss.requires_grad:
+            step = self._step
+            # After `on_before_backward`.
+            closure_loss.register_hook(lambda _: step.copy_values())  # type: ignore[no-untyped-call]
+        result = super().backward(closure_loss, *args, **kwargs)
+        self._step.forget()
+        return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the replicas' outputs, gathered."""

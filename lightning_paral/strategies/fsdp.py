@@ -40,6 +40,7 @@ from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -209,6 +210,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         check_module(module)
         if fitting:
             check_user_hooks(module)
+            check_embeddings(module, self.world_size, "FSDP")
             check_pruning(vars(module.trainer)["callbacks"])
         self._sync_batchnorm(fitting)
         self.model = self.precision_plugin.convert_module(module)
@@ -315,7 +317,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         assert self._trained is not None
         self._trained.carry_over()
         self._sharded.calls.before_backward(closure_loss)
-        result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        with explained(self._sharded.units):
+            result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._sharded.calls.after_backward()
         return result
 

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -24,12 +25,15 @@ from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
+from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.room import lack_of_room
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
+from lightning_paral.zero.explained import explain, explained
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
@@ -237,6 +241,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         self.checkpoint_activations()
+        check_embeddings(module, self.world_size, "ZeRO")
         if self.stage == 3:
             warn_of_whole(module)
         load_cpu_adam(self._options)
@@ -314,10 +319,17 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step through the engine."""
+        """Run the training step through the engine.
+
+        Raises:
+            ConfigurationError: parameters were unfrozen or added since training began, or used while partitioned.
+        """
         assert self._buffers is not None
         self._buffers.before_training_step()
-        return super().training_step(*args, **kwargs)
+        if self._fixed is not None:
+            self._fixed.check()
+        with explained(self.stage):
+            return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, in which gradients are reduced. *Collective* over the world.
@@ -327,7 +339,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """
         if self._fixed is not None:
             self._fixed.check()
-        return super().backward(closure_loss, *args, **kwargs)
+        with explained(self.stage):
+            return super().backward(closure_loss, *args, **kwargs)
 
     # Sampler injection: `PortableStrategy`.
 
@@ -371,13 +384,15 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""
+        explain(exception, self.stage)
         super().on_exception(exception)
         self._failed = self.world_size > 1
 
     def teardown(self) -> None:
-        """Give the module back as it was, whole if it was whole, and leave nothing behind. *Collective*.
+        """Give the module back whole, on the host, and leave nothing behind. *Collective*.
 
-        After a failure on several ranks the parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
+        After a failure on several ranks, and where a host has no memory for a module that never was whole, the
+        parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
         """
         engine: Any = self.model
         self.model = self.lightning_module
@@ -391,7 +406,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
-                self._belongings.restore(gather=not self._failed)
+                self._belongings.restore(gather=not self._failed and self._has_room(self._belongings))
                 if hasattr(engine, "destroy"):
                     engine.destroy()
         finally:
@@ -401,3 +416,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._undo.close()
             super().teardown()
             self._folders.leave(self.lightning_module)
+
+    def _has_room(self, belongings: Belongings) -> bool:
+        if belongings.were_whole:
+            return True
+        lack = lack_of_room(belongings.num_bytes, self.num_processes)
+        if lack is not None:
+            rank_zero_warn(f"{type(self.lightning_module).__name__} stays partitioned: {lack}.")
+        return lack is None

@@ -9,11 +9,14 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.outputs import allow_any_output
 from lightning_paral.zero.partition import check_not_empty, make_contiguous, scalars_as_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+_LOW = {torch.float16, torch.bfloat16}
 
 
 def build_training_engine(
@@ -48,6 +51,7 @@ def _initialize(
 
     if config["zero_optimization"]["stage"] == 3:
         check_not_empty(module)
+    _check_dtypes(module, parameters, config)
     for parameter in module.parameters():
         make_contiguous(parameter)
     with scalars_as_bytes(), _dtype_as_given():
@@ -61,6 +65,25 @@ def _initialize(
         )
     allow_any_output(module)
     return engine
+
+
+def _check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
+    """Raise a `ConfigurationError` for parameters of dtypes that DeepSpeed does not train, or would convert."""
+    low = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+    expected = _LOW if low else {torch.float32}
+    kept = set(trained)
+    partitioned = config["zero_optimization"]["stage"] == 3
+    for name, parameter in module.named_parameters():
+        is_frozen = parameter not in kept
+        allowed = _LOW | {torch.float32} if is_frozen and partitioned else expected
+        if parameter.dtype in allowed or (is_frozen and not (partitioned and parameter.is_floating_point())):
+            continue
+        raise ConfigurationError(
+            f"{name} is of {str(parameter.dtype).removeprefix('torch.')}, which ZeRO cannot "
+            f"{'divide' if is_frozen else 'train'} at this precision: it takes "
+            f"{' or '.join(sorted(str(dtype).removeprefix('torch.') for dtype in allowed))}. Convert the parameter, "
+            f"{'or train with paral_zero2 or paral_ddp' if is_frozen else 'freeze it, or train with paral_ddp'}."
+        )
 
 
 def _find_masters_again(optimizer: Any) -> None:

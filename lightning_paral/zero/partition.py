@@ -120,23 +120,40 @@ class Belongings:
     def __init__(self, module: Module) -> None:
         self._modules = [(part, _contents(part)) for part in module.modules()]
         self._parameters = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
-        self._whole = not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+        self.were_whole = not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+        """Whether the module has already been in the memory of every rank."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, whole."""
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p, _ in self._parameters)
 
     def restore(self, gather: bool) -> None:
-        """Take away what DeepSpeed added. Parameters that were whole are whole again, on the host.
+        """Take away what DeepSpeed added. Parameters are whole again, on the host.
 
         *Collective* over the world if `gather`. Otherwise partitioned parameters stay as they are.
         """
         partitioned = any(hasattr(parameter, "ds_id") for parameter, _ in self._parameters)
-        unpartition = self._whole and (gather or not partitioned)
+        unpartition = gather or (self.were_whole and not partitioned)
         if unpartition:
             for parameter, names in self._parameters:
                 parameter.data = _whole_on_host(parameter)
                 parameter.grad = None
-                for name in set(vars(parameter)) - names:
+                for name in set(vars(parameter)) - (names if self.were_whole else _of_users(parameter)):
                     delattr(parameter, name)
         for part, contents in self._modules:
             _restore_contents(part, contents, unpartition)
+
+
+def _of_users(parameter: Any) -> set[str]:
+    """Return the names of the attributes of a parameter that was built partitioned which DeepSpeed did not give it."""
+    return {
+        name
+        for name, value in vars(parameter).items()
+        if not name.startswith(("ds_", "_ds_"))
+        and name not in ("is_external_param", "nvme_swapper")
+        and not str(getattr(value, "__module__", "")).startswith("deepspeed")
+    }
 
 
 def _whole_on_host(parameter: Any) -> Tensor:

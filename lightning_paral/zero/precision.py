@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.errors import ConfigurationError
@@ -61,13 +62,22 @@ class ZeROPrecision(DeepSpeedPrecision):
         return _DTYPES[self.precision[:2]]
 
     @property
+    def is_low(self) -> bool:
+        """Whether weights are in low precision."""
+        return not self.is_mixed and self.dtype != torch.float32
+
+    @property
     def is_mixed(self) -> bool:
         """Whether the forward runs under autocast."""
         return self.precision.endswith("-mixed")
 
+    def convert_module(self, module: Module) -> Module:
+        """Cast parameters and buffers for low-precision weights; leave them as they are otherwise."""
+        return module.to(dtype=self.dtype) if self.is_low else module
+
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs for low-precision weights; leave them to autocast otherwise."""
-        if self.is_mixed:
+        """Cast floating-point inputs for low-precision weights; leave them as they are otherwise."""
+        if not self.is_low:
             return data
         return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.dtype)
 

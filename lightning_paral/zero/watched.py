@@ -30,7 +30,10 @@ _plainly = torch._C.DisableTorchFunctionSubclass
 _HARMLESS = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "layout", "is_cuda", "is_meta")
-} | {Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex}  # type: ignore[attr-defined]
+} | {
+    *(Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex),  # type: ignore[attr-defined]
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+}
 _OF_SHAPE = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim")} | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
     *(Tensor.element_size, torch.numel),

@@ -132,7 +132,7 @@ def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.M
     done = threading.Event()
 
     def save() -> None:
-        while not done.wait(0.02):
+        while not done.wait(0.05):
             draft = commit.Draft(target, folder=True)
             shutil.copytree(copy, draft.path, dirs_exist_ok=True)
             draft.commit()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
-from lightning_paral.fsdp import recovery
+from lightning_paral.model import room
 from tests.fsdp_models import Block, OnTheModule, Tied
 from tests.models import quiet_trainer
 from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
@@ -339,12 +339,12 @@ def test_units_are_printed_once_with_their_sizes(on_ranks) -> None:
 
 
 def fit_without_room() -> tuple[str, str]:
-    model, (probe, recovery._available_bytes) = Tied(), (recovery._available_bytes, lambda: 2 * 4 * 5000)
+    model, (probe, room._available_bytes) = Tied(), (room._available_bytes, lambda: 2 * 4 * 5000)
     trainer = quiet_trainer(max_steps=1, devices=2, strategy="paral_fsdp")
     try:
         trainer.fit(model, token_loader(1, 2))
     finally:
-        recovery._available_bytes = probe
+        room._available_bytes = probe
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(model, token_loader(1, 2))
     return type(next(model.parameters())).__name__, str(caught.value)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.contract.user_code.columns import RANKS
 from tests.contract.user_code.models import WIDTH, Supervised, validated
 from tests.contract.user_code.rows import row
 
@@ -90,7 +91,7 @@ class InPlace(Assigned):
         return loss
 
 
-@row("buffer reduced over ranks by hand")
+@row("buffer reduced over ranks by hand", only=RANKS)
 class Reduced(Assigned):
     """A running mean that is all-reduced by torch.distributed where it is initialized (DINO, VQ-VAE)."""
 
@@ -171,7 +172,7 @@ class OfParameter(Supervised):
         self.last = self.backbone.blocks[0].layer.weight.detach().clone()
 
 
-@row("buffer as a codebook, EMA of sums over ranks")
+@row("buffer as a codebook, EMA of sums over ranks", only=RANKS)
 class Codebook(Supervised):
     """VQ-VAE: a codebook in a buffer, EMA of counts and sums, all-reduced where ranks are; straight-through."""
 

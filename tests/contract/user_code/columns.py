@@ -51,3 +51,6 @@ COLUMNS = {
         ),
     )
 }
+
+RANKS = tuple(column.label for column in COLUMNS.values() if column.always and column.on_ranks)
+"""The columns with a process per device."""

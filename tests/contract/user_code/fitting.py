@@ -1,13 +1,14 @@
 """Fit a row and keep all that can be compared."""
 
 import gc
+import json
 import logging
 import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 import lightning_paral
@@ -127,7 +129,9 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
         is_ours = isinstance(error, lightning_paral.errors.ParalError)
         found = Raised(type(error).__name__, str(error), is_ours, traceback.format_exc())
         # For the case that another rank waits for this one forever.
-        Path(folder, f"raised-{os.environ.get('RANK', '0')}.txt").write_text(f"{found.kind}: {found.message}")
+        Path(folder, f"raised-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(asdict(found)))
+        if ROWS[label].of_one_rank:
+            raise  # the pool ends the other ranks
         return found
 
 
@@ -161,6 +165,8 @@ def _contents(path: Path) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()  # what the user kept is on shards, as the parameters are
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     return value

@@ -304,7 +304,7 @@ class Accumulated(Supervised):
         self.seen.append([float(p.grad.norm()) for p in self.parameters()])
 
 
-@row("gradients read while they accumulate", trainer={"accumulate_grad_batches": 2})
+@row("gradients read while they accumulate", trainer={"accumulate_grad_batches": 2}, reference="ddp")
 class ReadAccumulating(Supervised):
     """accumulate_grad_batches=2, with p.grad.norm() read in on_after_backward of every batch."""
 

@@ -197,7 +197,10 @@ class ReturnsNone(Supervised):
         return None if batch_idx % 2 else self.loss(batch)
 
 
-@row("steps that return None on one rank", names="None|rank", patience=60)
+@row(
+    "steps that return None on one rank", names="None", of_one_rank=True,
+    only=("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2"),
+)  # fmt: skip
 class ReturnsNoneOnOne(Supervised):
     """None from training_step for a batch that one rank has (samples that are not finite)."""
 

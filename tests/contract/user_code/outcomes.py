@@ -1,5 +1,6 @@
 """Run one cell of the table, and say how it came out."""
 
+import json
 import re
 import tempfile
 import traceback
@@ -43,7 +44,8 @@ def columns_of(row: Row) -> list[str]:
     return [
         label
         for label, column in COLUMNS.items()
-        if label in row.strategies or (column.always and (not column.themes or row.theme in column.themes))
+        if label in (row.only or row.strategies)
+        or (not row.only and column.always and (not column.themes or row.theme in column.themes))
     ]
 
 
@@ -57,8 +59,11 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             try:
                 ranks = pool.run(2, attempt, label, column, folder, timeout=row.patience)
             except RankError as error:
-                raised = [path.read_text() for path in sorted(Path(folder).glob("raised-*.txt"))]
-                return Outcome("hangs", "; ".join(raised) or str(error))
+                raised = [Raised(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("raised-*.json"))]
+                if raised and row.of_one_rank:
+                    return _judged(row, raised, len(raised))
+                said = (f"{each.kind}: {each.message}" for each in raised)
+                return Outcome("hangs", "; ".join(said) or str(error))
         errors = [rank for rank in ranks if isinstance(rank, Raised)]
         if errors:
             pool.renew_world()
@@ -108,7 +113,7 @@ def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
         return Outcome("fails", f"{first.kind}: {first.message}", first.trace)
     if row.names and not re.search(row.names, first.message):
         return Outcome("fails", f"names no {row.names}: {first.kind}: {first.message}", first.trace)
-    return Outcome("refused", first_sentence(first.message))
+    return Outcome("refused", first_sentence(first.message), first.trace)
 
 
 def summary(lines: list[str]) -> str:

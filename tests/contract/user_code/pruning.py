@@ -43,7 +43,13 @@ add(
     "pruning by ModelPruning, structured",
     "ModelPruning('ln_structured', pruning_dim=0, pruning_norm=2).",
     Supervised,
-    callbacks=pruning(pruning_fn="ln_structured", use_global_unstructured=False, pruning_dim=0, pruning_norm=2),
+    callbacks=pruning(
+        pruning_fn="ln_structured",
+        parameter_names=["weight"],
+        use_global_unstructured=False,
+        pruning_dim=0,
+        pruning_norm=2,
+    ),
     trainer={"max_epochs": 2},
 )
 

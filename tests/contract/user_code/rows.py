@@ -42,6 +42,10 @@ class Row:
     """What a refusal has to name, as a regular expression."""
     patience: float = 150.0
     """Seconds after which a cell counts as hanging; less where one is known to."""
+    of_one_rank: bool = False
+    """The error is one rank's own: whatever started the ranks ends the others, as for any exception."""
+    only: tuple[str, ...] = ()
+    """The columns in which it runs, if not in all."""
     apart: tuple[str, ...] = ()
     """Patterns of names in the `state_dict` and metrics that differ by intent: drawn at random, say."""
 

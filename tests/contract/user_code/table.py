@@ -34,6 +34,9 @@ it:
 - **refused**: an error says so and names what it is about; the footnote has its first sentence.
 - **open**: neither, which is a defect.
 
+An empty cell is not run: the code asks for something of other strategies, as `torch.distributed` does in `paral_dp`,
+which is one process.
+
 `paral_zero3` is run with `stage3_param_persistence_threshold=0`, so that all parameters are partitioned; "defaults"
 leaves those below 100,000 elements whole. Rows marked *resumed* save after an epoch, load into a new module and go on.
 

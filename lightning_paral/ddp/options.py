@@ -1,0 +1,52 @@
+"""Options of DDP, checked, and its error about unused parameters, in names."""
+
+import difflib
+import inspect
+import re
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_paral.errors import ConfigurationError
+
+_DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
+_INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
+
+
+def check_choice(option: str, given: object, choices: tuple[object, ...]) -> None:
+    """Raise a `ConfigurationError` if `given` is none of the choices."""
+    if given not in choices:
+        raise ConfigurationError(f"{option}={given!r} is not known. Choose from: {', '.join(map(repr, choices))}.")
+
+
+def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
+    """Raise a `ConfigurationError` if gradients are to be reduced in two ways."""
+    if hook is not None and (all_reduce != "auto" or wire_dtype is not None):
+        raise ConfigurationError(
+            f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={all_reduce!r} and "
+            f"wire_dtype={wire_dtype!r} were given as well. Give one or the other."
+        )
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise a `ConfigurationError` for an option that neither we nor DDP have."""
+    for option in options:
+        if option not in _DDP_OPTIONS:
+            near = difflib.get_close_matches(option, _DDP_OPTIONS | {"all_reduce", "wire_dtype", "timeout"}, n=3)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigurationError(
+                f"ParalDDPStrategy has no option {option!r}, nor has torch's DistributedDataParallel.{hint}"
+            )
+
+
+def explain_unused(message: str, names: list[str], rank: int) -> str:
+    """Name the parameters whose indices DDP reports, by the names of those its reducer has."""
+    found = _INDICES_WITHOUT_GRADIENT.search(message)
+    unused = [names[int(index)] for index in found.group(1).split()] if found else ["(torch does not say which)"]
+    return (
+        f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "
+        f"gradients never came: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "
+        "them anew each step), or `static_graph=True` where they are the same in every step: "
+        "`strategy=ParalDDPStrategy(find_unused_parameters=True)`. Otherwise make the loss depend on them, or freeze "
+        "them with `requires_grad_(False)`."
+    )

@@ -1,0 +1,175 @@
+"""Operations for which sharded tensors (DTensors) are gathered first: torch refuses them, or reads one rank's part.
+
+Code that was written for one process mixes both kinds, `average.lerp_(parameter, 0.1)`, and reads numbers,
+`float(parameter.norm())`. Outside of steps, that has the result of one process: *collective*, as all reading of
+sharded tensors is. In a step a whole tensor holds a rank's own samples, and mixing stays an error.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, own_rows
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+aten = torch.ops.aten
+
+# All that write in place are elementwise: each rank does its own rows.
+MIXED = (
+    "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "pow", "pow_", "lerp", "lerp_",
+    "addcmul", "addcmul_", "addcdiv", "addcdiv_", "maximum", "minimum", "fmax", "fmin", "clamp", "clamp_",
+    "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "copysign", "copysign_", "where", "masked_fill",
+    "masked_fill_", "eq", "ne", "gt", "ge", "lt", "le", "logical_and", "logical_and_", "logical_or", "logical_or_",
+    "bitwise_and", "bitwise_or", "dot", "mv", "mm", "bmm", "addmm", "cat", "stack", "mse_loss",
+    "_foreach_add", "_foreach_add_", "_foreach_sub", "_foreach_sub_", "_foreach_mul", "_foreach_mul_", "_foreach_div",
+    "_foreach_div_", "_foreach_lerp", "_foreach_lerp_", "_foreach_copy_",
+)  # fmt: skip
+"""Operations that are done on whole values where they are given both kinds."""
+
+GATHERED = ("equal.default", "allclose.default", "histc.default", "_unique2.default", "nonzero.default")
+"""Operations that torch (2.13) refuses for DTensors, or does on this rank's part."""
+
+
+def read_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the element of a tensor of one element: torch (2.13) reads it from this rank's part of a sum or norm."""
+    return operation(args[0].full_tensor())
+
+
+def on_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do the operation on whole tensors."""
+    return operation(*map(as_whole, args), **{key: as_whole(value) for key, value in kwargs.items()})
+
+
+def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    return [tensor.select(dim, number) for number in range(tensor.shape[dim])]
+
+
+def read_norm(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
+    """Return a handler that gives the norm of all of a tensor as one number, ready to be stacked with others."""
+
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        norm = by_default(operation, args, kwargs)
+        is_number = isinstance(norm, DTensor) and norm.dim() == 0 and not norm.requires_grad
+        return norm.full_tensor() if is_number and not in_step() else norm
+
+    return handle
+
+
+def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
+    """Return a handler that does operations on whole values where they are given both kinds, outside of steps."""
+
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        joined = operation._overloadpacket in (aten.cat, aten.stack)
+        if not _are_mixed(args, kwargs, 0 if joined else 1) or in_step():
+            return by_default(operation, args, kwargs)
+        target, *others = args
+        if not _writes_in_place(operation):
+            return on_whole(operation, args, kwargs)
+        if isinstance(target, list | tuple):  # torch's _foreach operations
+            for number, tensor in enumerate(target):
+                _write(operation, [tensor], [_nth(other, number) for other in others], kwargs)
+        else:
+            _write(operation, target, others, kwargs)
+        return target
+
+    return handle
+
+
+def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any]) -> None:
+    [tensor] = target if isinstance(target, list) else [target]
+    others, kwargs = as_whole(others), {key: as_whole(value) for key, value in kwargs.items()}
+    if not isinstance(tensor, DTensor):
+        operation(target, *others, **kwargs)
+        return
+    rows = own_rows(tensor)
+    if rows is None:
+        raise RuntimeError(f"{operation}: got mixed torch.Tensor and DTensor")
+    whole = in_place_of(tensor, rows)
+    operation([whole] if isinstance(target, list) else whole, *others, **kwargs)
+    tensor._local_tensor.copy_(whole[rows])
+
+
+def _nth(other: Any, number: int) -> Any:
+    return [other[number]] if isinstance(other, list | tuple) else other
+
+
+def _are_mixed(args: tuple[Any, ...], kwargs: dict[str, Any], num_elements: int) -> bool:
+    """Whether there are DTensors among the arguments, and tensors of more than `num_elements` that are none."""
+    sharded = plain = False
+    for tensor in _tensors((*args, *kwargs.values())):
+        if isinstance(tensor, DTensor):
+            sharded = True
+        elif tensor.numel() > num_elements:
+            plain = True
+    return sharded and plain
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+@cache
+def _writes_in_place(operation: Any) -> bool:
+    alias = operation._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
+
+
+def _tolist(tensor: Any) -> Any:
+    return tensor.full_tensor().tolist()
+
+
+def _numpy(tensor: Any, **options: Any) -> Any:
+    return tensor.full_tensor().numpy(**options)
+
+
+def _array(tensor: Any, *args: Any) -> Any:
+    return tensor.full_tensor().__array__(*args)
+
+
+def _format(tensor: Any, specification: str) -> str:
+    return format(tensor.item() if tensor.dim() == 0 else repr(tensor), specification)
+
+
+CONVERSIONS = {"tolist": _tolist, "numpy": _numpy, "__array__": _array, "__format__": _format}
+"""Methods of DTensors that convert to Python and NumPy, which torch (2.13) refuses. *Collective*."""
+
+
+def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Handler]:
+    """Return the handlers by operation.
+
+    Args:
+        by_default: does what torch does.
+        in_step: whether a step is running.
+    """
+    found: dict[Any, Handler] = {
+        aten._local_scalar_dense.default: _unless_replicated(read_number, by_default),
+        aten.linalg_vector_norm.default: read_norm(by_default, in_step),
+        aten.unbind.int: _unless_replicated(_unbind, by_default),
+    }
+    for name in GATHERED:
+        packet, overload = name.split(".")
+        found[getattr(getattr(aten, packet), overload)] = on_whole
+    handle = mixed(by_default, in_step)
+    for name in MIXED:
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                found[getattr(packet, overload)] = handle
+    return found
+
+
+def _unless_replicated(handler: Handler, by_default: Handler) -> Handler:
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        chosen = by_default if is_replicated(args[0]) else handler
+        return chosen(operation, args, kwargs)
+
+    return handle

@@ -1,0 +1,72 @@
+"""Errors of torch and DeepSpeed about partitioned parameters, in words of what to do."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_paral.errors import ConfigurationError
+
+_EMPTY = re.compile(
+    r"size of tensor \w \(0\)|mat2 must be a matrix|mat1 and mat2 shapes cannot be multiplied|size mismatch, got|"
+    r"storage of size 0|weight. must be 2-D|non-empty|has size 0|got input \(0\)"
+)
+_CHANGED = ("tracing error at step",)
+_REPLACED = ("has no attribute 'ds_status'", "has no attribute 'ds_id'")
+_MADE_OF_ANOTHER = "Creating a Parameter from an instance of type"
+
+
+def explanation(error: BaseException, stage: int) -> str | None:
+    """Return what `error` means under ZeRO; `None` if it is about something else."""
+    said = str(error)
+    if _MADE_OF_ANOTHER in said:
+        return (
+            "A parameter was made of one that ZeRO divides, as pruning, parametrizations and nn.Parameter(parameter) "
+            "do. It would be neither divided nor trained. Do it in __init__ or configure_model; or train with "
+            "paral_ddp."
+        )
+    if stage < 3:
+        return None
+    if any(pattern in said for pattern in _REPLACED):
+        return (
+            "A tensor stands in the place of a parameter, as torch.func.functional_call puts it there. Under ZeRO "
+            "stage 3 a module gathers its own parameters before it runs, and cannot run with others. Write the "
+            "operation with torch.nn.functional, or train with paral_zero2."
+        )
+    if any(pattern in said for pattern in _CHANGED):
+        return (
+            "Modules ran in another order than in the steps before, or with other parameters. Under ZeRO stage 3 "
+            "DeepSpeed follows that order. Do not add or replace parameters while a fit runs; or train with "
+            "paral_zero2."
+        )
+    if _EMPTY.search(said):
+        return (
+            "A weight was used while each rank held its part of it only. Under ZeRO stage 3 weights are gathered for "
+            "the forward and for one backward pass of their module: backward(retain_graph=True) followed by another, "
+            "and torch.autograd.grad(create_graph=True), as gradient penalties need it, come too late. Train with "
+            "paral_zero2, or paral_ddp."
+        )
+    return None
+
+
+@contextmanager
+def explained(stage: int) -> Iterator[None]:
+    """Say what it means that a step did what cannot be done with partitioned parameters.
+
+    Raises:
+        ConfigurationError: such an operation inside the block.
+    """
+    try:
+        yield
+    except (RuntimeError, AttributeError) as error:
+        meaning = None if isinstance(error, ConfigurationError) else explanation(error, stage)
+        if meaning is None:
+            raise
+        raise ConfigurationError(meaning) from error
+
+
+def explain(error: BaseException, stage: int) -> None:
+    """Put what `error`, of a hook, means before what torch said."""
+    if isinstance(error, RuntimeError | AttributeError) and not isinstance(error, ConfigurationError):
+        meaning = explanation(error, stage)
+        if meaning is not None:
+            error.args = (f"{meaning}\ntorch: {error}",)
