@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
@@ -258,7 +258,18 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         """
         if self._reduced is not None:
             self._reduced.check_before_step()
+        if isinstance(optimizer, LBFGS):
+            closure = self._averaging(closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure` with the mean of all ranks' losses, by which LBFGS decides how far to go, and when to stop."""
+
+        def averaged() -> Any:
+            loss = closure()
+            return self.reduce(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        return averaged
 
     def on_validation_start(self) -> None:
         """Evaluate rank 0's buffers on all ranks. *Collective* over the world during a fit."""

@@ -34,7 +34,8 @@ def _differences(ranks: list[Fit], expected: Fit, tolerance: float, buffers_of_a
         weights = {k: v for k, v in rank.weights.items() if buffers_of_all or not number or k not in rank.buffers}
         theirs = {k: v for k, v in expected.weights.items() if k in weights or k not in rank.buffers}
         yield from compared(f"rank {number}: weights", weights, theirs, tolerance)
-        yield from compared(f"rank {number}: seen", rank.seen, expected.seen, tolerance * 10)
+        seen = expected.seen_by_rank[number] if expected.seen_by_rank else expected.seen
+        yield from compared(f"rank {number}: seen", rank.seen, seen, tolerance * 10)
         yield from compared(f"rank {number}: groups", rank.hyperparameters, expected.hyperparameters, tolerance)
     yield from compared("metrics", mean_metrics(ranks), expected.metrics, tolerance * 10)
     yield from compared("checkpoint", ranks[0].checkpoint, expected.checkpoint, tolerance)

@@ -39,6 +39,8 @@ class Fit:
     metrics: dict[str, float] = field(default_factory=dict)
     hyperparameters: list[Any] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
+    seen_by_rank: list[list[Any]] = field(default_factory=list)
+    """In a reference of several ranks."""
     checkpoint: dict[str, Any] = field(default_factory=dict)
     """On rank 0: `state_dict`, `optimizer_states`, `lr_schedulers`, and what hooks added."""
     buffers: tuple[str, ...] = ()

@@ -102,6 +102,7 @@ def joined(ranks: list[Fit | Raised]) -> Fit:
     assert len(fits) == len(ranks), ranks
     fits[0].losses = torch.tensor([rank.losses for rank in fits]).mean(dim=0).tolist()
     fits[0].metrics = mean_metrics(fits)
+    fits[0].seen_by_rank = [rank.seen for rank in fits]
     return fits[0]
 
 

@@ -1,0 +1,54 @@
+"""Whatever stands in a module or callback: under every strategy it equals one process, or an error names it."""
+
+import pytest
+
+import tests.contract.user_code.themes  # noqa: F401  registers the rows
+from tests.contract.user_code import table
+from tests.contract.user_code.columns import COLUMNS
+from tests.contract.user_code.known import KNOWN
+from tests.contract.user_code.outcomes import cells, outcome
+from tests.rank_pool import RankPool
+
+ADVICE = "If this is meant, write docs/user-code.md anew: python -m tests.contract.user_code --write"
+
+
+def parameters(needs_operators: bool) -> list[object]:
+    found = [(row, column) for row, column in cells() if COLUMNS[column].needs_operators == needs_operators]
+    return [
+        pytest.param(*cell, marks=[pytest.mark.xfail(strict=True, reason=KNOWN[cell])] if cell in KNOWN else [])
+        for cell in found
+    ]
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[tuple[str, str], tuple[str, str]]:
+    return table.read()
+
+
+def assert_as_said(cell: tuple[str, str], said: dict[tuple[str, str], tuple[str, str]], pool: RankPool) -> None:
+    found = outcome(*cell, pool)
+    assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
+    word, note = said[cell]
+    assert table.word(found) == word, f"{found.reason}\n{ADVICE}"
+    assert found.reason == note, ADVICE
+
+
+@pytest.mark.parametrize(("row", "column"), parameters(needs_operators=False))
+def test_user_code_equals_one_process_or_is_refused(row: str, column: str, said, rank_pool: RankPool) -> None:
+    assert_as_said((row, column), said, rank_pool)
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize(("row", "column"), parameters(needs_operators=True))
+def test_user_code_with_offload_equals_one_process_or_is_refused(
+    row: str, column: str, said, rank_pool: RankPool
+) -> None:
+    assert_as_said((row, column), said, rank_pool)
+
+
+def test_table_has_every_cell(said) -> None:
+    assert said.keys() == set(cells())
+
+
+def test_open_cells_are_those_known(said) -> None:
+    assert {cell for cell, (word, _) in said.items() if word == table.OPEN} == KNOWN.keys()
