@@ -263,7 +263,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `closure` with the mean of all ranks' losses, by which LBFGS decides how far to go, and when to stop."""
+        """Return `closure` with the mean of all ranks' losses: LBFGS decides by it how far to go, and when to stop."""
 
         def averaged() -> Any:
             loss = closure()
