@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_paral.model.pretrained import is_placeholder
 from lightning_paral.model.tape import OVERWRITING, Tape, View, generator_state
 
 DEFERRED_BYTES = 64 * 1024
@@ -76,6 +77,8 @@ class Recorder(TorchDispatchMode):
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], likes: list[Tensor]) -> Any:
         """Make a tensor from nothing, or like another: with values if it is small."""
         device = torch.device(kwargs.get("device") or "cpu")
+        if is_placeholder(device):
+            return func(*args, **kwargs)
         hollow = func(*tree_map(_on_meta, args), **{**kwargs, "device": "meta"})
         num_bytes = sum(part.numel() * part.element_size() for part in tree_flatten(hollow)[0])
         if num_bytes <= DEFERRED_BYTES and device.type != "meta" and not likes:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_paral.model.pretrained import is_loading
 from lightning_paral.zero.partition import is_partitioned, make_contiguous, scalars_as_bytes
 
 
@@ -23,15 +24,17 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     Args:
         config: DeepSpeed's.
         module: what it is made for. Parameters that it gains and that are whole at the end, as those that
-            `from_pretrained` puts in place of others, are partitioned then.
+            `from_pretrained` loads, are partitioned then.
     """
     import deepspeed
 
     linear = torch.nn.functional.linear
+    constructors = {name: getattr(torch, name) for name in _CONSTRUCTORS}
     before = set() if module is None else set(module.parameters())
     try:
         init = _divisible(deepspeed.zero.Init(config_dict_or_path=config))
         with init, _FirstValues():
+            _stand_aside_while_loading(init, constructors)
             yield
         if module is not None:
             _partition(init, [parameter for parameter in module.parameters() if parameter not in before])
@@ -50,6 +53,37 @@ def _divisible(init: Any) -> Any:
 
     init._zero_init_param = divide_any
     return init
+
+
+_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
+"""What `zero.Init` puts functions of its own in place of, which choose device and dtype."""
+
+
+def _stand_aside_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
+    """Let `from_pretrained` build on the meta device, as it does in one process, until `init` is left.
+
+    `zero.Init` would build all of it with memory, drawn and divided, before the values of the files come.
+
+    Args:
+        init: a `zero.Init` that has been entered.
+        constructors: torch's own.
+    """
+    divide_module = init._post_init_method
+
+    def divide_module_if_it_stays(module: Module) -> None:
+        if not is_loading():
+            divide_module(module)
+
+    init._post_init_method = divide_module_if_it_stays
+    for name, plain in constructors.items():
+        setattr(torch, name, _either(plain, getattr(torch, name)))
+
+
+def _either(while_loading: Callable[..., Tensor], else_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
+        return (while_loading if is_loading() else else_)(*args, **kwargs)
+
+    return construct
 
 
 @torch.no_grad()
