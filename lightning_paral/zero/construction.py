@@ -28,6 +28,8 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     """
     import deepspeed
 
+    with torch.device("meta"):  # torch notes at the first call which functions such a context changes
+        torch.empty(0)
     linear = torch.nn.functional.linear
     constructors = {name: getattr(torch, name) for name in _CONSTRUCTORS}
     before = set() if module is None else set(module.parameters())
