@@ -33,9 +33,9 @@ STRATEGIES = ("paral_fsdp", "paral_zero3")
 M_MMAP_THRESHOLD = -3
 
 
-def large() -> Any:
-    """Return a model of about 200 MB, none of whose tensors is large."""
-    config = transformers.GPT2Config(n_layer=10, n_embd=640, n_head=10, n_positions=64, **IDS)
+def large(width: int = 640) -> Any:
+    """Return a model, of about 200 MB at a width of 640, none of whose tensors is a large part of it."""
+    config = transformers.GPT2Config(n_layer=10, n_embd=width, n_head=10, n_positions=64, **IDS)
     return transformers.GPT2LMHeadModel(config)
 
 
