@@ -90,13 +90,17 @@ def _either(while_loading: Callable[..., Tensor], else_: Callable[..., Tensor]) 
 
 @torch.no_grad()
 def _partition(init: Any, parameters: list[Parameter]) -> None:
-    """Partition what is whole, one by one. Rank 0's values count."""
+    """Partition what is whole, one by one, in the precision of the weights. Rank 0's values count."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):
             continue
-        if dist.get_rank() > 0:
+        lowered = init.dtype != torch.float32 and parameter.is_floating_point()
+        dtype = init.dtype if lowered else parameter.dtype
+        if dist.get_rank() == 0:
+            parameter.data = parameter.to(dtype)
+        else:
             # It may lie in a private map of a file, where received values would stay in memory as long as the map.
-            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            parameter.data = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         init._convert_to_zero_parameters([parameter])
 
 
