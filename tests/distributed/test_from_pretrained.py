@@ -19,7 +19,9 @@ import transformers
 from lightning_paral.model import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.hugging_face_models import VOCABULARY, Wrapped, made, tokens
+from tests.late_import import ImportsLate, load_late
 from tests.models import quiet_trainer
+from tests.rank_pool import RankPool
 from tests.sampling_models import strategy_of
 
 KINDS = (
@@ -213,6 +215,23 @@ def test_low_precision(on_ranks, tmp_path: Path, label: str, precision: str, kin
     made(kind).base_model.save_pretrained(tmp_path)  # without its head
     ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), None, 16, precision)
     assert_as_in_one_process(ranks, kind, tmp_path, None, precision)
+
+
+@pytest.mark.parametrize("label", DIVIDED)
+def test_transformers_may_be_imported_late(tmp_path: Path, label: str) -> None:
+    made("BertForSequenceClassification").bert.save_pretrained(tmp_path)
+    module = ImportsLate(str(tmp_path))
+    module.configure_model()
+    expected = dict(module.named_parameters()) | dict(module.named_buffers())
+    pool = RankPool()  # of processes that have not imported it
+    try:
+        for imported_before, values in pool.run(2, load_late, label, str(tmp_path)):
+            assert not imported_before
+            assert values.keys() == expected.keys()
+            for name, value in values.items():
+                assert torch.equal(value, expected[name]), name
+    finally:
+        pool.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
