@@ -7,6 +7,7 @@ Values are those of one process if that is left as it is: nothing is drawn, copi
 import sys
 
 import torch
+from torch.nn import Parameter
 
 
 def is_loading() -> bool:
@@ -28,3 +29,8 @@ def is_loading() -> bool:
 def is_placeholder(device: torch.device) -> bool:
     """Whether what the caller is about to make on `device` is only there for its shape and dtype."""
     return device.type == "meta" and is_loading()
+
+
+def was_loaded(parameter: Parameter) -> bool:
+    """Whether `from_pretrained` has read `parameter` from a file."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))

@@ -1,6 +1,6 @@
 """Building the model of stage 3 partitioned, so that no rank ever holds it whole; and a word to those who do not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_paral.model.pretrained import is_loading
+from lightning_paral.model.pretrained import is_loading, was_loaded
 from lightning_paral.zero.partition import is_partitioned, make_contiguous, scalars_as_bytes
 
 
@@ -39,7 +39,9 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
             _stand_aside_while_loading(init, constructors)
             yield
         if module is not None:
-            _partition(init, [parameter for parameter in module.parameters() if parameter not in before])
+            gained = {name: parameter for name, parameter in module.named_parameters() if parameter not in before}
+            warn_of_other_draws(gained, init.local_device)
+            _partition(init, gained.values())
     finally:
         torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
 
@@ -89,7 +91,7 @@ def _either(while_loading: Callable[..., Tensor], else_: Callable[..., Tensor]) 
 
 
 @torch.no_grad()
-def _partition(init: Any, parameters: list[Parameter]) -> None:
+def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
     """Partition what is whole, one by one, in the precision of the weights. Rank 0's values count."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):
@@ -102,6 +104,27 @@ def _partition(init: Any, parameters: list[Parameter]) -> None:
             # It may lie in a private map of a file, where received values would stay in memory as long as the map.
             parameter.data = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         init._convert_to_zero_parameters([parameter])
+
+
+def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
+    """Warn if `parameters` were drawn on the host though one process, with the same seed, draws on `device`.
+
+    `from_pretrained` draws weights that are not in the folder on the device in whose context it runs. Here there is
+    none, or it would put the whole model there.
+    """
+    if device.type == "cpu":
+        return
+    drawn = [
+        name
+        for name, parameter in parameters.items()
+        if not hasattr(parameter, "ds_id") and parameter.device.type == "cpu" and not was_loaded(parameter)
+    ]
+    if drawn:
+        rank_zero_warn(
+            f"{', '.join(drawn)}: drawn on the host, the same on all ranks, but with other numbers than one process "
+            f"draws on {device.type} from this seed. It is so with weights that `from_pretrained` does not find in "
+            "the folder. To compare with one process, save the model with them and load that folder in both."
+        )
 
 
 def warn_of_whole(module: Module) -> None:

@@ -8,6 +8,7 @@ files as well: ranks of one machine share them, and the system takes them back w
 """
 
 import ctypes
+import itertools
 import logging
 import os
 import tempfile
@@ -30,6 +31,8 @@ from tests.sampling_models import strategy_of
 NUM_RANKS = 2
 IDS = {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
 STRATEGIES = ("paral_fsdp", "paral_zero3")
+PRECISIONS = {"32-true": 4, "bf16-true": 2}
+"""Bytes of an element, by precision."""
 M_MMAP_THRESHOLD = -3
 
 
@@ -83,11 +86,12 @@ class Loaded(Wrapped):
         """Do nothing: all is there before."""
 
 
-def peaks_of(label: str, folder: str) -> tuple[int, int]:
+def peaks_of(label: str, folder: str, precision: Any = "32-true") -> tuple[int, int]:
     """Return this rank's peaks of anonymous and of all resident memory. *Collective* over the default group."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1024 * 1024)  # what is freed is given back to the system
     module = Loaded(folder)
-    trainer = quiet_trainer(strategy=strategy_of(label), devices=NUM_RANKS, limit_val_batches=1)
+    strategy = strategy_of(label)
+    trainer = quiet_trainer(strategy=strategy, devices=NUM_RANKS, limit_val_batches=1, precision=precision)
     trainer.validate(module, DataLoader(tokens(), batch_size=4), verbose=False)
     return module.peaks
 
@@ -98,18 +102,20 @@ def main() -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     model, rows = large(), []
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as folder:
         made("GPT2LMHeadModel").save_pretrained(small)
         model.save_pretrained(folder, max_shard_size="50MB")
-        for label in STRATEGIES:
+        for label, (precision, bytes_each) in itertools.product(STRATEGIES, PRECISIONS.items()):
             pool = RankPool()
-            pool.run(NUM_RANKS, peaks_of, label, small)  # what is imported at first use is no tensor
-            own, resident = map(max, zip(*pool.run(NUM_RANKS, peaks_of, label, folder), strict=True))
-            rows.append([label, num_bytes / NUM_RANKS / 1e6, own / 1e6, resident / 1e6])
+            pool.run(NUM_RANKS, peaks_of, label, small, precision)  # what is imported at first use is no tensor
+            own, resident = map(max, zip(*pool.run(NUM_RANKS, peaks_of, label, folder, precision), strict=True))
+            whole = num_elements * bytes_each
+            rows.append([label, precision, *(size / 1e6 for size in (whole, whole / NUM_RANKS, own, resident))])
             pool.close()
-    print(f"A model of {num_bytes / 1e6:.1f} MB on {NUM_RANKS} ranks; MB on the rank that needs most")
-    print(tabulate(rows, headers=("strategy", "its part", "own", "resident"), floatfmt=".1f"))
+    print(f"{num_elements:,} parameters in fp32 files on {NUM_RANKS} ranks; MB on the rank that needs most")
+    headers = ("strategy", "precision", "whole", "its part", "own", "resident")
+    print(tabulate(rows, headers=headers, floatfmt=".1f"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`from_pretrained` in `configure_model`: values of the folder, the rest as in one process, no copy of it all."""
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from lightning_paral.model import recorder
+from lightning_paral.zero.construction import warn_of_other_draws
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.hugging_face_models import VOCABULARY, Wrapped, made, tokens
 from tests.late_import import ImportsLate, load_late
@@ -160,6 +162,18 @@ def test_weights_that_are_not_in_the_folder_are_drawn_as_in_one_process(
     made(kind).bert.save_pretrained(tmp_path)
     ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), None, threshold_bytes)
     assert_as_in_one_process(ranks, kind, tmp_path)
+
+
+def test_weights_drawn_on_another_device_than_in_one_process_are_named(tmp_path: Path) -> None:
+    kind = "BertForSequenceClassification"
+    made(kind).bert.save_pretrained(tmp_path)
+    model = getattr(transformers, kind).from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"^classifier\.weight, classifier\.bias: drawn on the host"):
+        warn_of_other_draws(dict(model.named_parameters()), torch.device("cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_other_draws(dict(model.named_parameters()), torch.device("cpu"))
+        warn_of_other_draws(dict(model.bert.named_parameters()), torch.device("cuda"))
 
 
 def resize(module: Any) -> None:
