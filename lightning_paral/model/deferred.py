@@ -55,7 +55,8 @@ class DeferredConstruction:
         hollow: dict[int, Tensor] = {}
         for parameter in module.parameters():
             num_bytes = parameter.numel() * parameter.element_size()
-            if type(parameter) is Parameter and num_bytes > recorder.DEFERRED_BYTES and was_loaded(parameter):
+            has_values = type(parameter) is Parameter and not parameter.is_meta
+            if has_values and num_bytes > recorder.DEFERRED_BYTES and was_loaded(parameter):
                 placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 hollow[id(parameter)] = placeholder
                 self._put_aside[id(placeholder)] = (placeholder, parameter)

@@ -34,7 +34,9 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     constructors = {name: getattr(torch, name) for name in _CONSTRUCTORS}
     before = set() if module is None else set(module.parameters())
     try:
-        init = _divisible(deepspeed.zero.Init(config_dict_or_path=config))
+        # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
+        device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
+        init = _divisible(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
         with init, _FirstValues():
             _stand_aside_while_loading(init, constructors)
             yield
@@ -47,10 +49,12 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
 
 
 def _divisible(init: Any) -> Any:
-    """Let `zero.Init` take parameters of any layout and dimension."""
+    """Let `zero.Init` take parameters of any layout, dimension and dtype, and convert them to that of the weights."""
     divide = init._zero_init_param
 
     def divide_any(parameter: Parameter) -> None:
+        if init.dtype != torch.float32 and parameter.is_floating_point():
+            parameter.data = parameter.data.to(init.dtype)
         make_contiguous(parameter)
         with scalars_as_bytes():
             divide(parameter)
@@ -92,17 +96,13 @@ def _either(while_loading: Callable[..., Tensor], else_: Callable[..., Tensor]) 
 
 @torch.no_grad()
 def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
-    """Partition what is whole, one by one, in the precision of the weights. Rank 0's values count."""
+    """Partition what is whole, one by one. Rank 0's values count."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):
             continue
-        lowered = init.dtype != torch.float32 and parameter.is_floating_point()
-        dtype = init.dtype if lowered else parameter.dtype
-        if dist.get_rank() == 0:
-            parameter.data = parameter.to(dtype)
-        else:
+        if dist.get_rank() > 0:
             # It may lie in a private map of a file, where received values would stay in memory as long as the map.
-            parameter.data = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         init._convert_to_zero_parameters([parameter])
 
 

@@ -215,11 +215,13 @@ def convert(module: Any) -> None:
 
 
 @pytest.mark.parametrize("then", [resize, add_head, change, load_another, nest, convert], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("threshold_bytes", [16, recorder.DEFERRED_BYTES])
 @pytest.mark.parametrize("label", DIVIDED)
-def test_what_is_done_to_the_model_then(on_ranks, tmp_path: Path, label: str, then: Any) -> None:
+def test_what_is_done_to_the_model_then(on_ranks, tmp_path: Path, label: str, threshold_bytes: int, then: Any) -> None:
     kind = "GPT2LMHeadModel"
     made(kind).save_pretrained(tmp_path)
-    assert_as_in_one_process(on_ranks(2, load, label, 2, kind, str(tmp_path), then), kind, tmp_path, then)
+    ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), then, threshold_bytes)
+    assert_as_in_one_process(ranks, kind, tmp_path, then)
 
 
 @pytest.mark.parametrize("kind", KINDS)
