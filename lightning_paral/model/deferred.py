@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.model import recorder
+from lightning_paral.model.pretrained import was_loaded
 from lightning_paral.model.recorder import Disguise, Recorder
 from lightning_paral.model.tape import Tape, View
 
@@ -31,6 +33,7 @@ class DeferredConstruction:
         self._tape = Tape()
         self._hollow: dict[int, tuple[Tensor, View]] = {}
         self._shared: dict[int, Tensor] = {}
+        self._put_aside: dict[int, tuple[Parameter, Parameter]] = {}
 
     @contextmanager
     def recording(self, module: Module) -> Iterator[None]:
@@ -43,10 +46,27 @@ class DeferredConstruction:
                 if self._tape.owns(local):
                     self._hollow[id(tensor)] = (tensor, View.of(local))
 
+    def put_loaded_aside(self, module: Module) -> None:
+        """Let `module` have no values for large parameters that `from_pretrained` has read, until they are filled.
+
+        They lie in mapped files and take no memory. Converted to another dtype they would: all of them at once, where
+        the module is converted, but a unit's at a time where they are filled.
+        """
+        hollow: dict[int, Tensor] = {}
+        for parameter in module.parameters():
+            num_bytes = parameter.numel() * parameter.element_size()
+            has_values = type(parameter) is Parameter and not parameter.is_meta
+            if has_values and num_bytes > recorder.DEFERRED_BYTES and was_loaded(parameter):
+                placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                hollow[id(parameter)] = placeholder
+                self._put_aside[id(placeholder)] = (placeholder, parameter)
+        for part in module.modules():
+            _replace(part, hollow)
+
     @property
     def is_empty(self) -> bool:
         """Whether everything in the module has its values."""
-        return not self._hollow
+        return not self._hollow and not self._put_aside
 
     def fill(self, modules: Iterable[Module]) -> None:
         """Compute what `modules` themselves hold, submodules aside, and put it in place of what has no value.
@@ -54,9 +74,13 @@ class DeferredConstruction:
         A parameter that several modules hold is filled once: give all of them in one call.
         """
         modules = list(modules)
-        wanted = [id(tensor) for module in modules for tensor in _tensors_of(module) if id(tensor) in self._hollow]
-        hollow = {key: self._hollow.pop(key) for key in dict.fromkeys(wanted)}
+        held = dict.fromkeys(id(tensor) for module in modules for tensor in _tensors_of(module))
+        hollow = {key: self._hollow.pop(key) for key in held if key in self._hollow}
         filled = dict(self._shared)
+        for key in [key for key in held if key in self._put_aside]:
+            placeholder, parameter = self._put_aside.pop(key)
+            parameter.data = parameter.data.to(placeholder.dtype)
+            filled[key] = parameter.requires_grad_(placeholder.requires_grad)
         values = self._tape.values([view for _, view in hollow.values()])
         for (key, (tensor, _)), value in zip(hollow.items(), values, strict=True):
             filled[key] = _like(tensor, value)

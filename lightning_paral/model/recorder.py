@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_paral.model.pretrained import is_placeholder
 from lightning_paral.model.tape import OVERWRITING, Tape, View, generator_state
 
 DEFERRED_BYTES = 64 * 1024
@@ -17,6 +18,7 @@ DEFERRED_BYTES = 64 * 1024
 
 _to_copy = torch.ops.aten._to_copy.default
 _IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ASKED = {_IS_META, _DEVICE, Tensor.__deepcopy__, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
@@ -31,6 +33,8 @@ class Disguise(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _SET_DATA and self._tape.owns(args[0]) != self._tape.owns(args[1]):
+            return _set_data(*args)
         if func not in _ASKED or not self._tape.owns(args[0]):
             return func(*args, **kwargs)
         tensor = args[0]
@@ -76,6 +80,8 @@ class Recorder(TorchDispatchMode):
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], likes: list[Tensor]) -> Any:
         """Make a tensor from nothing, or like another: with values if it is small."""
         device = torch.device(kwargs.get("device") or "cpu")
+        if is_placeholder(device):
+            return func(*args, **kwargs)
         hollow = func(*tree_map(_on_meta, args), **{**kwargs, "device": "meta"})
         num_bytes = sum(part.numel() * part.element_size() for part in tree_flatten(hollow)[0])
         if num_bytes <= DEFERRED_BYTES and device.type != "meta" and not likes:
@@ -124,6 +130,13 @@ class Recorder(TorchDispatchMode):
             return real.get(id(value), value) if isinstance(value, Tensor) else value
 
         return func(*tree_map(present, args), **tree_map(present, kwargs))
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """Do `tensor.data = value` where one of them is on the meta device, and the other not, which torch refuses."""
+    other = Parameter(value.detach(), tensor.requires_grad) if isinstance(tensor, Parameter) else value.detach()
+    vars(other).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

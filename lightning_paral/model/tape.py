@@ -56,6 +56,7 @@ class _Operation:
     writes: frozenset[int]
     drawn_from: tuple[torch.device, Tensor] | None
     """For random operations, the generator's device and its state before."""
+    default_dtype: torch.dtype
 
 
 class Tape:
@@ -114,6 +115,7 @@ class Tape:
                 overwrites=frozenset(overwrites),
                 writes=frozenset(new | {view.storage for view in changed}),
                 drawn_from=drawn_from,
+                default_dtype=torch.get_default_dtype(),
             )
         )
 
@@ -142,10 +144,15 @@ class Tape:
             return self._real(value, real) if isinstance(value, View) else value
 
         args, kwargs = tree_map(present, operation.args), tree_map(present, operation.kwargs)
-        if operation.drawn_from is None:
-            results = operation.func(*args, **kwargs)
-        else:
-            results = _draw_again(operation.func, args, kwargs, *operation.drawn_from)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(operation.default_dtype)  # under bf16-true it is bf16 while the module is built
+        try:
+            if operation.drawn_from is None:
+                results = operation.func(*args, **kwargs)
+            else:
+                results = _draw_again(operation.func, args, kwargs, *operation.drawn_from)
+        finally:
+            torch.set_default_dtype(before)
         for view, result in zip(operation.made, tree_flatten(results)[0], strict=True):
             if view is not None:
                 real[view.storage] = result.untyped_storage()

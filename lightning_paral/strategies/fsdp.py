@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import HalfPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -186,6 +186,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         deferred = DeferredConstruction(self.root_device)
         with deferred.recording(self.lightning_module):
             yield
+        if isinstance(self.precision_plugin, HalfPrecision):  # which converts the module
+            deferred.put_loaded_aside(self.lightning_module)
         self._deferred = None if deferred.is_empty else deferred
 
     def setup(self, trainer: Trainer) -> None:

@@ -215,6 +215,17 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     # Model wrapping
 
     @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Make tensors on the device and in the dtype of the weights."""
+        with super().tensor_init_context(empty_init):
+            if self.root_device.type == "cpu":
+                # Without the index: `from_pretrained` takes "cpu:0" for a device it needs `accelerate` for.
+                with torch.device("cpu"):
+                    yield
+            else:
+                yield
+
+    @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build a model of stage 3 partitioned: each rank keeps its part of a parameter as soon as it has values."""
         with built_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():

@@ -1,6 +1,6 @@
 """Building the model of stage 3 partitioned, so that no rank ever holds it whole; and a word to those who do not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_paral.model.pretrained import is_loading, was_loaded
 from lightning_paral.zero.partition import is_partitioned, make_contiguous, scalars_as_bytes
 
 
@@ -23,27 +24,37 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     Args:
         config: DeepSpeed's.
         module: what it is made for. Parameters that it gains and that are whole at the end, as those that
-            `from_pretrained` puts in place of others, are partitioned then.
+            `from_pretrained` loads, are partitioned then.
     """
     import deepspeed
 
+    with torch.device("meta"):  # torch notes at the first call which functions such a context changes
+        torch.empty(0)
     linear = torch.nn.functional.linear
+    constructors = {name: getattr(torch, name) for name in _CONSTRUCTORS}
     before = set() if module is None else set(module.parameters())
     try:
-        init = _divisible(deepspeed.zero.Init(config_dict_or_path=config))
+        # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
+        device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
+        init = _divisible(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
         with init, _FirstValues():
+            _stand_aside_while_loading(init, constructors)
             yield
         if module is not None:
-            _partition(init, [parameter for parameter in module.parameters() if parameter not in before])
+            gained = {name: parameter for name, parameter in module.named_parameters() if parameter not in before}
+            warn_of_other_draws(gained, init.local_device)
+            _partition(init, gained.values())
     finally:
         torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
 
 
 def _divisible(init: Any) -> Any:
-    """Let `zero.Init` take parameters of any layout and dimension."""
+    """Let `zero.Init` take parameters of any layout, dimension and dtype, and convert them to that of the weights."""
     divide = init._zero_init_param
 
     def divide_any(parameter: Parameter) -> None:
+        if init.dtype != torch.float32 and parameter.is_floating_point():
+            parameter.data = parameter.data.to(init.dtype)
         make_contiguous(parameter)
         with scalars_as_bytes():
             divide(parameter)
@@ -52,8 +63,39 @@ def _divisible(init: Any) -> Any:
     return init
 
 
+_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
+"""What `zero.Init` puts functions of its own in place of, which choose device and dtype."""
+
+
+def _stand_aside_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
+    """Let `from_pretrained` build on the meta device, as it does in one process, until `init` is left.
+
+    `zero.Init` would build all of it with memory, drawn and divided, before the values of the files come.
+
+    Args:
+        init: a `zero.Init` that has been entered.
+        constructors: torch's own.
+    """
+    divide_module = init._post_init_method
+
+    def divide_module_if_it_stays(module: Module) -> None:
+        if not is_loading():
+            divide_module(module)
+
+    init._post_init_method = divide_module_if_it_stays
+    for name, plain in constructors.items():
+        setattr(torch, name, _either(plain, getattr(torch, name)))
+
+
+def _either(while_loading: Callable[..., Tensor], else_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
+        return (while_loading if is_loading() else else_)(*args, **kwargs)
+
+    return construct
+
+
 @torch.no_grad()
-def _partition(init: Any, parameters: list[Parameter]) -> None:
+def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
     """Partition what is whole, one by one. Rank 0's values count."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):
@@ -62,6 +104,27 @@ def _partition(init: Any, parameters: list[Parameter]) -> None:
             # It may lie in a private map of a file, where received values would stay in memory as long as the map.
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         init._convert_to_zero_parameters([parameter])
+
+
+def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
+    """Warn if `parameters` were drawn on the host though one process, with the same seed, draws on `device`.
+
+    `from_pretrained` draws weights that are not in the folder on the device in whose context it runs. Here there is
+    none, or it would put the whole model there.
+    """
+    if device.type == "cpu":
+        return
+    drawn = [
+        name
+        for name, parameter in parameters.items()
+        if not hasattr(parameter, "ds_id") and parameter.device.type == "cpu" and not was_loaded(parameter)
+    ]
+    if drawn:
+        rank_zero_warn(
+            f"{', '.join(drawn)}: drawn on the host, the same on all ranks, but with other numbers than one process "
+            f"draws on {device.type} from this seed. It is so with weights that `from_pretrained` does not find in "
+            "the folder. To compare with one process, save the model with them and load that folder in both."
+        )
 
 
 def warn_of_whole(module: Module) -> None:

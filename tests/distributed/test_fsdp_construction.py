@@ -152,3 +152,44 @@ def test_a_rank_never_holds_much_more_than_its_part_and_a_unit(on_ranks) -> None
     for peak, total in on_ranks(2, peak_of_construction):
         assert peak <= NUM_UNITS * UNIT_BYTES / 2 + 5 * UNIT_BYTES
         assert total == pytest.approx(expected, rel=1e-9)
+
+
+class DefaultDtype(Fitted):
+    """Makes tensors whose dtype is the default one, and sets `.data` across what has values and what has none."""
+
+    def configure_model(self) -> None:
+        self.position = nn.Parameter(torch.randn(1, VOCABULARY, WIDTH))
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+        self.register_buffer("steps", torch.arange(WIDTH) / WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first.weight.data = torch.tensor([[0.25] * WIDTH] * WIDTH)
+        self.tied = nn.Parameter(torch.tensor([[0.5] * WIDTH] * WIDTH))
+        self.tied.data = self.second.weight.data
+        with torch.no_grad():
+            self.second.weight.mul_(2.0)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
+        self.values = [value.clone() for value in (*whole, *self.buffers())]
+
+
+def values_of_default_dtype(strategy: str, num_ranks: int, precision: Any, threshold_bytes: int) -> list[Tensor]:
+    before, recorder.DEFERRED_BYTES = recorder.DEFERRED_BYTES, threshold_bytes
+    try:
+        torch.manual_seed(1)
+        model = DefaultDtype()
+        trainer = quiet_trainer(strategy=strategy, devices=num_ranks, precision=precision, limit_val_batches=1)
+        trainer.validate(model, token_loader(1, num_ranks), verbose=False)
+    finally:
+        recorder.DEFERRED_BYTES = before
+    return model.values
+
+
+@pytest.mark.parametrize("threshold_bytes", [16, 10**6])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_dtype_is_the_default_at_that_time(on_ranks, precision: str, threshold_bytes: int) -> None:
+    expected = values_of_default_dtype("auto", 1, precision, threshold_bytes)
+    for values in on_ranks(2, values_of_default_dtype, "paral_fsdp", 2, precision, threshold_bytes):
+        for value, one in zip(values, expected, strict=True):
+            assert value.dtype == one.dtype
+            assert torch.equal(value, one)

@@ -1,0 +1,123 @@
+"""Memory a rank needs on the host while `from_pretrained` loads in `configure_model`, next to its part of the model.
+
+    python -m tests.benchmarks.from_pretrained
+
+Measured from before `configure_model` to the first batch of a validation, which needs no gradients and no optimizer.
+`own` is anonymous memory (`RssAnon`), read every millisecond. `resident` is `VmHWM`, which counts pages of the mapped
+files as well: ranks of one machine share them, and the system takes them back when it needs memory.
+"""
+
+import ctypes
+import itertools
+import logging
+import os
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tabulate import tabulate
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.hugging_face_models import Wrapped, made, tokens
+from tests.models import quiet_trainer
+from tests.rank_pool import RankPool
+from tests.sampling_models import strategy_of
+
+NUM_RANKS = 2
+IDS = {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
+STRATEGIES = ("paral_fsdp", "paral_zero3")
+PRECISIONS = {"32-true": 4, "bf16-true": 2}
+"""Bytes of an element, by precision."""
+M_MMAP_THRESHOLD = -3
+
+
+def large(width: int = 640) -> Any:
+    """Return a model, of about 200 MB at a width of 640, none of whose tensors is a large part of it."""
+    config = transformers.GPT2Config(n_layer=10, n_embd=width, n_head=10, n_positions=64, **IDS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Watch:
+    """The most memory this process has had since it was made, in bytes above what it had then."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        self._own_before, self._resident_before = _status("RssAnon"), _status("VmRSS")
+        self._own, self._done = 0, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def end(self) -> tuple[int, int]:
+        """Return the peaks of anonymous and of all resident memory."""
+        self._done.set()
+        self._thread.join()
+        return self._own - self._own_before, _status("VmHWM") - self._resident_before
+
+    def _look(self) -> None:
+        while not self._done.wait(0.001):
+            self._own = max(self._own, _status("RssAnon"))
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+class Loaded(Wrapped):
+    """Loads a model when and as the strategy wants it."""
+
+    def __init__(self, folder: str) -> None:
+        super(Wrapped, self).__init__()
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        self.watch = Watch()
+        self.model = transformers.GPT2LMHeadModel.from_pretrained(self.folder)
+
+    def on_validation_start(self) -> None:
+        self.peaks = self.watch.end()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Do nothing: all is there before."""
+
+
+def peaks_of(label: str, folder: str, precision: Any = "32-true") -> tuple[int, int]:
+    """Return this rank's peaks of anonymous and of all resident memory. *Collective* over the default group."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1024 * 1024)  # what is freed is given back to the system
+    module = Loaded(folder)
+    strategy = strategy_of(label)
+    trainer = quiet_trainer(strategy=strategy, devices=NUM_RANKS, limit_val_batches=1, precision=precision)
+    trainer.validate(module, DataLoader(tokens(), batch_size=4), verbose=False)
+    return module.peaks
+
+
+def main() -> None:
+    """Print the table."""
+    warnings.simplefilter("ignore")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    model, rows = large(), []
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as folder:
+        made("GPT2LMHeadModel").save_pretrained(small)
+        model.save_pretrained(folder, max_shard_size="50MB")
+        for label, (precision, bytes_each) in itertools.product(STRATEGIES, PRECISIONS.items()):
+            pool = RankPool()
+            pool.run(NUM_RANKS, peaks_of, label, small, precision)  # what is imported at first use is no tensor
+            own, resident = map(max, zip(*pool.run(NUM_RANKS, peaks_of, label, folder, precision), strict=True))
+            whole = num_elements * bytes_each
+            rows.append([label, precision, *(size / 1e6 for size in (whole, whole / NUM_RANKS, own, resident))])
+            pool.close()
+    print(f"{num_elements:,} parameters in fp32 files on {NUM_RANKS} ranks; MB on the rank that needs most")
+    headers = ("strategy", "precision", "whole", "its part", "own", "resident")
+    print(tabulate(rows, headers=headers, floatfmt=".1f"))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(1)
+    main()
