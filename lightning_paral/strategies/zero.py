@@ -431,7 +431,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:
             return True
-        lack = lack_of_room(belongings.num_bytes, self.num_processes)
+        lack: str | None = "its weights lie on NVMe"
+        if not belongings.are_on_nvme:
+            lack = lack_of_room(belongings.num_bytes, self.num_processes)
         if lack is not None:
             rank_zero_warn(f"{type(self.lightning_module).__name__} stays partitioned: {lack}.")
         return lack is None

@@ -16,6 +16,7 @@ from lightning_paral.zero.partition import check_not_empty, make_contiguous, sca
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+_PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 _LOW = {torch.float16, torch.bfloat16}
 
 
@@ -70,20 +71,26 @@ def _initialize(
 def _check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
     """Raise a `ConfigurationError` for parameters of dtypes that DeepSpeed does not train, or would convert."""
     low = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
-    expected = _LOW if low else {torch.float32}
-    kept = set(trained)
     partitioned = config["zero_optimization"]["stage"] == 3
+    kept = set(trained)
     for name, parameter in module.named_parameters():
-        is_frozen = parameter not in kept
-        allowed = _LOW | {torch.float32} if is_frozen and partitioned else expected
-        if parameter.dtype in allowed or (is_frozen and not (partitioned and parameter.is_floating_point())):
-            continue
-        raise ConfigurationError(
-            f"{name} is of {str(parameter.dtype).removeprefix('torch.')}, which ZeRO cannot "
-            f"{'divide' if is_frozen else 'train'} at this precision: it takes "
-            f"{' or '.join(sorted(str(dtype).removeprefix('torch.') for dtype in allowed))}. Convert the parameter, "
-            f"{'or train with paral_zero2 or paral_ddp' if is_frozen else 'freeze it, or train with paral_ddp'}."
-        )
+        if parameter in kept:
+            if parameter.dtype not in (_LOW if low else {torch.float32}):
+                precision = None if low else _PRECISIONS.get(parameter.dtype)
+                instead = f"Train with Trainer(precision={precision!r})" if precision else "Convert the parameter"
+                raise ConfigurationError(
+                    f"{name} is of {_short(parameter.dtype)}, which ZeRO cannot train at this precision: it takes "
+                    f"{'bfloat16 or float16' if low else 'float32'}. {instead}, freeze it, or use paral_ddp."
+                )
+        elif partitioned and parameter.is_floating_point() and parameter.dtype not in _LOW | {torch.float32}:
+            raise ConfigurationError(
+                f"{name} is of {_short(parameter.dtype)}, which ZeRO stage 3 cannot divide. Convert the parameter, "
+                "or use paral_zero2 or paral_ddp."
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _find_masters_again(optimizer: Any) -> None:

@@ -124,6 +124,11 @@ class Belongings:
         """Whether the module has already been in the memory of every rank."""
 
     @property
+    def are_on_nvme(self) -> bool:
+        """Whether parameters were built in files, which stay there."""
+        return any(getattr(parameter, "nvme_swapper", None) is not None for parameter, _ in self._parameters)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all parameters, whole."""
         return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p, _ in self._parameters)

@@ -23,7 +23,7 @@ from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.hugging_face_models import VOCABULARY, Wrapped, made, tokens
 from tests.late_import import ImportsLate, load_late
 from tests.models import quiet_trainer
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.sampling_models import strategy_of
 
 KINDS = (
@@ -220,6 +220,10 @@ def convert(module: Any) -> None:
 def test_what_is_done_to_the_model_then(on_ranks, tmp_path: Path, label: str, threshold_bytes: int, then: Any) -> None:
     kind = "GPT2LMHeadModel"
     made(kind).save_pretrained(tmp_path)
+    if (label, then) == ("paral_zero3", convert):
+        with pytest.raises(RankError, match=r"wte\.weight is of bfloat16.*precision='bf16-true'"):
+            on_ranks(2, load, label, 2, kind, str(tmp_path), then, threshold_bytes)
+        return
     ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), then, threshold_bytes)
     assert_as_in_one_process(ranks, kind, tmp_path, then)
 

@@ -290,7 +290,7 @@ def scale(module: Any) -> None:
 
 
 def outside(module: Any) -> None:
-    module.target[0].weight.data.add_(torch.ones(5, 4))
+    module.target[0].weight.data.addmm_(torch.ones(5, 4), torch.ones(4, 4))
 
 
 def deepcopy(module: Any) -> None:

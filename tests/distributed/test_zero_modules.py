@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalZeROStrategy
+from lightning_paral.model import room
 from tests.models import quiet_trainer
 from tests.zero_models import LENGTH, MODULES, VOCABULARY, Fitted, WholeBatches, assert_same_fit, fit, token_loader
 
@@ -85,10 +86,18 @@ def losses_of_late_model(
 ) -> tuple[list[float], list[tuple[int, ...]]]:
     torch.manual_seed(5)
     model = BuiltLate()
-    for _ in range(2):  # the second fit takes the parameters as the first left them: partitioned, under stage 3
+    for _ in range(2):  # the second fit takes the parameters as the first left them
         trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy())
         trainer.fit(model, token_loader(NUM_BATCHES, num_ranks))
     return model.losses, [tuple(p.shape) for p in model.parameters()]
+
+
+def losses_of_late_model_without_room() -> tuple[list[float], list[tuple[int, ...]]]:
+    available, room._available_bytes = room._available_bytes, lambda: 0
+    try:
+        return losses_of_late_model_on_rank()
+    finally:
+        room._available_bytes = available
 
 
 def losses_of_late_model_on_rank() -> tuple[list[float], list[tuple[int, ...]]]:
@@ -96,14 +105,16 @@ def losses_of_late_model_on_rank() -> tuple[list[float], list[tuple[int, ...]]]:
     return losses_of_late_model(2, lambda: ParalZeROStrategy(stage=3, deepspeed_config=config))
 
 
-def test_configure_model_is_partitioned_and_sets_the_same_first_values(on_ranks) -> None:
-    expected, _ = losses_of_late_model(1)
+@pytest.mark.parametrize("has_room", [True, False])
+def test_configure_model_is_whole_after_the_run_where_there_is_room_for_it(on_ranks, has_room: bool) -> None:
+    expected, whole = losses_of_late_model(1)
 
-    ranks = on_ranks(2, losses_of_late_model_on_rank)
+    ranks = on_ranks(2, losses_of_late_model_on_rank if has_room else losses_of_late_model_without_room)
 
     losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
-    assert all(shape == (0,) for _, shapes in ranks for shape in shapes)
+    for _, shapes in ranks:
+        assert shapes == (whole if has_room else [(0,)] * len(whole))
 
 
 class Answers(Fitted):

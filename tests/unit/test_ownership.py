@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
@@ -292,6 +293,8 @@ def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> lis
         logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[callback], plugins=plugins,
     )  # fmt: skip
     trainer.fit(BoringModel())
+    if dist.is_initialized():
+        dist.destroy_process_group()  # Lightning's `ddp` leaves it
     return sorted(os.listdir(folder))
 
 
