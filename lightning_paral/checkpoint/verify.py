@@ -71,7 +71,10 @@ def _faults_of_tensors(checkpoint: dict[str, Any], *, read: bool) -> Iterator[st
         if fault is not None:
             yield f"{name}: {fault}"
         if read:
-            yield from (f"{name}: {fault}" for fault in map(_unreadable, tensor.pieces) if fault)
+            distinct = {(piece.place, piece.box.sizes): piece for piece in tensor.pieces}
+            fault = next(filter(None, map(_unreadable, distinct.values())), None)
+            if fault is not None:
+                yield f"{name}: {fault}"
 
 
 def _unreadable(piece: StoredPiece) -> str:
