@@ -1,9 +1,5 @@
 """torch's errors about sharded tensors, in words of what to do."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units
 
 MIXED = "mixed torch.Tensor and DTensor"
@@ -14,7 +10,7 @@ _DEEPCOPY = ("FSDP does not support deepcopy", "copy_() on an invalid python sto
 _TWICE = "storage of size 0"
 
 
-def explanation(error: BaseException, units: Units, in_step: bool) -> str | None:
+def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | None:
     """Return what `error` means for a module that is sharded by `units`; `None` if it is about something else."""
     said = str(error)
     names = [unit.name for unit in units.inner]
@@ -42,8 +38,8 @@ def explanation(error: BaseException, units: Units, in_step: bool) -> str | None
     if _TWICE in said:
         return (
             "A weight was used after it had been let go. FSDP gathers weights for the forward and for one backward "
-            "pass of their unit: backward(retain_graph=True) followed by another, and torch.autograd.grad("
-            "create_graph=True), as gradient penalties need it, come too late. Train with paral_ddp or paral_zero2."
+            "pass of their unit: what torch.autograd.grad(create_graph=True) leaves for another, as gradient penalties "
+            "do, comes too late. Train with paral_ddp or paral_zero2."
         )
     if any(pattern in said for pattern in _DEEPCOPY):
         return (
@@ -57,27 +53,3 @@ def explanation(error: BaseException, units: Units, in_step: bool) -> str | None
             "parameter.copy_(result), or do it in a step, where the root's parameters are whole."
         )
     return None
-
-
-@contextmanager
-def explained(units: Units) -> Iterator[None]:
-    """Say what it means that a step did with sharded tensors what cannot be done.
-
-    Raises:
-        ConfigurationError: such an operation inside the block.
-    """
-    try:
-        yield
-    except (RuntimeError, AssertionError) as error:
-        meaning = explanation(error, units, in_step=True)
-        if meaning is None:
-            raise
-        raise ConfigurationError(meaning) from error
-
-
-def explain(error: BaseException, units: Units) -> None:
-    """Put what `error`, of a hook, means before what torch said."""
-    if isinstance(error, RuntimeError | AssertionError):
-        meaning = explanation(error, units, in_step=False)
-        if meaning is not None:
-            error.args = (f"{meaning}\ntorch: {error}",)

@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from lightning_paral.config import (
     check_unit_choice,
 )
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.fsdp.explained import explain, explained
+from lightning_paral.fsdp.explained import explanation
 from lightning_paral.fsdp.gradients import gradient_norm
 from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.fsdp.loops import evaluate_without_inference_mode
@@ -41,6 +42,7 @@ from lightning_paral.fsdp.whole import whole
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.explained import Explanation, explain, explained
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -290,7 +292,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         automatic = self.lightning_module.automatic_optimization
         run = calls.training_step if automatic else calls.manual_step
         self._trained.before_step()
-        with explained(self._sharded.units):
+        with explained(self._explanation(in_step=True)):
             output = run(super().training_step, args, kwargs)
         self._trained.carry_over()
         return output
@@ -298,19 +300,19 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step with the root's parameters gathered."""
         assert self._sharded is not None
-        with explained(self._sharded.units):
+        with explained(self._explanation(in_step=True)):
             return self._sharded.calls.evaluation_step(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the test step with the root's parameters gathered."""
         assert self._sharded is not None
-        with explained(self._sharded.units):
+        with explained(self._explanation(in_step=True)):
             return self._sharded.calls.evaluation_step(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the predict step with the root's parameters gathered."""
         assert self._sharded is not None
-        with explained(self._sharded.units):
+        with explained(self._explanation(in_step=True)):
             return self._sharded.calls.evaluation_step(super().predict_step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -319,10 +321,14 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         assert self._trained is not None
         self._trained.carry_over()
         self._sharded.calls.before_backward(closure_loss)
-        with explained(self._sharded.units):
+        with explained(self._explanation(in_step=True)):
             result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._sharded.calls.after_backward()
         return result
+
+    def _explanation(self, *, in_step: bool) -> Explanation:
+        assert self._sharded is not None
+        return partial(explanation, units=self._sharded.units, in_step=in_step)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run `closure`, the hooks and the optimizer, on this rank's parts."""
@@ -370,7 +376,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         super().on_exception(exception)
         self._failed = self.world_size > 1
         if self._sharded is not None:
-            explain(exception, self._sharded.units)
+            explain(exception, self._explanation(in_step=False))
 
     def teardown(self) -> None:
         """Give the module back as it was, whole, on the host. *Collective*.

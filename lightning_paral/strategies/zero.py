@@ -4,6 +4,7 @@ import logging
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, O
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.explained import explain, explained
 from lightning_paral.model.room import lack_of_room
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -33,7 +35,7 @@ from lightning_paral.zero import settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
-from lightning_paral.zero.explained import explain, explained
+from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
@@ -339,7 +341,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._buffers.before_training_step()
         if self._fixed is not None:
             self._fixed.check()
-        with explained(self.stage):
+        with explained(partial(explanation, stage=self.stage)):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -350,7 +352,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """
         if self._fixed is not None:
             self._fixed.check()
-        with explained(self.stage):
+        with explained(partial(explanation, stage=self.stage)):
             return super().backward(closure_loss, *args, **kwargs)
 
     # Sampler injection: `PortableStrategy`.
@@ -395,7 +397,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""
-        explain(exception, self.stage)
+        explain(exception, partial(explanation, stage=self.stage))
         super().on_exception(exception)
         self._failed = self.world_size > 1
 

@@ -1,21 +1,14 @@
 """Errors of torch and DeepSpeed about partitioned parameters, in words of what to do."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from lightning_paral.errors import ConfigurationError
-
-_EMPTY = re.compile(
-    r"size of tensor \w \(0\)|mat2 must be a matrix|mat1 and mat2 shapes cannot be multiplied|size mismatch, got|"
-    r"storage of size 0|weight. must be 2-D|non-empty|has size 0|got input \(0\)"
-)
+_EMPTY = re.compile(r"size of tensor \w \(0\)|mat2 must be a matrix|weight' must be 2-D|of size 0\b")
 _CHANGED = ("tracing error at step",)
 _REPLACED = ("has no attribute 'ds_status'", "has no attribute 'ds_id'")
 _MADE_OF_ANOTHER = "Creating a Parameter from an instance of type"
 
 
-def explanation(error: BaseException, stage: int) -> str | None:
+def explanation(error: BaseException, *, stage: int) -> str | None:
     """Return what `error` means under ZeRO; `None` if it is about something else."""
     said = str(error)
     if _MADE_OF_ANOTHER in said:
@@ -46,27 +39,3 @@ def explanation(error: BaseException, stage: int) -> str | None:
             "paral_zero2, or paral_ddp."
         )
     return None
-
-
-@contextmanager
-def explained(stage: int) -> Iterator[None]:
-    """Say what it means that a step did what cannot be done with partitioned parameters.
-
-    Raises:
-        ConfigurationError: such an operation inside the block.
-    """
-    try:
-        yield
-    except (RuntimeError, AttributeError) as error:
-        meaning = None if isinstance(error, ConfigurationError) else explanation(error, stage)
-        if meaning is None:
-            raise
-        raise ConfigurationError(meaning) from error
-
-
-def explain(error: BaseException, stage: int) -> None:
-    """Put what `error`, of a hook, means before what torch said."""
-    if isinstance(error, RuntimeError | AttributeError) and not isinstance(error, ConfigurationError):
-        meaning = explanation(error, stage)
-        if meaning is not None:
-            error.args = (f"{meaning}\ntorch: {error}",)
