@@ -6,13 +6,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn import Module, Parameter
+from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.ddp.announced import AnnouncedBackward
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.hooks import has_hook
 from lightning_paral.model.trained import TrainedParameters, TrainingAgreement, listed
 
 _MANY_REBUILDS = 10
@@ -30,7 +34,7 @@ class ReducedParameters:
         undo: takes what ends the watch over `requires_grad`.
     """
 
-    def __init__(self, module: Module, timeout: timedelta, undo: ExitStack) -> None:
+    def __init__(self, module: LightningModule, timeout: timedelta, undo: ExitStack) -> None:
         self._trained = TrainedParameters(module, undo)
         self._reduced = self._trained.by_name
         self._needed = self._reduced
@@ -38,9 +42,9 @@ class ReducedParameters:
         self._agreement = TrainingAgreement(self._trained, timeout)
         self._num_rebuilds = 0
         self._announced: AnnouncedBackward | None = None
-        trainer_decides = getattr(module, "automatic_optimization", True)
-        if not trainer_decides and dist.get_world_size() > 1:
-            self._announced = AnnouncedBackward()
+        self._is_manual = not module.automatic_optimization
+        if dist.get_world_size() > 1 and _may_run_backward(module):
+            self._announced = AnnouncedBackward(is_manual=self._is_manual)
             self._announced.watch(self._reduced.values())
             undo.callback(self._announced.end)
 
@@ -92,25 +96,32 @@ class ReducedParameters:
                 "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one."
             )
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run the backward pass of the step inside the block.
+    def before_backward(self, loss: Tensor) -> None:
+        """Say that the gradients of `loss` come next.
 
         Raises:
             ConfigurationError: parameters were unfrozen inside the step.
         """
         self._check_before_backward()
-        with nullcontext() if self._announced is None else self._announced.running():
+        if self._announced is not None and loss.requires_grad:
+            self._announced.expect(loss)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a training step inside the block: under automatic optimization its own backward passes are averaged."""
+        announced = None if self._is_manual else self._announced
+        with nullcontext() if announced is None else announced.running():
             yield
 
-    def check_before_step(self) -> None:
-        """Check that all gradients were averaged.
+    @contextmanager
+    def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Run the step of `optimizer` inside the block.
 
         Raises:
-            ConfigurationError: some came by `loss.backward()` under manual optimization.
+            ConfigurationError: gradients came by `loss.backward()`, and were not averaged.
         """
-        if self._announced is not None:
-            self._announced.check()
+        with nullcontext() if self._announced is None else self._announced.optimizer_step(optimizer):
+            yield
 
     def _check_before_backward(self) -> None:
         """Check that no parameter has been unfrozen inside the step: its gradient would not be averaged.
@@ -139,6 +150,17 @@ def remove_reducer(model: DistributedDataParallel) -> None:
     wrapper: Any = model  # neither method has a public name; torch 2.8 to 2.13 have them
     wrapper._check_reducer_finalized()
     wrapper._remove_autograd_hooks()
+
+
+_WHERE_BACKWARD_MAY_RUN = (
+    *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_before_backward"),
+    *("on_train_batch_start", "on_train_batch_end", "configure_gradient_clipping", "optimizer_step"),
+)
+
+
+def _may_run_backward(module: LightningModule) -> bool:
+    """Whether code of the user's may run backward passes of its own: a hook per parameter is left out otherwise."""
+    return not module.automatic_optimization or has_hook(module, _WHERE_BACKWARD_MAY_RUN)
 
 
 def _are_same(first: dict[str, Parameter], second: dict[str, Parameter]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import LBFGS
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_paral.dp.gather import weigh
 from lightning_paral.dp.meeting import Meeting
@@ -42,6 +43,28 @@ class BackwardPermit:
             yield
         finally:
             self._granted = before
+
+
+@contextmanager
+def steps_for_all(meeting: Meeting) -> Iterator[None]:
+    """Refuse, inside the block, steps of optimizers that a replica takes on its own.
+
+    Raises:
+        ConfigurationError: by such a step.
+    """
+
+    def check(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not meeting.is_acting:
+            raise ConfigurationError(
+                "A replica of paral_dp stepped an optimizer on its own, which would step once per replica. Take the "
+                "optimizer from self.optimizers(); or use paral_ddp."
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class ManualOptimization:
@@ -171,6 +194,10 @@ class _Optimizer:
         result = None if closure is None else closure()
         self._optimization.once(f"{self._name}.step", self._wrapped.step, new_parameters=True, **kwargs)
         return result
+
+    @property
+    def optimizer(self) -> "_Optimizer":
+        return self
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

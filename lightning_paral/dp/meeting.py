@@ -25,6 +25,11 @@ class Meeting:
         self._acting = False
         self._result: Any = None
 
+    @property
+    def is_acting(self) -> bool:
+        """Whether replica 0 acts for all."""
+        return self._acting
+
     def meet(self, replica: int, subject: str, brought: Any, act: Callable[[list[Any]], Any]) -> Any:
         """Wait for all replicas, let replica 0 call `act` with what each brought, and return its result. *Collective*.
 

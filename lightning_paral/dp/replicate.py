@@ -50,6 +50,7 @@ class Replicas:
         """Give the copies the master's present parameters."""
         parameters = _by_id(self._originals, "_parameters")
         self._masters = list(parameters.values())
+        self._memory = [master.data_ptr() for master in self._masters]
         self._on_devices = broadcast(self._masters, self._devices, self._before_backward)
         self._frozen = [copy for copies in self._on_devices for copy in copies if not copy.requires_grad]
         for copies, tensors in zip(self._copies, self._on_devices, strict=True):
@@ -66,10 +67,14 @@ class Replicas:
                     copy._parameters[name] = value  # type: ignore[assignment]
 
     def copy_values(self) -> None:
-        """Let the copies' parameters have the master's present values, for the backward pass of a step that ran."""
+        """Let the copies' parameters have the master's present values, for the backward pass of a step that ran.
+
+        Where the master was given other memory, the graph of the step has the old, and so have the copies.
+        """
         for tensors in self._on_devices:
-            for master, copy in zip(self._masters, tensors, strict=True):
-                copy.data.copy_(master.data)
+            for master, copy, memory in zip(self._masters, tensors, self._memory, strict=True):
+                if master.data_ptr() == memory:
+                    copy.data.copy_(master.data)
 
     def of_copy(self, index: int) -> dict[int, Tensor]:
         """Return the parameters of copy number `index`, by the ids of the master's."""

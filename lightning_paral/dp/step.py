@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from lightning_paral.dp.gather import gather, join_training_output
 from lightning_paral.dp.logs import LogRecord, merge_logs
-from lightning_paral.dp.manual import BackwardPermit, ManualOptimization
+from lightning_paral.dp.manual import BackwardPermit, ManualOptimization, steps_for_all
 from lightning_paral.dp.meeting import Meeting
 from lightning_paral.dp.metrics import MetricCopies
 from lightning_paral.dp.replicate import Replicas
@@ -19,12 +20,26 @@ from lightning_paral.dp.scatter import scatter
 from lightning_paral.dp.threads import run_replicas
 from lightning_paral.errors import ConfigurationError
 
-_MISSING = "NoneType"
 _NO_GRADIENT = (
-    "A training_step under manual optimization seems to have read parameter.grad. Under paral_dp a step runs in "
-    "replicas, and gradients are in the module itself, which is replica 0: in the others parameter.grad is None. Clip "
-    "with self.clip_gradients(optimizer, ...), leave out parameters whose grad is None, or use paral_ddp."
+    "A step seems to have read parameter.grad. Under paral_dp it runs in replicas, and gradients are in the module "
+    "itself, which is replica 0: in the others parameter.grad is None. Clip with self.clip_gradients(optimizer, ...), "
+    "leave out parameters whose grad is None, or use paral_ddp."
 )
+_FROZEN = (
+    "A step froze or unfroze a parameter. Under paral_dp it runs in replicas, whose parameters are copies. Do so in a "
+    "hook such as on_train_batch_start, or use paral_ddp."
+)
+
+
+def _meaning(error: BaseException) -> str | None:
+    """Return what an error of a replica means, if it comes of its parameters being copies."""
+    if "requires_grad flags of leaf variables" in str(error):
+        return _FROZEN
+    if isinstance(error, AttributeError) and error.obj is None and hasattr(Tensor, str(error.name)):
+        return _NO_GRADIENT
+    if isinstance(error, TypeError) and "'NoneType'" in str(error):
+        return _NO_GRADIENT
+    return None
 
 
 class ParallelStep:
@@ -88,14 +103,15 @@ class ParallelStep:
         ]
         self.num_running = len(parts)
         try:
-            with _standing_in(self._master, stand_ins[0]):
+            with _standing_in(self._master, stand_ins[0]), steps_for_all(meeting):
                 outputs = run_replicas(self._executor, calls, devices, meeting)
             replicas.check_frozen()
         except BaseException as error:
             for copies in metrics:
                 copies.forget()
-            if manual and _MISSING in str(error):
-                raise ConfigurationError(_NO_GRADIENT) from error
+            meaning = _meaning(error)
+            if meaning is not None:
+                raise ConfigurationError(f"{meaning}\nPython: {error}") from error
             raise
         finally:
             self.num_running = 0

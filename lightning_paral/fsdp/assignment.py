@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.fsdp.parts import Part
 from lightning_paral.fsdp.rows import own_rows
 
 _DATA: Any = Tensor.__dict__.get("data") or vars(torch._C.TensorBase)["data"]
@@ -94,6 +95,8 @@ def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
 
 
 def _assign_to_any(tensor: Any, value: Any) -> None:
+    if isinstance(tensor, Part):
+        tensor.__class__ = DTensor  # type: ignore[assignment]  # with other memory it is no view any more
     if not isinstance(value, DTensor):
         check_assigned("A sharded tensor", tensor, value)
         with torch.no_grad():

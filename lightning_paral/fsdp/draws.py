@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp import whole_values
-from lightning_paral.fsdp.parts import mark_parts
+from lightning_paral.fsdp.parts import Part, mark_parts
 from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, like, own_rows
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -112,7 +112,7 @@ def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     try:
         return _by_default(operation, args, kwargs)
     except RuntimeError as error:
-        if "unevenly sharded" not in str(error):
+        if not any(words in str(error) for words in ("unevenly sharded", "sharded dimension")):
             raise
     origin, *others = args
     whole = origin.redistribute(placements=[Replicate()] * origin.device_mesh.ndim)
@@ -132,26 +132,33 @@ _NAMES: dict[Handler, tuple[str, ...]] = {
     _write_at_indices: (
         "index_put_.default", "index_fill_.int_Scalar", "index_fill_.int_Tensor", "index_add_.default",
         "index_copy_.default", "scatter_.src", "scatter_.value", "scatter_.reduce", "scatter_.value_reduce",
-        "scatter_add_.default", "scatter_reduce_.two", "fill_diagonal_.default",
+        "scatter_add_.default", "scatter_reduce_.two", "fill_diagonal_.default", "fill_.Tensor", "tril_.default",
+        "triu_.default",
     ),
     _copy: ("copy_.default",),
     _write_out: ("eye.m_out", "eye.out"),
-    _flatten: ("view.default", "_unsafe_view.default"),
+    _flatten: (
+        "view.default", "_unsafe_view.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default",
+    ),
     _view: (
         "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default", "diagonal.default", "unfold.default",
     ),
 }  # fmt: skip
 
 
+_WRITES = (_write_at_indices, _copy)
+
+
 def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
     """Return the handlers by operation; `in_step` says whether a step is running."""
     found = whole_values.handlers(_by_default, in_step)
+    takes_plain = whole_values.for_plain_targets(in_step)
     for handler, names in _NAMES.items():
         for name in names:
             operation, overload = name.split(".")
             packet = getattr(aten, operation)
             if overload in packet.overloads():
-                found[getattr(packet, overload)] = handler
+                found[getattr(packet, overload)] = takes_plain(handler) if handler in _WRITES else handler
     return found
 
 
@@ -165,6 +172,8 @@ def set_items(target: Any, index: Any, value: Any) -> None:
     if rows is None or (torch.is_grad_enabled() and target.requires_grad):
         torch.Tensor.__setitem__(target, index, value)
         return
+    if isinstance(target, Part):
+        target.refresh()
     local = target._local_tensor
     with torch.no_grad():
         masked = isinstance(index, DTensor) and index.dtype == torch.bool and index.shape == target.shape
@@ -175,3 +184,5 @@ def set_items(target: Any, index: Any, value: Any) -> None:
             whole[as_whole(index)] = as_whole(value)
             local.copy_(whole[rows])
     torch.autograd.graph.increment_version(target)
+    if isinstance(target, Part):
+        target.write_back()

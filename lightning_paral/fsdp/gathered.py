@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.assignment import check_assigned
 from lightning_paral.fsdp.guards import refuse_hook
+from lightning_paral.fsdp.rows import like, own_rows
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -25,7 +26,7 @@ class GatheredParameter(Parameter):
 
     _name: str
     _is_of_another: Callable[[Tensor, Tensor], bool]
-    _sharded_gradient: Callable[[], Tensor | None]
+    _sharded: Callable[[], Any]
     _gathered: Tensor
     _seen: int
     _alias: Tensor | None = None
@@ -58,11 +59,20 @@ class GatheredParameter(Parameter):
     def grad(self) -> Tensor | None:
         """The gradient: between a step and its backward pass that of the shard, from the step before."""
         own: Tensor | None = _GRAD.__get__(self)
-        return self._sharded_gradient() if own is None else own
+        sharded = self._sharded()
+        return own if own is not None or sharded is None else sharded.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+        sharded = self._sharded()
+        if sharded is None:
+            _GRAD.__set__(self, value)
+        elif value is None or isinstance(value, DTensor):
+            sharded.grad = value
+        else:
+            rows = own_rows(sharded)
+            assert rows is not None  # layouts of the user's own are not watched
+            sharded.grad = like(sharded, value, rows)
 
     @property
     def was_written(self) -> bool:
@@ -143,7 +153,7 @@ class WatchedGroup:
         whole: Any = param._unsharded_param
         whole.__class__ = GatheredParameter
         whole._name, whole._is_of_another = str(param._param_fqn), self._is_of_another
-        whole._sharded_gradient = lambda: param.sharded_param.grad if self._in_hooks() else None
+        whole._sharded = lambda: param.sharded_param if self._in_hooks() else None
         whole._gathered, whole._seen = _DATA.__get__(whole), whole._version
         watched: GatheredParameter = whole
         return watched

@@ -3,7 +3,7 @@
 `p.data[0].zero_()` would otherwise change a copy, and nothing would say so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,14 +15,60 @@ from lightning_paral.fsdp.rows import in_place_of, is_replicated, own_rows
 
 
 class Part(DTensor):
-    """A gathered copy of some elements of a sharded tensor. Its in-place methods write to where they come from."""
+    """A gathered copy of some elements of a sharded tensor, or a view of such a copy.
 
-    _taken: "Callable[[Tensor], Tensor]"
-    _origin: DTensor
+    Whatever uses it gathers it anew, as a view shows what its tensor holds now, and whatever writes to it writes to
+    where the elements come from. *Collective*.
+    """
+
+    _origin: Any
+    _take: Callable[[Any], Any] | None
+    """Takes the elements from the origin, or from a whole tensor of its shape; `None` for a view of the origin."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            name = func.__name__
+            parts = [] if name in _HARMLESS else list(_parts_in((*args, *kwargs.values())))
+            if name != "__get__":
+                for part in parts:
+                    part.refresh()
+            before = [part._version for part in parts]
+            result = func(*args, **kwargs)
+            in_place_list = name.startswith("_foreach_") and name.endswith("_")  # counts no versions
+            written = list(_parts_in(args[:1])) if in_place_list else []
+            written += [part for part, version in zip(parts, before, strict=True) if part._version != version]
+            for part in written:
+                part.write_back()
+            for part in parts:
+                _mark_views(result, part)
+        return result
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Return the elements as an ordinary tensor."""
+        self.refresh()
+        whole: Tensor = super().full_tensor(**options)
+        return whole
+
+    def refresh(self) -> None:
+        """Gather the elements anew."""
+        if self._take is None:
+            self._origin.refresh()
+        else:
+            if isinstance(self._origin, Part):
+                self._origin.refresh()
+            with torch.no_grad():
+                self._local_tensor.copy_(self._take(self._origin)._local_tensor)
 
     def write_back(self) -> None:
         """Write the elements to where they come from: each rank those it holds."""
-        origin: Any = self._origin
+        origin = self._origin
+        if self._take is None:
+            origin.write_back()
+            return
         rows = own_rows(origin)
         if rows is None or not is_replicated(self):
             raise ConfigurationError(
@@ -31,11 +77,38 @@ class Part(DTensor):
             )
         with torch.no_grad():
             whole = in_place_of(origin, rows)
-            self._taken(whole).copy_(self._local_tensor)
+            self._take(whole).copy_(self._local_tensor)
             origin._local_tensor.copy_(whole[rows])
         torch.autograd.graph.increment_version(origin)
         if isinstance(origin, Part):
             origin.write_back()
+
+
+_HARMLESS = {
+    "size", "dim", "numel", "nelement", "stride", "is_contiguous", "__len__", "is_floating_point", "is_complex",
+    "element_size", "data_ptr", "__hash__", "requires_grad_", "__set__",
+}  # fmt: skip
+
+
+def _parts_in(values: Any) -> Iterator[Part]:
+    for value in values:
+        if isinstance(value, Part):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parts_in(value)
+
+
+def _mark_views(result: Any, part: Part) -> None:
+    """Let what shows the memory of `part` know it."""
+    for value in result if isinstance(result, list | tuple) else [result]:
+        if type(value) is DTensor and _memory(value) == _memory(part):
+            value.__class__ = Part
+            value._origin, value._take = part, None  # type: ignore[attr-defined]
+
+
+def _memory(tensor: Any) -> int:
+    pointer: int = tensor._local_tensor.untyped_storage().data_ptr()
+    return pointer
 
 
 def mark_parts(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,35 +118,17 @@ def mark_parts(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[
         return result
     several = isinstance(result, list | tuple)
     for number, part in enumerate(result if several else [result]):
-        if not isinstance(part, DTensor):
+        if type(part) is not DTensor or not is_replicated(part):
             continue
-        copied = is_replicated(part) and (isinstance(origin, Part) or not is_replicated(origin))
-        if copied:
+        if isinstance(origin, Part) and _memory(part) == _memory(origin):
+            part.__class__ = Part
+            part._origin, part._take = origin, None  # type: ignore[attr-defined]
+        elif isinstance(origin, Part) or not is_replicated(origin):
 
-            def taken(whole: Tensor, number: int = number) -> Any:
-                view = operation(whole, *others, **kwargs)
+            def take(tensor: Any, number: int = number) -> Any:
+                view = operation(tensor, *others, **kwargs)
                 return view[number] if several else view
 
             part.__class__ = Part
-            part._taken, part._origin = taken, origin  # type: ignore[attr-defined]
+            part._origin, part._take = origin, take  # type: ignore[attr-defined]
     return result
-
-
-def _then_write_back(name: str) -> Callable[..., Any]:
-    def change(self: Part, *args: Any, **kwargs: Any) -> Any:
-        getattr(super(Part, self), name)(*args, **kwargs)
-        self.write_back()
-        return self
-
-    change.__name__ = name
-    return change
-
-
-_NO_WRITES = ("requires_grad_", "detach_", "retain_grad_", "share_memory_", "rename_", "resize_", "resize_as_")
-for _name in dir(Tensor):
-    _in_place = _name.endswith("_") and not _name.startswith("_") and _name not in _NO_WRITES
-    _augmented = _name.startswith("__i") and _name.endswith("__") and _name.removeprefix("__i")[:-2] in (
-        "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
-    )  # fmt: skip
-    if _in_place or _augmented or _name == "__setitem__":
-        setattr(Part, _name, _then_write_back(_name))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, own_rows
 
@@ -26,12 +26,24 @@ MIXED = (
     "masked_fill_", "eq", "ne", "gt", "ge", "lt", "le", "logical_and", "logical_and_", "logical_or", "logical_or_",
     "bitwise_and", "bitwise_or", "dot", "mv", "mm", "bmm", "addmm", "cat", "stack", "mse_loss",
     "_foreach_add", "_foreach_add_", "_foreach_sub", "_foreach_sub_", "_foreach_mul", "_foreach_mul_", "_foreach_div",
-    "_foreach_div_", "_foreach_lerp", "_foreach_lerp_", "_foreach_copy_",
+    "_foreach_div_", "_foreach_lerp", "_foreach_lerp_", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_",
+    "_foreach_addcmul_", "_foreach_addcdiv_", "atan2_", "hypot_", "fmod_", "remainder_", "xlogy_", "floor_divide_",
+    "smooth_l1_loss", "huber_loss", "baddbmm", "_cdist_forward",
 )  # fmt: skip
 """Operations that are done on whole values where they are given both kinds."""
 
-GATHERED = ("equal.default", "allclose.default", "histc.default", "_unique2.default", "nonzero.default")
-"""Operations that torch (2.13) refuses for DTensors, or does on this rank's part."""
+GATHERED = (
+    "equal.default", "allclose.default", "histc.default", "_unique2.default", "nonzero.default", "index.Tensor",
+    "masked_select.default", "gather.default", "index_select.default", "_is_all_true.default", "_is_any_true.default",
+    "unique_consecutive.default", "bucketize.Tensor", "searchsorted.Tensor", "take.default",
+)  # fmt: skip
+"""Operations that torch (2.13) refuses for DTensors, or does on a rank's part: done on whole values outside steps."""
+
+WITHOUT_IDENTITY = (
+    "max.default", "min.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "amax.default",
+    "amin.default", "aminmax.default", "linalg_vector_norm.default", "_foreach_norm.Scalar", "_foreach_max.default",
+)  # fmt: skip
+"""Reductions that fail on a rank that holds no element: done on whole values where some rank holds none."""
 
 
 def read_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,6 +61,45 @@ def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return [tensor.select(dim, number) for number in range(tensor.shape[dim])]
 
 
+def _some_rank_is_empty(values: Iterable[Any]) -> bool:
+    """Whether some rank holds nothing of one of the tensors: known from shapes, and so on all ranks."""
+    for tensor in _tensors(values):
+        if not isinstance(tensor, DTensor):
+            continue
+        for number, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                size, num_rows = tensor.device_mesh.size(number), tensor.shape[placement.dim]
+                if -(-num_rows // size) * (size - 1) >= num_rows:
+                    return True
+    return False
+
+
+def without_identity(otherwise: Handler) -> Handler:
+    """Return a handler of a reduction that needs at least one element."""
+
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        has_identity = "norm" in str(operation) and abs(args[1] if len(args) > 1 else 2) != torch.inf
+        chosen = on_whole if not has_identity and _some_rank_is_empty(args) else otherwise
+        return chosen(operation, args, kwargs)
+
+    return handle
+
+
+def for_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handler]:
+    """Return what makes a handler of in-place operations take whole targets beside DTensors, outside of steps."""
+
+    def around(handler: Handler) -> Handler:
+        def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if isinstance(args[0], DTensor) or in_step():
+                return handler(operation, args, kwargs)
+            target, *others = args
+            return operation(target, *map(as_whole, others), **{key: as_whole(value) for key, value in kwargs.items()})
+
+        return handle
+
+    return around
+
+
 def read_norm(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
     """Return a handler that gives the norm of all of a tensor as one number, ready to be stacked with others."""
 
@@ -64,18 +115,20 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
     """Return a handler that does operations on whole values where they are given both kinds, outside of steps."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        joined = operation._overloadpacket in (aten.cat, aten.stack)
-        if not _are_mixed(args, kwargs, 0 if joined else 1) or in_step():
-            return by_default(operation, args, kwargs)
         target, *others = args
-        if not _writes_in_place(operation):
+        in_place = _writes_in_place(operation)
+        joined = operation._overloadpacket in (aten.cat, aten.stack)
+        into_plain = in_place and isinstance(target, Tensor) and not isinstance(target, DTensor)
+        if not _are_mixed(args, kwargs, 0 if joined or into_plain else 1) or in_step():
+            return by_default(operation, args, kwargs)
+        if not in_place:
             return on_whole(operation, args, kwargs)
         if isinstance(target, list | tuple):  # torch's _foreach operations
             for number, tensor in enumerate(target):
                 _write(operation, [tensor], [_nth(other, number) for other in others], kwargs)
         else:
             _write(operation, target, others, kwargs)
-        return target
+        return target if operation._schema.returns else None
 
     return handle
 
@@ -98,13 +151,13 @@ def _nth(other: Any, number: int) -> Any:
     return [other[number]] if isinstance(other, list | tuple) else other
 
 
-def _are_mixed(args: tuple[Any, ...], kwargs: dict[str, Any], num_elements: int) -> bool:
-    """Whether there are DTensors among the arguments, and tensors of more than `num_elements` that are none."""
+def _are_mixed(args: tuple[Any, ...], kwargs: dict[str, Any], min_dim: int) -> bool:
+    """Whether there are DTensors among the arguments, and tensors of at least `min_dim` dimensions that are none."""
     sharded = plain = False
     for tensor in _tensors((*args, *kwargs.values())):
         if isinstance(tensor, DTensor):
             sharded = True
-        elif tensor.numel() > num_elements:
+        elif tensor.dim() >= min_dim:
             plain = True
     return sharded and plain
 
@@ -128,11 +181,14 @@ def _tolist(tensor: Any) -> Any:
 
 
 def _numpy(tensor: Any, **options: Any) -> Any:
-    return tensor.full_tensor().numpy(**options)
+    array = tensor.full_tensor().numpy(**options)
+    array.flags.writeable = False  # what is written to a copy would be lost
+    return array
 
 
-def _array(tensor: Any, *args: Any) -> Any:
-    return tensor.full_tensor().__array__(*args)
+def _array(tensor: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    array = _numpy(tensor)
+    return array.astype(dtype or array.dtype) if copy else array if dtype is None else array.astype(dtype)
 
 
 def _format(tensor: Any, specification: str) -> str:
@@ -152,19 +208,27 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
     """
     found: dict[Any, Handler] = {
         aten._local_scalar_dense.default: _unless_replicated(read_number, by_default),
-        aten.linalg_vector_norm.default: read_norm(by_default, in_step),
         aten.unbind.int: _unless_replicated(_unbind, by_default),
     }
-    for name in GATHERED:
-        packet, overload = name.split(".")
-        found[getattr(getattr(aten, packet), overload)] = on_whole
     handle = mixed(by_default, in_step)
+    found[aten.linalg_vector_norm.default] = read_norm(by_default, in_step)
+    for operation in _overloads(GATHERED):
+        found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
+    for operation in _overloads(WITHOUT_IDENTITY):
+        found[operation] = without_identity(found.get(operation, by_default))
     for name in MIXED:
         packet = getattr(aten, name)
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 found[getattr(packet, overload)] = handle
     return found
+
+
+def _overloads(names: Iterable[str]) -> Iterator[Any]:
+    for name in names:
+        packet, overload = name.split(".")
+        if overload in getattr(aten, packet).overloads():
+            yield getattr(getattr(aten, packet), overload)
 
 
 def _unless_replicated(handler: Handler, by_default: Handler) -> Handler:

@@ -23,8 +23,22 @@ def lack_of_room(num_bytes: int, num_local_ranks: int) -> str | None:
 
 
 def _available_bytes() -> int | None:
+    """Return what this host has free, or this container may still take; `None` where nobody says."""
+    found = [free for free in (_free_on_host(), _free_in_container()) if free is not None]
+    return min(found, default=None)
+
+
+def _free_on_host() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def _free_in_container() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit is "max"
+        return None

@@ -26,7 +26,6 @@ from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.hooks import may_change_gradients
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 
@@ -50,8 +49,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         wire_dtype: gradients cross the wire as `"bf16"` or `"fp16"` and are added in their own dtype (fp32); halves the
             traffic of fp32 gradients. `None`: in their own dtype.
         gradient_as_bucket_view: let `.grad` be a view into the communication bucket, which saves a copy of all
-            gradients. `None`: where no hook comes between the backward pass and the step, which might give
-            gradients other memory (`p.grad.data = ...`): views would not notice.
+            gradients. Code that gives gradients other memory (`p.grad.data = ...`) then trains wrongly: torch's reducer
+            does not notice.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks are waited for, when joining and in every collective.
         checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
@@ -80,7 +79,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         *,
         all_reduce: AllReduceName = "auto",
         wire_dtype: WireDtype | None = None,
-        gradient_as_bucket_view: bool | None = None,
+        gradient_as_bucket_view: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
@@ -113,9 +112,9 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+            gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
         )
-        self._gradient_as_bucket_view = gradient_as_bucket_view
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
@@ -139,10 +138,6 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.world_size)
-        as_view = self._gradient_as_bucket_view
-        if as_view is None:
-            as_view = not may_change_gradients(self.lightning_module)
-        self._ddp_kwargs["gradient_as_bucket_view"] = as_view
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         assert self._timeout is not None
@@ -228,7 +223,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
             # Lightning's redirection leaves DDP as after a step without reduction: it would never broadcast again.
             self.model.require_forward_param_sync = True
-        with self._unused_explained():
+        with self._unused_explained(), nullcontext() if self._reduced is None else self._reduced.step():
             return super().training_step(*args, **kwargs)
 
     @contextmanager
@@ -247,20 +242,20 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         Raises:
             ConfigurationError: parameters were unfrozen inside the step, too late for that.
         """
-        with nullcontext() if self._reduced is None else self._reduced.backward():
-            return super().backward(closure_loss, *args, **kwargs)
+        if self._reduced is not None:
+            self._reduced.before_backward(closure_loss)
+        return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the step of an optimizer, with gradients that are the same on all ranks.
 
         Raises:
-            ConfigurationError: some came by `loss.backward()` under manual optimization, and were not averaged.
+            ConfigurationError: some came by `loss.backward()`, and were not averaged.
         """
-        if self._reduced is not None:
-            self._reduced.check_before_step()
         if isinstance(optimizer, LBFGS):
             closure = self._averaging(closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with nullcontext() if self._reduced is None else self._reduced.optimizer_step(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return `closure` with the mean of all ranks' losses: LBFGS decides by it how far to go, and when to stop."""

@@ -150,7 +150,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
         super().setup(trainer)
         self._threads = ThreadPoolExecutor(max(1, len(self._devices) - 1), thread_name_prefix="paral_dp")
         self._step = ParallelStep(module, self._devices, self._threads)
-        hooks = ("on_before_zero_grad", "on_before_backward")
+        hooks = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
         self._changes_before_backward = has_hook(module, hooks)
 
     def model_to_device(self) -> None:

@@ -73,6 +73,7 @@ def _check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) ->
     low = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     partitioned = config["zero_optimization"]["stage"] == 3
     kept = set(trained)
+    first = next(module.parameters(), None)
     for name, parameter in module.named_parameters():
         if parameter in kept:
             if parameter.dtype not in (_LOW if low else {torch.float32}):
@@ -82,10 +83,15 @@ def _check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) ->
                     f"{name} is of {_short(parameter.dtype)}, which ZeRO cannot train at this precision: it takes "
                     f"{'bfloat16 or float16' if low else 'float32'}. {instead}, freeze it, or use paral_ddp."
                 )
-        elif partitioned and parameter.is_floating_point() and parameter.dtype not in _LOW | {torch.float32}:
+        elif (
+            partitioned
+            and parameter.dtype not in _LOW | {torch.float32}
+            # DeepSpeed 0.19.8 takes the first one's dtype for that of all.
+            and (parameter.is_floating_point() or parameter is first)
+        ):
             raise ConfigurationError(
                 f"{name} is of {_short(parameter.dtype)}, which ZeRO stage 3 cannot divide. Convert the parameter, "
-                "or use paral_zero2 or paral_ddp."
+                "make it a buffer, or use paral_zero2 or paral_ddp."
             )
 
 

@@ -148,8 +148,8 @@ def gradients_are_views() -> bool:
     return trainer.strategy._ddp_kwargs["gradient_as_bucket_view"]
 
 
-def test_gradients_are_views_into_buckets_unless_asked_otherwise(on_ranks) -> None:
-    assert on_ranks(2, gradients_are_views) == [True] * 2
+def test_gradients_are_no_views_into_buckets_unless_asked_for(on_ranks) -> None:
+    assert on_ranks(2, gradients_are_views) == [False] * 2
 
 
 def run_everything_in_any_order() -> tuple[bool, list[str], float]:
