@@ -20,12 +20,11 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 from torch.serialization import get_safe_globals
 
+from lightning_paral.checkpoint.arrays import check_array, check_dtype, item_bytes
 from lightning_paral.checkpoint.opcodes import Made, Named, PickleError, RefusedError, check_key
 
 _ENUMERATIONS = (RunningStage, TrainerFn, TrainerStatus)
 _MAX_EXPANDED_BYTES = 2**28
-_NUM_REFCOUNTED = 0b111  # of numpy's flags: elements are objects
-_OBJECT_FLAGS = 63
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 _ITEM_BYTES = {
@@ -103,9 +102,9 @@ class TorchRules:
         name = target.by
         kind = self._data_types.get(name)
         if name == "numpy.dtype":
-            _check_dtype(target.args[0], state)
+            check_dtype(target.args[0], state)
         elif name.endswith("._reconstruct"):
-            _check_array(state)
+            check_array(state)
         elif name in ("argparse.Namespace", "collections.OrderedDict") or (kind and not issubclass(kind, Enum)):
             _check_attributes(name, state)
         elif name not in self._trusted:
@@ -265,64 +264,8 @@ def _array(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
 
 def _scalar(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
     fits = len(args) == 2 and type(args[0]) is Made and args[0].by == "numpy.dtype" and type(args[1]) is bytes
-    _demand(fits and args[0].args[0][0] != "O" and len(args[1]) == _item_bytes(args[0]), name, args)
+    _demand(fits and args[0].args[0][0] != "O" and len(args[1]) == item_bytes(args[0]), name, args)
     return Made(name, args)
-
-
-def _check_dtype(code: str, state: Any) -> None:
-    """Raise if numpy would take memory for what it is not: objects, or fields behind the end of an element."""
-    fits = type(state) is tuple and 8 <= len(state) <= 9 and type(state[7]) is int and state[1] in ("<", ">", "|", "=")
-    if fits:
-        _, _, subarray, names, fields, size, alignment, flags = state[:8]
-        expected = _sized(code) if code[0] in "SUV" else -1
-        fits = subarray is None and size == expected and type(size) is int and alignment in _ALIGNMENTS
-        fits = fits and all(_is_unit(unit) for unit in state[8:])
-        fits &= flags == _OBJECT_FLAGS if code[0] == "O" else flags >= 0 and not flags & _NUM_REFCOUNTED
-        if fits and (names is not None or fields is not None):
-            fits = code[0] == "V" and type(names) is tuple and type(fields) is dict and set(names) == set(fields)
-            fits = fits and all(_is_field(field, size) for field in fields.values())
-    if not fits:
-        raise PickleError(f"it sets the state of a numpy.dtype to {state!r:.200}, which numpy does not write")
-
-
-_ALIGNMENTS = (-1, 1, 2, 4, 8, 16)
-
-
-def _is_unit(unit: Any) -> bool:
-    """Whether this is the unit of times: beside metadata, which are none, a name and counts."""
-    if type(unit) is not tuple or len(unit) != 2 or unit[0] not in (None, {}) or type(unit[1]) is not tuple:
-        return False
-    name, *counts = unit[1]
-    return type(name) in (bytes, str) and all(type(count) is int and 0 < count < 2**31 for count in counts)
-
-
-def _is_field(field: Any, size: int) -> bool:
-    if type(field) is not tuple or len(field) < 2 or type(field[0]) is not Made or type(field[1]) is not int:
-        return False
-    dtype, offset = field[:2]
-    plain = dtype.by == "numpy.dtype" and dtype.args[0][0] != "O"
-    return bool(plain and 0 <= offset <= size - _item_bytes(dtype))
-
-
-def _sized(code: str) -> int:
-    return int(code[1:] or 0) * (4 if code[0] == "U" else 1)
-
-
-def _item_bytes(dtype: Made) -> int:
-    return _sized(dtype.args[0]) if dtype.args[0][0] in "SUV" else numpy.dtype(dtype.args[0]).itemsize
-
-
-def _check_array(state: Any) -> None:
-    fits = type(state) is tuple and len(state) == 5 and type(state[1]) is tuple and type(state[2]) is Made
-    fits = fits and all(type(n) is int and 0 <= n < 2**63 for n in state[1]) and state[2].by == "numpy.dtype"
-    if fits:
-        _, shape, dtype, _, values = state
-        if dtype.args[0][0] == "O":
-            fits = type(values) is list and len(values) == prod(shape)
-        else:
-            fits = type(values) is bytes and len(values) == prod(shape) * _item_bytes(dtype)
-    if not fits:
-        raise PickleError("it has an array whose bytes are not those of its shape and dtype")
 
 
 _CALLS: dict[str, Callable[[TorchRules, str, tuple[Any, ...]], Any]] = {

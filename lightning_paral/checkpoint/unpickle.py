@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.checkpoint.admitted import TorchRules, of_python
 from lightning_paral.checkpoint.archive import Archive, Read, open_regular, read_archive
-from lightning_paral.checkpoint.opcodes import PickleError, RefusedError, check_expansion, interpret
+from lightning_paral.checkpoint.expansion import check_expansion
+from lightning_paral.checkpoint.opcodes import PickleError, RefusedError, interpret
 from lightning_paral.errors import CheckpointError
 
 _NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")

@@ -78,6 +78,7 @@ class ParallelStep:
         Raises:
             ConfigurationError: the batch cannot be divided, or the results cannot be put together.
         """
+        self.forget()
         if len(self._devices) == 1:
             return getattr(self._master, name)(batch, *args)
         parts, sizes = scatter(batch, self._devices)
@@ -85,7 +86,7 @@ class ParallelStep:
             return getattr(self._master, name)(batch, *args)
         devices, metrics = self._devices[: len(parts)], self._metrics[: len(parts) - 1]
         permit, meeting = BackwardPermit(), Meeting(len(parts))
-        self._replicas = replicas = Replicas(self._master, devices[1:], metrics, permit.check)
+        replicas = Replicas(self._master, devices[1:], metrics, permit.check)
         modules = [self._master, *replicas.modules]
         logs = _log_records(sizes, metrics)
         manual = name == "training_step" and not self._master.automatic_optimization
@@ -116,6 +117,8 @@ class ParallelStep:
         finally:
             self.num_running = 0
         permit.grant()
+        if name == "training_step":
+            self._replicas = replicas
 
         for copies in metrics:
             copies.replay(devices[0])

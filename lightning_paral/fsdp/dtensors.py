@@ -6,9 +6,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.fsdp.assignment import ShardedData
-from lightning_paral.fsdp.draws import handlers, set_items
 from lightning_paral.fsdp.guards import refuse_hook
 from lightning_paral.fsdp.newton_schulz import WholeNewtonSchulz
+from lightning_paral.fsdp.operations import handlers, set_items
 from lightning_paral.fsdp.whole_values import CONVERSIONS
 
 

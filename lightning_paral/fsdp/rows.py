@@ -24,6 +24,16 @@ def own_rows(tensor: Any) -> slice | None:
     return slice(start, min(start + per_rank, num_rows))
 
 
+def leaves_ranks_empty(tensor: Any) -> bool:
+    """Whether some rank holds nothing of `tensor`, a DTensor: known from its shape, and so on all ranks."""
+    for number, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            num_ranks, num_rows = tensor.device_mesh.size(number), tensor.shape[placement.dim]
+            if -(-num_rows // num_ranks) * (num_ranks - 1) >= num_rows:
+                return True
+    return False
+
+
 def is_replicated(tensor: Any) -> bool:
     """Whether every rank holds all of `tensor`, a DTensor."""
     return all(placement.is_replicate() for placement in tensor.placements)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, own_rows
+from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, leaves_ranks_empty, own_rows
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
@@ -61,25 +61,13 @@ def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return [tensor.select(dim, number) for number in range(tensor.shape[dim])]
 
 
-def _some_rank_is_empty(values: Iterable[Any]) -> bool:
-    """Whether some rank holds nothing of one of the tensors: known from shapes, and so on all ranks."""
-    for tensor in _tensors(values):
-        if not isinstance(tensor, DTensor):
-            continue
-        for number, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                size, num_rows = tensor.device_mesh.size(number), tensor.shape[placement.dim]
-                if -(-num_rows // size) * (size - 1) >= num_rows:
-                    return True
-    return False
-
-
 def without_identity(otherwise: Handler) -> Handler:
     """Return a handler of a reduction that needs at least one element."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_identity = "norm" in str(operation) and abs(args[1] if len(args) > 1 else 2) != torch.inf
-        chosen = on_whole if not has_identity and _some_rank_is_empty(args) else otherwise
+        some_rank_is_empty = any(leaves_ranks_empty(tensor) for tensor in _tensors(args) if isinstance(tensor, DTensor))
+        chosen = on_whole if some_rank_is_empty and not has_identity else otherwise
         return chosen(operation, args, kwargs)
 
     return handle

@@ -321,7 +321,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         assert self._trained is not None
         self._trained.carry_over()
         self._sharded.calls.before_backward(closure_loss)
-        with explained(self._explanation(in_step=True)):
+        with explained(self._explanation(in_step=False)):  # hooks run inside, too
             result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._sharded.calls.after_backward()
         return result

@@ -1,7 +1,7 @@
-"""Run cells and print how they come out; write the table, and what is known to be open.
+"""Run cells and print how they come out; write the table.
 
 python -m tests.contract.user_code [ROW [COLUMN]]   those whose labels match the patterns
-python -m tests.contract.user_code --write          all of them, then docs/user-code.md and known.txt
+python -m tests.contract.user_code --write          all of them, then docs/user-code.md
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import tests.contract.user_code.themes  # noqa: F401  registers the rows
-from tests.contract.user_code import known, table
+from tests.contract.user_code import table
 from tests.contract.user_code.outcomes import Outcome, cells, outcome
 from tests.rank_pool import RankPool
 
@@ -48,7 +48,6 @@ def main() -> None:
     print(f"{len(outcomes)} cells in {time.monotonic() - started:.0f} s")
     if args.write:
         table.write(outcomes)
-        known.write({cell: found for cell, found in outcomes.items() if not found.is_allowed})
 
 
 def read_log(path: Path) -> dict[tuple[str, str], Outcome]:
