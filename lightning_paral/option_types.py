@@ -28,6 +28,7 @@ _REMEDIES = {
     ("", "accelerator"): "It belongs to the Trainer: Trainer(accelerator=..., strategy=...).",
     ("", "parallel_devices"): "They belong to the Trainer: Trainer(devices=..., strategy=...).",
     ("", "precision_plugin"): "It belongs to the Trainer: Trainer(precision=..., strategy=...).",
+    ("", "deepspeed_config"): "Give a dict or a JSON file of one.",
     ("", "logging_level"): "Give a level of the module logging, such as logging.INFO.",
 }
 """What to give instead, where that is more than the types say, by class (empty for all) and option."""
