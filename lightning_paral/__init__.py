@@ -14,6 +14,7 @@ from lightning_paral.errors import (
     ProcessGroupError,
     UnusedParametersError,
 )
+from lightning_paral.namesakes import replace_pytorch_lightning
 from lightning_paral.registry import STRATEGIES, register_strategies
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
@@ -34,6 +35,7 @@ __all__ = [
     "UnusedParametersError",
     "__version__",
     "register_strategies",
+    "replace_pytorch_lightning",
 ]
 
 register_strategies()

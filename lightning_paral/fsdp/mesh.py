@@ -24,6 +24,18 @@ def check_replicate(replicate: int, world_size: int) -> None:
         )
 
 
+def check_reshard(reshard_after_forward: bool | int | None, num_shards: int) -> None:
+    """Raise a `ConfigurationError` if a unit cannot be resharded over that many of the ranks that share a copy."""
+    if isinstance(reshard_after_forward, bool) or reshard_after_forward is None:
+        return
+    if num_shards % reshard_after_forward:
+        fitting = [str(count) for count in range(1, num_shards + 1) if num_shards % count == 0]
+        raise ConfigurationError(
+            f"reshard_after_forward={reshard_after_forward} does not divide the {num_shards} ranks that a copy of the "
+            f"model is sharded over. Choose one of {', '.join(fitting)}, or True (over all) or False (not at all)."
+        )
+
+
 def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
     """Return the mesh of all ranks, sharded over all or in `replicate` groups of neighbours. *Collective* over all."""
     world_size = dist.get_world_size()

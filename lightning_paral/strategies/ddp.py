@@ -26,6 +26,7 @@ from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 
@@ -52,7 +53,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradients. Code that gives gradients other memory (`p.grad.data = ...`) then trains wrongly: torch's reducer
             does not notice.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective.
+        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
         checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
         start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
@@ -69,6 +70,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
 
     strategy_name = "paral_ddp"
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -81,7 +83,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         wire_dtype: WireDtype | None = None,
         gradient_as_bucket_view: bool = False,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_comm_state: object | None = None,
@@ -98,6 +100,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
         check_hook(ddp_comm_hook, all_reduce, wire_dtype)
         check_options(ddp_options)
+        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        check_at_least("ParalDDPStrategy", "model_averaging_period", model_averaging_period, 1)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(
             accelerator=accelerator,
@@ -110,7 +114,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=as_timeout(timeout),
             start_method=start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,

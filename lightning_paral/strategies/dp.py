@@ -17,6 +17,7 @@ from lightning_paral.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.hooks import has_hook
+from lightning_paral.option_types import checked_options
 from lightning_paral.process_group import check_device
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 
@@ -52,6 +53,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
 
     strategy_name = "paral_dp"
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,

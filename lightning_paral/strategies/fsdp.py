@@ -32,7 +32,7 @@ from lightning_paral.fsdp.explained import explanation
 from lightning_paral.fsdp.gradients import gradient_norm
 from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.fsdp.loops import evaluate_without_inference_mode
-from lightning_paral.fsdp.mesh import check_replicate, make_mesh
+from lightning_paral.fsdp.mesh import check_replicate, check_reshard, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
@@ -44,6 +44,7 @@ from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import Explanation, explain, explained
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
+from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 
@@ -75,7 +76,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             accumulation window, and at the start of validation.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective.
+        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
         split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
 
@@ -86,6 +87,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     strategy_name = "paral_fsdp"
     forward_has_collectives = True
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -104,7 +106,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         broadcast_buffers: bool = True,
         activation_checkpointing: ActivationCheckpointing | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         split: Literal["batch", "global"] = "batch",
         remainder: Literal["drop", "wrap"] = "wrap",
         shard_iterable: bool = True,
@@ -112,8 +114,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
+        check_at_least("ParalFSDPStrategy", "replicate", replicate, 1)
+        if not isinstance(reshard_after_forward, bool):
+            check_at_least("ParalFSDPStrategy", "reshard_after_forward", reshard_after_forward, 1)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(process_group_backend=process_group_backend, timeout=as_timeout(timeout))
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices
@@ -156,6 +161,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             self.precision_plugin = Precision()
         check_precision(self.precision_plugin, self.root_device)
         check_replicate(self._replicate, self.num_nodes * self.num_processes)
+        check_reshard(self._reshard_after_forward, self.num_nodes * self.num_processes // self._replicate)
 
     def setup_environment(self) -> None:
         """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""

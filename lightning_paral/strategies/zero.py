@@ -29,6 +29,7 @@ from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
 from lightning_paral.model.room import lack_of_room
+from lightning_paral.option_types import as_timeout, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
@@ -87,7 +88,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective.
+        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
@@ -99,6 +100,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     strategy_name = "paral_zero"
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -117,7 +119,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: dict[str, Any] | str | Path | None = None,
         broadcast_buffers: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
         activation_checkpointing: ActivationCheckpointing | None = None,
@@ -151,7 +153,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=as_timeout(timeout),
         )
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
@@ -197,6 +199,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         super()._configure_launcher()
         choose_accelerator(self.root_device)
         check_precision(self._zero_precision.precision, self.root_device)
+        settings.check_precision(self._zero_precision.precision, self._options.users_config)
         self._zero_precision.device_type = self.root_device.type
         check_offload(self._options)
 
