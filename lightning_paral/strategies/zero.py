@@ -260,6 +260,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
         self._users_optimizer = users = self._make_optimizer()
+        if users is None:
+            self._setup_without_optimizer()
+            return
         offload = self._options.offload_optimizer is not None
         optimizer = engines_optimizer(users, offload=offload, trust=self._trust_optimizer)
         engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
@@ -278,11 +281,18 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
         self._buffers.share()
 
+    def _setup_without_optimizer(self) -> None:
+        assert self.lightning_module is not None
+        in_its_place, schedulers = self.optimizers, self.lr_scheduler_configs
+        self._setup_evaluation()
+        self.optimizers, self.lr_scheduler_configs = in_its_place, schedulers
+        self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers)
+
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
         assert module is not None
         self.optimizers, self.lr_scheduler_configs = [], []
-        if self.stage == 3:
+        if self.stage == 3 and next(module.parameters(), None) is not None:
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
@@ -291,12 +301,15 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
             broadcast([*whole, *shared_buffers(module)])
 
-    def _make_optimizer(self) -> UsersOptimizer:
+    def _make_optimizer(self) -> UsersOptimizer | None:
         module = self.lightning_module
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        return UsersOptimizer(check_one(optimizers, module), module)
+        users = check_one(optimizers, module)
+        if users is None:
+            self.optimizers = optimizers
+        return None if users is None else UsersOptimizer(users, module)
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
@@ -388,12 +401,13 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
-        assert self._holdings is not None
+        if self._holdings is None:  # there is no optimizer
+            return dict(optimizer.state_dict())
         return self._holdings.optimizer_state()
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        assert self._holdings is not None
-        self._holdings.load_optimizer_state(state)
+        if self._holdings is not None:
+            self._holdings.load_optimizer_state(state)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""
