@@ -48,8 +48,8 @@ from lightning_paral.zero.precision import ZeROPrecision
 from lightning_paral.zero.reading import WholeReads
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
 from lightning_paral.zero.runtime import (
+    check_accelerator,
     check_installed,
-    choose_accelerator,
     join_deepspeed,
     leave_deepspeed,
     rank_variables_as_before,
@@ -195,7 +195,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        choose_accelerator(self.root_device)
+        check_accelerator(self.root_device)
         check_precision(self._zero_precision.precision, self.root_device)
         self._zero_precision.device_type = self.root_device.type
         check_offload(self._options)
@@ -209,7 +209,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         super().setup_distributed()
         self._undo.enter_context(rank_variables_as_before())
         self._set_node_environment_variables()
-        join_deepspeed(self._logging_level)
+        join_deepspeed(self._logging_level, self.root_device)
         self._undo.callback(leave_deepspeed)
         load_async_io(self._options)
         self.config = self._make_config()

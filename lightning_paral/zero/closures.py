@@ -42,14 +42,14 @@ class Evaluated:
 
 def closure_for(optimizer: Optimizer, result: Any) -> dict[str, Evaluated]:
     """Return the argument by which `optimizer.step` gets a closure that returns `result`; none if it takes none."""
-    if not _takes_closure(type(optimizer)):
+    if not _takes_closure(type(optimizer).step):
         return {}
     return {"closure": Evaluated(result, type(optimizer))}
 
 
 @cache
-def _takes_closure(kind: type[Optimizer]) -> bool:
-    parameters = inspect.signature(kind.step).parameters
+def _takes_closure(step: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(step).parameters
     return "closure" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
