@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_paral.process_group import (
     name_timeout,
 )
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.strategies.noise import noise_left_out
 
 _DATA_STATE = "lightning_paral.data"
 
@@ -53,6 +55,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     _data_state: dict[str, Any] | None = None
     _random_states: Sequence[dict[str, Any]] = ()
     _process_group: ProcessGroup | None = None
+    _quiet: ExitStack | None = None
     _activation_checkpointing: ActivationCheckpointing | None = None
     _undo_checkpointing: Callable[[], None] | None = None
     _buffers: RankZeroBuffers | None = None
@@ -95,6 +98,9 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
 
     def setup_distributed(self) -> None:
         """Join or make the process group. *Collective* over the world."""
+        if self._quiet is None:
+            self._quiet = ExitStack()
+            self._quiet.enter_context(noise_left_out())
         self._check_callbacks()
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.world_size):
@@ -227,3 +233,6 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
             if self._process_group is not None:
                 self._process_group.release()
                 self._process_group = None
+            if self._quiet is not None:
+                self._quiet.close()
+                self._quiet = None

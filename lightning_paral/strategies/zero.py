@@ -49,8 +49,8 @@ from lightning_paral.zero.precision import ZeROPrecision
 from lightning_paral.zero.reading import WholeReads
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
 from lightning_paral.zero.runtime import (
+    check_accelerator,
     check_installed,
-    choose_accelerator,
     join_deepspeed,
     leave_deepspeed,
     rank_variables_as_before,
@@ -197,7 +197,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        choose_accelerator(self.root_device)
+        check_accelerator(self.root_device)
         check_precision(self._zero_precision.precision, self.root_device)
         settings.check_precision(self._zero_precision.precision, self._options.users_config)
         self._zero_precision.device_type = self.root_device.type
@@ -212,7 +212,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         super().setup_distributed()
         self._undo.enter_context(rank_variables_as_before())
         self._set_node_environment_variables()
-        join_deepspeed(self._logging_level)
+        join_deepspeed(self._logging_level, self.root_device)
         self._undo.callback(leave_deepspeed)
         load_async_io(self._options)
         self.config = self._make_config()
@@ -263,6 +263,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
         self._users_optimizer = users = self._make_optimizer()
+        if users is None:
+            self._setup_without_optimizer()
+            return
         offload = self._options.offload_optimizer is not None
         optimizer = engines_optimizer(users, offload=offload, trust=self._trust_optimizer)
         engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
@@ -281,11 +284,18 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
         self._buffers.share()
 
+    def _setup_without_optimizer(self) -> None:
+        assert self.lightning_module is not None
+        in_its_place, schedulers = self.optimizers, self.lr_scheduler_configs
+        self._setup_evaluation()
+        self.optimizers, self.lr_scheduler_configs = in_its_place, schedulers
+        self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers)
+
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
         assert module is not None
         self.optimizers, self.lr_scheduler_configs = [], []
-        if self.stage == 3:
+        if self.stage == 3 and next(module.parameters(), None) is not None:
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
@@ -294,12 +304,15 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
             broadcast([*whole, *shared_buffers(module)])
 
-    def _make_optimizer(self) -> UsersOptimizer:
+    def _make_optimizer(self) -> UsersOptimizer | None:
         module = self.lightning_module
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        return UsersOptimizer(check_one(optimizers, module), module)
+        users = check_one(optimizers, module)
+        if users is None:
+            self.optimizers = optimizers
+        return None if users is None else UsersOptimizer(users, module)
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
@@ -391,12 +404,13 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
-        assert self._holdings is not None
+        if self._holdings is None:  # there is no optimizer
+            return dict(optimizer.state_dict())
         return self._holdings.optimizer_state()
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        assert self._holdings is not None
-        self._holdings.load_optimizer_state(state)
+        if self._holdings is not None:
+            self._holdings.load_optimizer_state(state)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,9 @@ def _initialize(
             dist_init_required=False,
         )
     allow_any_output(module)
+    for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 leaves the engine's own `training` as it was
+        setattr(engine, change.__name__, MethodType(change, engine))
+    engine.training = module.training
     return engine
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.zero.closures import StepArguments
 from lightning_paral.zero.twin import UsersOptimizer
 from lightning_paral.zero.usage import Named, Usage
 from lightning_paral.zero.writes import Writes
@@ -42,6 +43,9 @@ class PartitionedGradients:
         self._complete = False
         self._is_closed = False
         self._num_passes = 0
+        self._would_be_kept = False
+        self.step_arguments = StepArguments(engine.optimizer)
+        """What the optimizer's `step` gets of its caller."""
 
     @property
     def _optimizer(self) -> Any:
@@ -59,14 +63,23 @@ class PartitionedGradients:
 
     def before_backward(self, ends_window: bool) -> None:
         """Say that a backward pass follows, and whether it is known to be the last of its window."""
-        if self._complete:
-            self._discard()  # a step was left out, by an overridden `optimizer_step`
+        if self._would_be_kept or self._complete:
+            raise ConfigurationError(
+                "Gradients of an earlier step were not set to zero before this backward pass. torch would add to them; "
+                "under ZeRO they are gone after the step. Call optimizer.zero_grad() before each window of backward "
+                "passes, and in an overridden optimizer_zero_grad, too; or train with paral_ddp."
+            )
         self.engine.set_gradient_accumulation_boundary(ends_window)
         if self._num_passes == 1:
             self._clear_stale(self._usage.not_yet_used())  # to which this pass may add
         self._num_passes += 1
         self._complete = ends_window
         self._usage.is_announced = True
+
+    def take_back_empty_pass(self) -> None:
+        """Take an announced backward pass as not announced if no gradient has come in its window: nothing ran."""
+        if self._num_passes == 1 and not self._usage.has_begun:
+            self._num_passes, self._complete = 0, False
 
     def after_backward(self) -> None:
         """Say that the backward pass has ended."""
@@ -111,18 +124,30 @@ class PartitionedGradients:
                         self._optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
         self.engine.allreduce_gradients()
 
-    def step(self) -> None:
-        """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*."""
+    def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
+        """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*.
+
+        Args:
+            loss: what the closure returned, which the optimizer's `step` gets by a closure of its own.
+            arguments: others for the optimizer's `step`, by name.
+
+        Raises:
+            ConfigurationError: gradients came in a backward pass nobody announced.
+        """
         if self._usage.has_unannounced:
             raise ConfigurationError(
                 "Gradients came by loss.backward(), of which ZeRO knows nothing: ranks would not average them. Call "
                 "self.manual_backward(loss) instead."
             )
-        if self._num_passes == 0:
-            return  # manual optimization: a step without a backward pass changes nothing
+        if self._num_passes == 0:  # by a step that returned no loss: torch's optimizers leave everything as it is
+            self._users.before_step()
+            self._users.after_step()
+            self._optimizer.clip_grad = 0.0
+            return
         self._users.before_step()
         self._writes.settle()
-        self.engine.step()
+        with self.step_arguments.passed(loss, arguments or {}):
+            self.engine.step()
         self._writes.forget()
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
@@ -133,6 +158,7 @@ class PartitionedGradients:
                 partition.grad.zero_()
         self._optimizer.clip_grad = 0.0
         self._close()
+        self._would_be_kept = True
 
     def _discard(self) -> None:
         self._optimizer.zero_grad()
@@ -149,6 +175,7 @@ class PartitionedGradients:
         """Forget the gradients of a window whose step has not come."""
         if self._num_passes:
             self._discard()
+        self._would_be_kept = False
 
     def _close(self) -> None:
         self._complete = self._is_closed = False

@@ -19,11 +19,16 @@ _OFFLOADABLE = (
 )
 
 
-def check_one(optimizers: list[Any], module: LightningModule) -> Optimizer:
-    """Return the only optimizer.
+def is_none(optimizer: Any) -> bool:
+    """Whether `optimizer` is what Lightning puts in the place of one where `configure_optimizers` returns `None`."""
+    return type(optimizer).__name__ == "_MockOptimizer" and type(optimizer).__module__.startswith("lightning.")
+
+
+def check_one(optimizers: list[Any], module: LightningModule) -> Optimizer | None:
+    """Return the only optimizer, `None` if `configure_optimizers` returned that.
 
     Raises:
-        ConfigurationError: there is none, there are several, or it is one that ZeRO cannot partition.
+        ConfigurationError: there are none in a list, there are several, or it is one that ZeRO cannot partition.
     """
     name = type(module).__name__
     if len(optimizers) != 1:
@@ -32,10 +37,12 @@ def check_one(optimizers: list[Any], module: LightningModule) -> Optimizer:
             "into one optimizer with a parameter group each, or choose paral_ddp."
         )
     (optimizer,) = optimizers
+    if is_none(optimizer):
+        return None
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"{name}.configure_optimizers returned no optimizer, but training under ZeRO is the partitioning of one. "
-            "Return an optimizer, or use trainer.validate, test or predict."
+            f"{name}.configure_optimizers returned {type(optimizer).__name__}, which is not a torch.optim.Optimizer. "
+            "ZeRO divides the state of one: return one, or train with paral_ddp."
         )
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")

@@ -91,33 +91,41 @@ class ZeROPrecision(DeepSpeedPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
-        assert self.gradients is not None
+        if self.gradients is None:
+            self._leave_out_backward(model)
+            return
         engine = self.gradients.engine
         automatic = model.automatic_optimization
         self.gradients.before_backward(ends_window=automatic and not model.trainer.fit_loop._should_accumulate())
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
+            self.gradients.take_back_empty_pass()
         else:
             engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()
+
+    def _leave_out_backward(self, model: LightningModule) -> None:
+        # There is no optimizer. Nothing would use the gradients, and at stage 3 they have no place.
+        if not model.automatic_optimization:
+            raise ConfigurationError(
+                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are divided "
+                "for an optimizer, and are not in parameter.grad: return the optimizer, or train with paral_ddp."
+            )
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run `closure`, the hooks, then the step of the partitioned optimizer. *Collective*."""
-        assert self.gradients is not None
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
             raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
         closure_result = closure()
-        if model.automatic_optimization and closure_result is None:
-            raise ConfigurationError(
-                "training_step returned None, but under ZeRO all ranks have to run every backward pass together. "
-                "Return a loss that is zero, such as `0 * sum(outputs)`, to skip a batch."
-            )
+        if self.gradients is None:
+            self._after_closure(model, optimizer)
+            return closure_result
         self.gradients.end_window()
         self._after_closure(model, optimizer)
-        self.gradients.step()
+        self.gradients.step(closure_result, kwargs)
         if self.loss_scale is not None:
             self.loss_scale.grow()
         return closure_result
@@ -129,8 +137,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip by value now, or by the global norm in the step that follows. *Collective*."""
-        assert self.gradients is not None
-        if clip_val is None or clip_val <= 0:
+        if clip_val is None or clip_val <= 0 or self.gradients is None:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.gradients.clip_by_value(float(clip_val))

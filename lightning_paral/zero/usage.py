@@ -61,6 +61,11 @@ class Usage:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a parameter has a gradient in this window, on this rank."""
+        return bool(self._used)
+
     def not_yet_used(self) -> Named:
         """Return the parameters without a gradient in this window so far, on this rank."""
         if len(self._used) == len(self._parameters):
