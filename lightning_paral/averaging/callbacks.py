@@ -33,8 +33,8 @@ class AveragingCallbacks:
     Args:
         trainer: whose callbacks are looked at.
         save_frozen: whether checkpoints hold frozen parameters.
-        divided: whether ranks hold parts of the weights. Otherwise averages are Lightning's, of whole weights, and it is
-            only seen to that all ranks evaluate rank 0's averages of buffers.
+        divided: whether ranks hold parts of the weights. Otherwise averages are Lightning's, of whole weights, and all
+            ranks evaluate rank 0's averages of buffers.
 
     Raises:
         ConfigurationError: an averaging function is not elementwise, or a subclass does itself what ours does.
@@ -70,15 +70,15 @@ class AveragingCallbacks:
         for callback in self._callbacks:
             if not isinstance(callback._average_model, Averages):
                 raise ConfigurationError(
-                    f"{type(callback).__name__} makes a copy of the whole module in its own setup, and ranks hold parts "
-                    "of it. Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
+                    f"{type(callback).__name__} makes a copy of the whole module in a setup of its own, and ranks hold "
+                    "parts of it. Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
                 )
             callback._average_model.attach(shards, shares_buffers=shares_buffers)
 
     def take_loaded(self) -> bool:
         """Make averages of the weights that were just loaded; return whether the weights themselves may lie beside."""
-        averages = [each._average_model for each in self._callbacks if isinstance(each, WeightAveraging)]
-        averages = [each for each in averages if isinstance(each, Averages) and each.is_attached]
+        found: list[Any] = [each._average_model for each in self._callbacks if isinstance(each, WeightAveraging)]
+        averages = [each for each in found if isinstance(each, Averages) and each.is_attached]
         for each in averages:
             each.take_current()
         return bool(averages)

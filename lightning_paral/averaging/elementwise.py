@@ -19,8 +19,6 @@ _CUTS = (11, 3)
 _TOLERANCE = 1e-5
 _NUM_UPDATES = 3
 
-Tensors = list[Tensor]
-
 
 def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -> None:
     """Raise a `ConfigurationError` unless an averaging function treats every element of a parameter for itself.
@@ -33,11 +31,11 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
     remedy = "Give one that is elementwise, as those of torch.optim.swa_utils are, or use paral_ddp."
     try:
         with _as_before(function):
-            whole = _averaged(function, multi, lambda tensor, _: tensor)
+            whole = _averaged(function, multi, None)
         parts = []
         for part in (0, 1):
             with _as_before(function):
-                parts.append(_averaged(function, multi, lambda tensor, cut, part=part: _cut(tensor, cut)[part]))
+                parts.append(_averaged(function, multi, part))
     except Exception as error:
         raise ConfigurationError(
             f"{name} cannot average flat parts of parameters ({type(error).__name__}: {error}), and ranks hold nothing "
@@ -52,14 +50,13 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
             )
 
 
-def _averaged(function: Callable[..., Any], multi: bool, part_of: Callable[[Tensor, int], Tensor]) -> Tensors:
+def _averaged(function: Callable[..., Any], multi: bool, part: int | None) -> list[Tensor]:
+    """Return averages of tensors, or with `part` of one of two flat parts of each."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw() -> Tensors:
-        return [
-            part_of(torch.randn(shape, generator=generator), cut).clone()
-            for shape, cut in zip(_SHAPES, _CUTS, strict=True)
-        ]
+    def draw() -> list[Tensor]:
+        drawn = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+        return drawn if part is None else [_cut(each, cut)[part] for each, cut in zip(drawn, _CUTS, strict=True)]
 
     averages = draw()
     for number in range(1, _NUM_UPDATES + 1):
@@ -73,7 +70,7 @@ def _averaged(function: Callable[..., Any], multi: bool, part_of: Callable[[Tens
 
 def _cut(tensor: Tensor, cut: int) -> tuple[Tensor, Tensor]:
     flat = tensor.reshape(-1)
-    return flat[:cut], flat[cut:]
+    return flat[:cut].clone(), flat[cut:].clone()
 
 
 @contextmanager

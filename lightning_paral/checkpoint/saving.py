@@ -77,7 +77,7 @@ class Save:
             if any(beside):
                 tree[BESIDE_KEY] = beside
             tree.setdefault("state_dict", {})
-            extra_states = {}
+            extra_states: dict[TreePath, Any] = {}
             for key in OF_WEIGHTS:
                 if key in tree:
                     tree[key], extra = _without_extra_states(tree[key], key)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import AveragingCallbacks
 from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.plan import CURRENT_KEY
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
-from lightning_paral.checkpoint.plan import CURRENT_KEY
 from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
