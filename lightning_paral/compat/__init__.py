@@ -1,1 +1,1 @@
-"""What stands between this package and names of torch, Lightning and DeepSpeed that move or are private."""
+"""Private names and patches of torch, Lightning and DeepSpeed: one module for each thing that is changed."""

@@ -149,6 +149,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         # Buffers with a hook of the user's own are the hook's.
         shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
         self._buffers = RankZeroBuffers(self.lightning_module, shares)
+        if self._averages is not None:
+            self._averages.shares_buffers = shares
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.

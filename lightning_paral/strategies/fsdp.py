@@ -1,6 +1,6 @@
 """Fully sharded data parallel on FSDP2: parameters, gradients and optimizer state divided among the ranks."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,7 @@ from lightning_paral.config import (
     check_unit_choice,
 )
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.fsdp.averaging import ShardedWeights
 from lightning_paral.fsdp.explained import explanation
 from lightning_paral.fsdp.gradients import gradient_norm
 from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
@@ -209,6 +210,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
+            self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
         else:
             self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
@@ -376,6 +378,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes its part of the DTensors.
 
     _default_form = "sharded"
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the module its weights, of which each rank reads only what it holds."""
+        super().load_model_state_dict(checkpoint, strict)
+        self._load_averages(checkpoint, strict)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective might end."""

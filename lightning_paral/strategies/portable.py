@@ -1,7 +1,7 @@
 """What all our strategies share: one process group per run, on CPU as on CUDA, checked before anything is launched."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_paral.averaging.callbacks import AveragingCallbacks
+from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.plan import CURRENT_KEY
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
 from lightning_paral.checkpoint.weights import OWN_KEY
@@ -60,6 +62,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     _undo_checkpointing: Callable[[], None] | None = None
     _buffers: RankZeroBuffers | None = None
     """Of a fit."""
+    _averages: AveragingCallbacks | None = None
+    """Of a fit."""
     _process_group_backend: str | None
     _timeout: timedelta | None
     num_nodes: int
@@ -85,23 +89,12 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
                 "Leave it out. For saving in the background there is CheckpointOptions(async_save=True)."
             )
 
-    def _check_callbacks(self) -> None:
-        """Refuse callbacks that copy weights to and fro between the module and a whole copy of it."""
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else []:
-            if self._default_form == "sharded" and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} averages whole weights, and under {type(self).__name__} ranks hold "
-                    "parts of them, or train a copy. Use paral_ddp, or average what a rank holds in your own callback."
-                )
-
     def setup_distributed(self) -> None:
         """Join or make the process group. *Collective* over the world."""
         if self._quiet is None:
             self._quiet = ExitStack()
             self._quiet.enter_context(noise_left_out())
-        self._check_callbacks()
+        self._find_averages()
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.world_size):
             reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
@@ -196,6 +189,34 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
         if self._buffers is not None:
             self._buffers.share()
 
+    # Averages of weights
+
+    def _find_averages(self) -> None:
+        """Have callbacks that average weights keep what this rank holds of them.
+
+        Raises:
+            ConfigurationError: they average otherwise than element by element.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            save_frozen = self._checkpoint_options.save_frozen
+            divided = self._default_form == "sharded"
+            self._averages = AveragingCallbacks(trainer, save_frozen=save_frozen, divided=divided)
+
+    def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
+        if self._averages is not None:
+            self._averages.attach(make_shards, shares_buffers=shares_buffers)
+
+    def _load_averages(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Take what was loaded for the averages, and load the weights that the checkpoint has beside them."""
+        averages, self._averages = self._averages, None
+        try:
+            if averages is not None and averages.take_loaded() and CURRENT_KEY in checkpoint:
+                self.load_model_state_dict({**checkpoint, "state_dict": checkpoint[CURRENT_KEY]}, strict)
+        finally:
+            self._averages = averages
+
     # Checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -222,6 +243,9 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     def teardown(self) -> None:
         """Undo the setup, and destroy the process group if this run made it."""
         self._buffers = None
+        if self._averages is not None:
+            self._averages.end()
+            self._averages = None
         if self._injection is not None:
             self._injection.end()
         try:

@@ -34,6 +34,7 @@ from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
+from lightning_paral.zero.averaging import WeightRuns
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine
 from lightning_paral.zero.explained import explanation
@@ -283,6 +284,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._fixed = FixedParameters(module, self._undo)
         self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
         self._buffers.share()
+        self._attach_averages(partial(WeightRuns, module, self._holdings, self._writes), self._broadcast_buffers)
 
     def _setup_without_optimizer(self) -> None:
         assert self.lightning_module is not None
@@ -401,6 +403,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._holdings.write_masters()
         if self._writes is not None:
             self._writes.accept()
+        self._load_averages(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""

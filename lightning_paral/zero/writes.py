@@ -223,6 +223,15 @@ class Writes:
             self._versions[id(parameter)] = parameter._version
         self._aliased = [copy for copy in self._aliased if copy.is_held_elsewhere]
 
+    def settle_gathered(self) -> None:
+        """Bring home what was written to copies of partitioned parameters, if anything was."""
+        if any(hasattr(parameter, "ds_id") for parameter in self._parameters[:1]):
+            self.settle()
+
+    def adopt_by(self, adopt: Adopt) -> None:
+        """Let `adopt` take over what is written from now on."""
+        self._adopt = adopt
+
     def forget(self) -> None:
         """Let go of copies that the optimizer's step has made old."""
         copies = [*self._aliased, *self._gathered.values()]
