@@ -19,27 +19,21 @@ _OFFLOADABLE = (
 )
 
 
-def check_one(optimizers: list[Any], module: LightningModule) -> Optimizer:
-    """Return the only optimizer.
+def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer]:
+    """Return the optimizers, all of which ZeRO can partition.
 
     Raises:
-        ConfigurationError: there is none, there are several, or it is one that ZeRO cannot partition.
+        ConfigurationError: there is none, or one is of a kind that ZeRO cannot partition.
     """
     name = type(module).__name__
-    if len(optimizers) != 1:
-        raise ConfigurationError(
-            f"{name}.configure_optimizers returned {len(optimizers)} optimizers, and ZeRO partitions one. Merge them "
-            "into one optimizer with a parameter group each, or choose paral_ddp."
-        )
-    (optimizer,) = optimizers
-    if not isinstance(optimizer, Optimizer):
+    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ConfigurationError(
             f"{name}.configure_optimizers returned no optimizer, but training under ZeRO is the partitioning of one. "
             "Return an optimizer, or use trainer.validate, test or predict."
         )
-    if isinstance(optimizer, LBFGS):
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
-    return optimizer
+    return optimizers
 
 
 def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
