@@ -41,9 +41,10 @@ from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
+from lightning_paral.zero.joint import JointGradients, JointHoldings
 from lightning_paral.zero.masterless import fill, fill_all, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam
-from lightning_paral.zero.optimizer import check_one, engines_optimizer
+from lightning_paral.zero.optimizer import check_kind, engines_optimizer
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.zero.partition import Belongings, count_trained, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
@@ -56,6 +57,7 @@ from lightning_paral.zero.runtime import (
     leave_deepspeed,
     rank_variables_as_before,
 )
+from lightning_paral.zero.several import build_engines, check_several, drop_gradients_of_others
 from lightning_paral.zero.trained import FixedParameters
 from lightning_paral.zero.twin import UsersOptimizer
 from lightning_paral.zero.writes import Writes
@@ -162,9 +164,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
-        self._gradients: PartitionedGradients | None = None
-        self._users_optimizer: UsersOptimizer | None = None
-        self._holdings: Holdings | None = None
+        self._gradients: PartitionedGradients | JointGradients | None = None
+        self._users_optimizers: list[UsersOptimizer] = []
+        self._holdings: Holdings | JointHoldings | None = None
         self._writes: Writes | None = None
         self._fixed: FixedParameters | None = None
         self._failed = False
@@ -263,23 +265,31 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             warn_of_whole(module)
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
-        self._users_optimizer = users = self._make_optimizer()
+        users = self._make_optimizers()
         if users is None:
             self._setup_without_optimizer()
             return
-        offload = self._options.offload_optimizer is not None
-        optimizer = engines_optimizer(users, offload=offload, trust=self._trust_optimizer)
-        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
-        self._holdings = Holdings(engine, module, users)
+        self._users_optimizers = users
+        self.model, engines = self._make_engines(module, users)
+        holdings = [Holdings(engine, module, of) for engine, of in zip(engines, users, strict=True)]
+        optimizers = [each.optimizer for each in users]
+        joint_holdings = JointHoldings(holdings, optimizers)
+        self._holdings = holdings[0] if len(users) == 1 else joint_holdings
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
-        self.model = engine
-        usage = self._holdings.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
-        gradients = PartitionedGradients(engine, users, self._writes, usage)
-        self._gradients = self._zero_precision.start_fit(gradients)
-        self.optimizers = [users.optimizer]
-        users.hide_state(gradients.zero_grad)
-        vars(self._lightning_optimizers[0])["zero_grad"] = gradients.zero_grad  # it inherits torch's
-        vars(module)["zero_grad"] = gradients.zero_grad
+        all_gradients = []
+        for engine, of, held_ in zip(engines, users, holdings, strict=True):
+            usage = held_.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+            all_gradients.append(PartitionedGradients(engine, of, self._writes, usage))
+        if len(users) == 1:
+            gradients = self._gradients = self._zero_precision.start_fit(all_gradients[0])
+        else:
+            joint = JointGradients(all_gradients, joint_holdings, optimizers)
+            self._gradients = self._zero_precision.start_fit(joint)
+        self.optimizers = optimizers
+        for of, wrapped, gradients in zip(users, self._lightning_optimizers, all_gradients, strict=True):
+            of.hide_state(gradients.zero_grad)
+            vars(wrapped)["zero_grad"] = gradients.zero_grad  # it inherits torch's
+        vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
         self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
@@ -306,15 +316,31 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
             broadcast([*whole, *shared_buffers(module)])
 
-    def _make_optimizer(self) -> UsersOptimizer | None:
+    def _make_optimizers(self) -> list[UsersOptimizer] | None:
         module = self.lightning_module
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        users = check_one(optimizers, module)
-        if users is None:
+        found = check_kind(optimizers, module)
+        if found is None:
             self.optimizers = optimizers
-        return None if users is None else UsersOptimizer(users, module)
+            return None
+        users = [UsersOptimizer(optimizer, module) for optimizer in found]
+        if len(users) > 1:
+            check_several(users, self._options, self._zero_precision.precision)
+        return users
+
+    def _make_engines(self, module: Module, users: list[UsersOptimizer]) -> tuple[Any, list[Any]]:
+        offload = self._options.offload_optimizer is not None
+        if len(users) > 1:
+            for handle in drop_gradients_of_others(module, users):
+                self._undo.callback(handle.remove)
+            return build_engines(
+                module, users, self._sized_config, self.root_device, offload=offload, trust=self._trust_optimizer
+            )
+        optimizer = engines_optimizer(users[0], offload=offload, trust=self._trust_optimizer)
+        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
+        return engine, [engine]
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
@@ -409,11 +435,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
         if self._holdings is None:  # there is no optimizer
             return dict(optimizer.state_dict())
-        return self._holdings.optimizer_state()
+        return self._holdings.of(optimizer).optimizer_state()
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if self._holdings is not None:
-            self._holdings.load_optimizer_state(state)
+            self._holdings.of(optimizer).load_optimizer_state(state)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""
@@ -427,24 +453,24 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         After a failure on several ranks, and where a host has no memory for a module that never was whole, the
         parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
         """
-        engine: Any = self.model
+        engines: list[Any] = [self.model, *(each.engine for each in self._gradients.each)] if self._gradients else [self.model]
         self.model = self.lightning_module
         self.optimizers = []
         self._zero_precision.end_fit()
         try:
             if self._writes is not None:
                 self._writes.end(settle=not self._failed)
-            if self._users_optimizer is not None:
-                self._users_optimizer.show_state()
+            for users in self._users_optimizers:
+                users.show_state()
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
                 self._belongings.restore(gather=not self._failed and self._has_room(self._belongings))
-                if hasattr(engine, "destroy"):
+                for engine in {id(each): each for each in engines if hasattr(each, "destroy")}.values():
                     engine.destroy()
         finally:
-            self._belongings = self._gradients = self._holdings = self._writes = self._users_optimizer = None
-            self._fixed = None
+            self._belongings = self._gradients = self._holdings = self._writes = self._fixed = None
+            self._users_optimizers = []
             self._failed = False
             self._undo.close()
             super().teardown()

@@ -18,6 +18,7 @@ from lightning_paral.checkpoint.stored import read_run
 from lightning_paral.checkpoint.weights import true_shape
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.holdings import Holdings
+from lightning_paral.zero.joint import JointHoldings
 from lightning_paral.zero.masterless import fill_all
 from lightning_paral.zero.partition import is_partitioned
 from lightning_paral.zero.watched import plain_data
@@ -34,7 +35,7 @@ class WeightRuns:
         ConfigurationError: parameters are on NVMe, or gathered from elsewhere than where they are updated.
     """
 
-    def __init__(self, module: Module, holdings: Holdings, writes: Writes) -> None:
+    def __init__(self, module: Module, holdings: Holdings | JointHoldings, writes: Writes) -> None:
         self._parameters: list[Any] = list(module.parameters())
         self._holdings = holdings
         self._writes = writes

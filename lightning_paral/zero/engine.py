@@ -53,7 +53,7 @@ def _initialize(
 
     if config["zero_optimization"]["stage"] == 3:
         check_not_empty(module)
-    _check_dtypes(module, parameters, config)
+    check_dtypes(module, parameters, config)
     for parameter in module.parameters():
         make_contiguous(parameter)
     with scalars_as_bytes(), _dtype_as_given():
@@ -72,7 +72,7 @@ def _initialize(
     return engine
 
 
-def _check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
+def check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
     """Raise a `ConfigurationError` for parameters of dtypes that DeepSpeed does not train, or would convert."""
     low = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     partitioned = config["zero_optimization"]["stage"] == 3

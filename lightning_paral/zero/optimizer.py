@@ -24,29 +24,29 @@ def is_none(optimizer: Any) -> bool:
     return type(optimizer).__name__ == "_MockOptimizer" and type(optimizer).__module__.startswith("lightning.")
 
 
-def check_one(optimizers: list[Any], module: LightningModule) -> Optimizer | None:
-    """Return the only optimizer, `None` if `configure_optimizers` returned that.
+def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
+    """Return the optimizers, all of which ZeRO can partition; `None` if `configure_optimizers` returned that.
 
     Raises:
-        ConfigurationError: there are none in a list, there are several, or it is one that ZeRO cannot partition.
+        ConfigurationError: there are none in a list, or one is of a kind that ZeRO cannot partition.
     """
     name = type(module).__name__
-    if len(optimizers) != 1:
-        raise ConfigurationError(
-            f"{name}.configure_optimizers returned {len(optimizers)} optimizers, and ZeRO partitions one. Merge them "
-            "into one optimizer with a parameter group each, or choose paral_ddp."
-        )
-    (optimizer,) = optimizers
-    if is_none(optimizer):
+    if len(optimizers) == 1 and is_none(optimizers[0]):
         return None
-    if not isinstance(optimizer, Optimizer):
+    if not optimizers:
         raise ConfigurationError(
-            f"{name}.configure_optimizers returned {type(optimizer).__name__}, which is not a torch.optim.Optimizer. "
+            f"{name}.configure_optimizers returned a list without an optimizer. Return an optimizer, or None to run "
+            "without one."
+        )
+    others = [type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, Optimizer)]
+    if others:
+        raise ConfigurationError(
+            f"{name}.configure_optimizers returned {others[0]}, which is not a torch.optim.Optimizer. "
             "ZeRO divides the state of one: return one, or train with paral_ddp."
         )
-    if isinstance(optimizer, LBFGS):
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
-    return optimizer
+    return optimizers
 
 
 def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
@@ -17,7 +17,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import PartitionedGradients
+from lightning_paral.zero.joint import JointGradients
 from lightning_paral.zero.scaling import DynamicLossScale, scale_losses
+
+Gradients = TypeVar("Gradients", PartitionedGradients, JointGradients)
 
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
 
@@ -29,16 +32,17 @@ class ZeROPrecision(DeepSpeedPrecision):
     """
 
     device_type = "cpu"
-    gradients: PartitionedGradients | None = None
+    gradients: PartitionedGradients | JointGradients | None = None
     """Those of the current fit."""
     loss_scale: DynamicLossScale | None = None
     """That of the current fit, under fp16 autocast."""
 
-    def start_fit(self, gradients: PartitionedGradients) -> PartitionedGradients:
+    def start_fit(self, gradients: Gradients) -> Gradients:
         """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
         if self.precision == "16-mixed":
             self.loss_scale = DynamicLossScale()
-            scale_losses(gradients.engine, self.loss_scale)
+            for each in gradients.each:
+                scale_losses(each.engine, self.loss_scale)
         self.gradients = gradients
         return gradients
 
@@ -94,9 +98,14 @@ class ZeROPrecision(DeepSpeedPrecision):
         if self.gradients is None:
             self._leave_out_backward(model)
             return
+        if isinstance(self.gradients, JointGradients):
+            self.gradients.backward(tensor, lambda loss: model.backward(loss, *args, **kwargs))
+            return
         engine = self.gradients.engine
         automatic = model.automatic_optimization
-        self.gradients.before_backward(ends_window=automatic and not model.trainer.fit_loop._should_accumulate())
+        self.gradients.before_backward(
+            ends_window=automatic and not model.trainer.fit_loop._should_accumulate(), by_hand=not automatic
+        )
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
@@ -123,9 +132,10 @@ class ZeROPrecision(DeepSpeedPrecision):
         if self.gradients is None:
             self._after_closure(model, optimizer)
             return closure_result
-        self.gradients.end_window()
+        gradients = self.gradients.of(optimizer)
+        gradients.end_window()
         self._after_closure(model, optimizer)
-        self.gradients.step(closure_result, kwargs)
+        gradients.step(closure_result, kwargs)
         if self.loss_scale is not None:
             self.loss_scale.grow()
         return closure_result
@@ -140,6 +150,6 @@ class ZeROPrecision(DeepSpeedPrecision):
         if clip_val is None or clip_val <= 0 or self.gradients is None:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self.gradients.clip_by_value(float(clip_val))
+            self.gradients.of(optimizer).clip_by_value(float(clip_val))
         else:
-            self.gradients.clip_by_norm(float(clip_val))
+            self.gradients.of(optimizer).clip_by_norm(float(clip_val))
