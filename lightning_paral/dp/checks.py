@@ -27,11 +27,6 @@ def check_replicable(module: LightningModule) -> None:
                 f"{name} has no shape yet. Run a batch through the module before training, so that lazy modules are "
                 "initialized, or use paral_ddp."
             )
-    for name, buffer in module.named_buffers():
-        if buffer.requires_grad:
-            raise ConfigurationError(
-                f"The buffer {name} requires a gradient, which replicas would not add up. Make it a parameter."
-            )
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ConfigurationError(

@@ -19,9 +19,10 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.hooks import has_hook
 from lightning_paral.process_group import check_device
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.strategies.full_reads import FullReads
 
 
-class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
+class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without

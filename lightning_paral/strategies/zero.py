@@ -29,6 +29,7 @@ from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
 from lightning_paral.model.room import lack_of_room
+from lightning_paral.model.sync_batchnorm import check_sync_batchnorm
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
@@ -239,6 +240,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
+        if self._layer_sync is not None and trainer.state.fn == TrainerFn.FITTING:
+            check_sync_batchnorm(self._layer_sync, self.lightning_module, self.root_device)
+            self._layer_sync.apply(self.lightning_module)
         self._belongings = Belongings(self.lightning_module)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
