@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_paral.compat.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter
@@ -190,6 +191,7 @@ class ShardedModule:
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
         sharding = self._sharding
+        prepare_class(module)
         offload = CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda") if sharding.offload else OffloadPolicy()
         fully_shard(
             module,

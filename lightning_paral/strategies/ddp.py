@@ -26,6 +26,8 @@ from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.optimized import check_averaged
+from lightning_paral.model.sync_batchnorm import check_sync_batchnorm
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -135,8 +137,27 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Move the module to its device and wrap it. *Collective* over the world."""
         if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            check_sync_batchnorm(self._layer_sync, self.lightning_module, self.root_device)
             self.checkpoint_activations()
         super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, and find unused parameters where several take turns. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: an optimizer holds tensors whose gradients no rank averages.
+        """
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            check_averaged(self.optimizers, self.lightning_module)
+        takes_turns = not self.lightning_module.automatic_optimization and len(self.optimizers) > 1
+        if takes_turns and not {"find_unused_parameters", "static_graph"} & self._ddp_kwargs.keys():
+            # Each backward pass has some of the parameters: those of the generator, say.
+            self._undo.callback(setattr, self, "_ddp_kwargs", self._ddp_kwargs)
+            self._ddp_kwargs = self._ddp_kwargs | {"find_unused_parameters": True}
+            self._make_reducer_anew()
 
     def configure_ddp(self) -> None:
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""

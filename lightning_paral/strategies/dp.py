@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.config import CheckpointOptions, as_checkpoint_options
-from lightning_paral.dp.checks import check_replicable
+from lightning_paral.dp.checks import check_draws_all, check_replicable
 from lightning_paral.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
@@ -20,9 +20,10 @@ from lightning_paral.model.hooks import has_hook
 from lightning_paral.option_types import checked_options
 from lightning_paral.process_group import check_device
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.strategies.full_reads import FullReads
 
 
-class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
+class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
@@ -196,6 +197,20 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
             return self._step.run("predict_step", *args, **kwargs)
 
     # Sampler injection: none. The loader draws whole batches, as for one process.
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One process draws everything; Lightning's says one of as many as there are devices."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return `dataloader`.
+
+        Raises:
+            ConfigurationError: its sampler leaves samples to other processes, of which there are none.
+        """
+        check_draws_all(dataloader)
+        return dataloader
 
     # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file; the module is not wrapped, so its keys are its own.
 

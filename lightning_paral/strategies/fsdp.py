@@ -10,13 +10,11 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import HalfPrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_paral.config import (
@@ -30,7 +28,6 @@ from lightning_paral.config import (
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.averaging import ShardedWeights
 from lightning_paral.fsdp.explained import explanation
-from lightning_paral.fsdp.gradients import gradient_norm
 from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.fsdp.loops import evaluate_without_inference_mode
 from lightning_paral.fsdp.mesh import check_replicate, check_reshard, make_mesh
@@ -39,11 +36,12 @@ from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision,
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
-from lightning_paral.fsdp.whole import whole
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import Explanation, explain, explained
+from lightning_paral.model.optimized import check_averaged
+from lightning_paral.model.sync_batchnorm import check_sync_batchnorm
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -195,7 +193,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         deferred = DeferredConstruction(self.root_device)
         with deferred.recording(self.lightning_module):
             yield
-        if isinstance(self.precision_plugin, HalfPrecision):  # which converts the module
+        if isinstance(self.precision_plugin, DoublePrecision | HalfPrecision):  # which converts the module
             deferred.put_loaded_aside(self.lightning_module)
         self._deferred = None if deferred.is_empty else deferred
 
@@ -210,6 +208,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
+            if self.world_size > 1:
+                check_averaged(self.optimizers, self.lightning_module)
             self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
         else:
             self._reset_optimizers_and_schedulers()
@@ -252,13 +252,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     def _sync_batchnorm(self, fitting: bool) -> None:
         module = self.lightning_module
         assert module is not None
-        if self._layer_sync is None or not fitting:
-            return
-        if self.root_device.type == "cpu" and any(isinstance(part, _BatchNorm) for part in module.modules()):
-            raise ConfigurationError(
-                "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
-            )
-        self._layer_sync.apply(module)
+        if self._layer_sync is not None and fitting:
+            check_sync_batchnorm(self._layer_sync, module, self.root_device)
+            self._layer_sync.apply(module)
 
     def _show(self, units: Units) -> None:
         if self._printed:
@@ -345,33 +341,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._sharded.calls.after_optimizer()
         return result
-
-    # Reading what is divided: for hooks of the user's.
-
-    def gradient_norm(self) -> Tensor:
-        """Return the global 2-norm of all gradients. *Collective* over the world."""
-        assert self.lightning_module is not None
-        return gradient_norm(self.lightning_module.parameters())
-
-    def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return the gradient of `parameter`, averaged over the ranks, `None` if there is none. *Collective*."""
-        return None if parameter.grad is None else whole(parameter.grad)
-
-    def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a copy of `parameter` in its own shape. *Collective*."""
-        return whole(parameter)
-
-    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape. *Collective*.
-
-        Raises:
-            ValueError: there is no such state yet; states come with the first step.
-        """
-        for optimizer in self.optimizers:
-            value = optimizer.state.get(parameter, {}).get(key)
-            if value is not None:
-                return whole(value)
-        raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
 
     # Sampler injection: `PortableStrategy`.
 

@@ -36,12 +36,13 @@ from lightning_paral.process_group import (
     name_timeout,
 )
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.strategies.full_reads import FullReads
 from lightning_paral.strategies.noise import noise_left_out
 
 _DATA_STATE = "lightning_paral.data"
 
 
-class PortableStrategy(PortableCheckpoint, ParallelStrategy):
+class PortableStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(PortableStrategy, DDPStrategy)`.
 
     It keeps the process group and the sampler injection of the current run, and reads what the Lightning bases hold.

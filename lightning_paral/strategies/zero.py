@@ -29,6 +29,7 @@ from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
 from lightning_paral.model.room import lack_of_room
+from lightning_paral.model.sync_batchnorm import check_sync_batchnorm
 from lightning_paral.option_types import as_timeout, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -245,6 +246,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
+        if self._layer_sync is not None and trainer.state.fn == TrainerFn.FITTING:
+            check_sync_batchnorm(self._layer_sync, self.lightning_module, self.root_device)
+            self._layer_sync.apply(self.lightning_module)
         self._belongings = Belongings(self.lightning_module)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
@@ -453,7 +457,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         After a failure on several ranks, and where a host has no memory for a module that never was whole, the
         parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
         """
-        engines: list[Any] = [self.model, *(each.engine for each in self._gradients.each)] if self._gradients else [self.model]
+        engines: list[Any] = (
+            [self.model, *(each.engine for each in self._gradients.each)] if self._gradients else [self.model]
+        )
         self.model = self.lightning_module
         self.optimizers = []
         self._zero_precision.end_fit()

@@ -28,6 +28,7 @@ LAYERS = (
     "process_group",
     "compat",
     "config",
+    "compat",
     "_version",
     "errors",
 )
