@@ -118,6 +118,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
+        if all_reduce == "ring":
+            self.strategy_name = "paral_ddp_ring"
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
         self._static_graph_learnt = False

@@ -19,6 +19,7 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.hooks import has_hook
 from lightning_paral.process_group import check_device
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.strategies.start_line import print_start_line
 
 
 class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
@@ -148,6 +149,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 check_embeddings(module, len(self._devices))
         super().setup(trainer)
+        print_start_line(trainer, self)
         self._threads = ThreadPoolExecutor(max(1, len(self._devices) - 1), thread_name_prefix="paral_dp")
         self._step = ParallelStep(module, self._devices, self._threads)
         hooks = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")

@@ -126,6 +126,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._accumulate = accumulate
         self._prefetch = prefetch
         self._offload = offload
+        if offload:
+            self.strategy_name = "paral_fsdp_offload"
         self._reduce_dtype = DTYPES[reduce_dtype] if reduce_dtype else None
         self._broadcast_buffers = broadcast_buffers
         self._activation_checkpointing = activation_checkpointing

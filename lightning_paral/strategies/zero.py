@@ -138,6 +138,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             gather_bucket_numel=gather_bucket_numel,
             users_config=settings.load_config(deepspeed_config),
         )
+        offload = self._options.offload_optimizer
+        self.strategy_name = f"paral_zero{stage}" + (f"_{offload.device}" if offload else "").replace("cpu", "offload")
         self._trust_optimizer = trust_optimizer
         self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level
