@@ -24,6 +24,7 @@ from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, S
 from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
 from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import UnusedParametersError
+from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -133,6 +134,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Move the module to its device and wrap it. *Collective* over the world."""
         if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            check_sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
             self.checkpoint_activations()
         super().setup(trainer)
 

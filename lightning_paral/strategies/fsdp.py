@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_paral.config import (
@@ -39,6 +38,7 @@ from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
+from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
@@ -218,7 +218,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             check_user_hooks(module)
             check_embeddings(module, self.world_size, "FSDP")
             check_pruning(vars(module.trainer)["callbacks"])
-        self._sync_batchnorm(fitting)
+        if fitting:
+            sync_batchnorm(module, self._layer_sync, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         if fitting:
             self.checkpoint_activations()
@@ -242,17 +243,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             assert self._timeout is not None
             self._trained = TrainedShards(module, self._timeout, self._undo)
         return sharded
-
-    def _sync_batchnorm(self, fitting: bool) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if self._layer_sync is None or not fitting:
-            return
-        if self.root_device.type == "cpu" and any(isinstance(part, _BatchNorm) for part in module.modules()):
-            raise ConfigurationError(
-                "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
-            )
-        self._layer_sync.apply(module)
 
     def _show(self, units: Units) -> None:
         if self._printed:

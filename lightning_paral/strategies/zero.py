@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
@@ -241,6 +242,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
         self._belongings = Belongings(self.lightning_module)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
