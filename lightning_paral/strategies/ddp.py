@@ -24,10 +24,10 @@ from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, S
 from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
 from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import UnusedParametersError
+from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.optimized import check_averaged
-from lightning_paral.model.sync_batchnorm import check_sync_batchnorm
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -124,6 +124,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
+        if all_reduce == "ring":
+            self.strategy_name = "paral_ddp_ring"
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
         self._static_graph_learnt = False
@@ -138,7 +140,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         """Move the module to its device and wrap it. *Collective* over the world."""
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            check_sync_batchnorm(self._layer_sync, self.lightning_module, self.root_device)
+            check_sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
             self.checkpoint_activations()
         super().setup(trainer)
 

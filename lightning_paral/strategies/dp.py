@@ -21,6 +21,7 @@ from lightning_paral.option_types import checked_options
 from lightning_paral.process_group import check_device
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 from lightning_paral.strategies.full_reads import FullReads
+from lightning_paral.strategies.start_line import print_start_line
 
 
 class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
@@ -151,6 +152,7 @@ class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 check_embeddings(module, len(self._devices))
         super().setup(trainer)
+        print_start_line(trainer, self)
         self._threads = ThreadPoolExecutor(max(1, len(self._devices) - 1), thread_name_prefix="paral_dp")
         self._step = ParallelStep(module, self._devices, self._threads)
         hooks = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")

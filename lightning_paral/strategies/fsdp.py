@@ -36,12 +36,12 @@ from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision,
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
+from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import Explanation, explain, explained
 from lightning_paral.model.optimized import check_averaged
-from lightning_paral.model.sync_batchnorm import check_sync_batchnorm
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -130,6 +130,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._accumulate = accumulate
         self._prefetch = prefetch
         self._offload = offload
+        if offload:
+            self.strategy_name = "paral_fsdp_offload"
         self._reduce_dtype = DTYPES[reduce_dtype] if reduce_dtype else None
         self._broadcast_buffers = broadcast_buffers
         self._activation_checkpointing = activation_checkpointing
@@ -224,7 +226,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             check_user_hooks(module)
             check_embeddings(module, self.world_size, "FSDP")
             check_pruning(vars(module.trainer)["callbacks"])
-        self._sync_batchnorm(fitting)
+        if fitting:
+            sync_batchnorm(module, self._layer_sync, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         if fitting:
             self.checkpoint_activations()
@@ -248,13 +251,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             assert self._timeout is not None
             self._trained = TrainedShards(module, self._timeout, self._undo)
         return sharded
-
-    def _sync_batchnorm(self, fitting: bool) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if self._layer_sync is not None and fitting:
-            check_sync_batchnorm(self._layer_sync, module, self.root_device)
-            self._layer_sync.apply(module)
 
     def _show(self, units: Units) -> None:
         if self._printed:

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.fsdp.gradients import gradient_norm
-from lightning_paral.fsdp.whole import whole
 
 
 class FullReads(Strategy):

@@ -38,6 +38,7 @@ from lightning_paral.process_group import (
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 from lightning_paral.strategies.full_reads import FullReads
 from lightning_paral.strategies.noise import noise_left_out
+from lightning_paral.strategies.start_line import print_start_line
 
 _DATA_STATE = "lightning_paral.data"
 
@@ -105,6 +106,8 @@ class PortableStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
             self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
         )
         self._inject_samplers()
+        assert self.lightning_module is not None
+        print_start_line(self.lightning_module.trainer, self)
 
     def checkpoint_activations(self) -> None:
         """Let the units of the module keep only their inputs, if that was asked for, until teardown."""

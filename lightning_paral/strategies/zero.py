@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
 from lightning_paral.model.room import lack_of_room
-from lightning_paral.model.sync_batchnorm import check_sync_batchnorm
 from lightning_paral.option_types import as_timeout, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -144,6 +144,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             gather_bucket_numel=gather_bucket_numel,
             users_config=settings.load_config(deepspeed_config),
         )
+        offload = self._options.offload_optimizer
+        self.strategy_name = f"paral_zero{stage}" + (f"_{offload.device}" if offload else "").replace("cpu", "offload")
         self._trust_optimizer = trust_optimizer
         self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level
@@ -246,9 +248,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
-        if self._layer_sync is not None and trainer.state.fn == TrainerFn.FITTING:
-            check_sync_batchnorm(self._layer_sync, self.lightning_module, self.root_device)
-            self._layer_sync.apply(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
         self._belongings = Belongings(self.lightning_module)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
