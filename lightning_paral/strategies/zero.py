@@ -281,7 +281,6 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
         assert module is not None
-        self.optimizers, self.lr_scheduler_configs = [], []
         if self.stage == 3:
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
             self._writes = Writes(module, fill_all, hides_gradients=False)
@@ -388,8 +387,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
-        assert self._holdings is not None
-        return self._holdings.optimizer_state()
+        return super().optimizer_state(optimizer) if self._holdings is None else self._holdings.optimizer_state()
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         assert self._holdings is not None
@@ -409,13 +407,15 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """
         engine: Any = self.model
         self.model = self.lightning_module
-        self.optimizers = []
         self._zero_precision.end_fit()
         try:
             if self._writes is not None:
                 self._writes.end(settle=not self._failed)
             if self._users_optimizer is not None:
                 self._users_optimizer.show_state()
+                vars(self._lightning_optimizers[0]).pop("zero_grad", None)
+            if self._holdings is not None:
+                self._keep_optimizer(self._holdings)
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
@@ -429,6 +429,14 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._undo.close()
             super().teardown()
             self._folders.leave(self.lightning_module)
+
+    def _keep_optimizer(self, holdings: Holdings) -> None:
+        (optimizer,) = self.optimizers
+        assert self.lightning_module is not None
+        if "offload_optimizer" in self._options.on_nvme:
+            self._ended.lose(optimizer, "it was on NVMe")
+        else:
+            self._ended.keep(optimizer, self.lightning_module, holdings.optimizer_state(), {})
 
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:

@@ -25,6 +25,8 @@ LAYERS = (
     "comm",
     "launcher",
     "process_group",
+    "failure",
+    "compat",
     "config",
     "_version",
     "errors",

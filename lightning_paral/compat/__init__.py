@@ -1,0 +1,1 @@
+"""Private names and patches of torch, Lightning and DeepSpeed: one module per idea, each with its reason."""
