@@ -126,10 +126,18 @@ class ShardedModule:
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(all_reduce)
 
-    def restore(self, gather: Gather | str) -> None:
+    def reshard(self) -> None:
+        """Let go of what a step that failed has left gathered."""
+        if isinstance(self.root, FSDPModule):
+            self.root.reset_iter_state()
+
+    def restore(self, gather: Gather | str) -> dict[Parameter, Parameter]:
         """Give the module back as it was. *Collective* over the group of `gather`.
 
         A string in place of it says why that cannot be; the module stays sharded.
+
+        Returns:
+            dict[Parameter, Parameter]: by sharded parameter, the module's own.
         """
         if self._averaged is not None:
             self._averaged.remove()
@@ -138,9 +146,8 @@ class ShardedModule:
             self._semantics.remove()
         if self._registrations is not None:
             self._registrations.remove()
-        if isinstance(self.root, FSDPModule):
-            self.root.reset_iter_state()
-        self._belongings.restore(gather)
+        self.reshard()
+        return self._belongings.restore(gather)
 
     def _watch_writes(self) -> None:
         """Let what user code writes to parameters arrive, sharded or gathered."""

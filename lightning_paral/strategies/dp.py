@@ -18,7 +18,7 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.hooks import has_hook
 from lightning_paral.option_types import checked_options
-from lightning_paral.process_group import check_device
+from lightning_paral.process_group import check_device, made_group, release_process_group
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 from lightning_paral.strategies.full_reads import FullReads
 from lightning_paral.strategies.start_line import print_start_line
@@ -140,6 +140,17 @@ class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return `decision`."""
         return decision
+
+    def setup_environment(self) -> None:
+        """Set up the device, without the process group that an earlier run of several ranks has left."""
+        group = made_group()
+        if group is not None and group.size() > 1:
+            release_process_group()
+        super().setup_environment()
+
+    @property
+    def _saves_in_background(self) -> bool:
+        return self._step is not None
 
     # Model wrapping: none. Steps are run by `ParallelStep`, and the module stays what it is.
 

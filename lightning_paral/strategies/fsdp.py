@@ -33,7 +33,7 @@ from lightning_paral.fsdp.loops import evaluate_without_inference_mode
 from lightning_paral.fsdp.mesh import check_replicate, check_reshard, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
-from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
+from lightning_paral.fsdp.recovery import gather_after_failure, gather_over
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.model.batchnorm import sync_batchnorm
@@ -142,8 +142,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._sharded: ShardedModule | None = None
         self._trained: TrainedShards | None = None
         self._undo = ExitStack()
-        self._run = ""
-        self._failed = False
 
     @property
     def precision_plugin(self) -> Precision:
@@ -169,7 +167,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
         self._device_mesh = make_mesh(self.root_device, self._replicate)
-        self._run = self.broadcast(new_run_name())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -213,8 +210,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             if self.world_size > 1:
                 check_averaged(self.optimizers, self.lightning_module)
             self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
-        else:
-            self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
         self.barrier()
 
@@ -344,15 +339,20 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
 
     _default_form = "sharded"
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state by name: tensors of true shapes, of which this rank may hold a part."""
+        if self._is_failing and self._sharded is not None:
+            self._sharded.reshard()
+        return super().lightning_module_state_dict()
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""
         super().load_model_state_dict(checkpoint, strict)
         self._load_averages(checkpoint, strict)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember that this rank failed: the others may be anywhere, and no collective might end."""
+        """Explain what FSDP raised."""
         super().on_exception(exception)
-        self._failed = self.world_size > 1
         if self._sharded is not None:
             explain(exception, self._explanation(in_step=False))
 
@@ -362,23 +362,23 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         After a failure of some ranks only, or where a host's memory has no room for it, it stays sharded.
         """
         sharded, self._sharded, self._deferred = self._sharded, None, None
-        self._trained = None
+        ended, self._trained = ([] if self._trained is None else self.optimizers), None
         self._undo.close()
         try:
             if sharded is not None:
-                self._reset_optimizers_and_schedulers()
                 mesh = self.device_mesh
-                if self._failed:
-                    gather = gather_after_failure(mesh, self._run)
+                if self._is_failing and self.world_size > 1:
+                    gather = gather_after_failure(mesh, self._meet())
                 else:
                     gather = gather_over(mesh, sharded.num_bytes, self.num_processes)
                 if isinstance(gather, str):
                     rank_zero_warn(f"{type(self.lightning_module).__name__} stays sharded: {gather}.")
-                sharded.restore(gather)
+                originals = sharded.restore(gather)
+                for optimizer in ended if originals else ():
+                    self._ended.keep(optimizer, sharded.root, None, originals)
                 if not isinstance(gather, str):
                     sharded.root.cpu()
         finally:
-            self._failed = False
             self._device_mesh = None
             super().teardown()
             if self.lightning_module is not None and sharded is not None:

@@ -5,7 +5,10 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_paral.checkpoint.ended import read_whole_run
+from lightning_paral.checkpoint.held import TensorRun
 from lightning_paral.fsdp.gradients import gradient_norm
+from lightning_paral.fsdp.whole import whole
 
 
 class FullReads(Strategy):
@@ -40,6 +43,8 @@ class FullReads(Strategy):
         """
         for optimizer in self.optimizers:
             value = optimizer.state.get(parameter, {}).get(key)
+            if isinstance(value, TensorRun):  # after the run
+                return read_whole_run(value, self.root_device)
             if value is not None:
                 return whole(torch.as_tensor(value))
         raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")

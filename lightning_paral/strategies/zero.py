@@ -303,15 +303,12 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def _setup_without_optimizer(self) -> None:
         assert self.lightning_module is not None
-        in_its_place, schedulers = self.optimizers, self.lr_scheduler_configs
         self._setup_evaluation()
-        self.optimizers, self.lr_scheduler_configs = in_its_place, schedulers
         self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers)
 
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
         assert module is not None
-        self.optimizers, self.lr_scheduler_configs = [], []
         if self.stage == 3 and next(module.parameters(), None) is not None:
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
             self._writes = Writes(module, fill_all, hides_gradients=False)
@@ -438,8 +435,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
-        if self._holdings is None:  # there is no optimizer
-            return dict(optimizer.state_dict())
+        if self._holdings is None:  # there is no optimizer, or the run is over
+            return super().optimizer_state(optimizer)
         return self._holdings.of(optimizer).optimizer_state()
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -462,13 +459,15 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             [self.model, *(each.engine for each in self._gradients.each)] if self._gradients else [self.model]
         )
         self.model = self.lightning_module
-        self.optimizers = []
         self._zero_precision.end_fit()
         try:
             if self._writes is not None:
                 self._writes.end(settle=not self._failed)
-            for users in self._users_optimizers:
+            for users, wrapped in zip(self._users_optimizers, self._lightning_optimizers, strict=False):
                 users.show_state()
+                vars(wrapped).pop("zero_grad", None)
+            if self._holdings is not None:
+                self._keep_optimizers(self._holdings)
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
@@ -482,6 +481,15 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._undo.close()
             super().teardown()
             self._folders.leave(self.lightning_module)
+
+    def _keep_optimizers(self, holdings: Holdings | JointHoldings) -> None:
+        assert self.lightning_module is not None
+        for optimizer in self.optimizers:
+            if "offload_optimizer" in self._options.on_nvme:
+                self._ended.lose(optimizer, "it was on NVMe")
+            else:
+                state = holdings.of(optimizer).optimizer_state()
+                self._ended.keep(optimizer, self.lightning_module, state, {})
 
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:

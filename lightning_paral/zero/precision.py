@@ -35,10 +35,11 @@ class ZeROPrecision(DeepSpeedPrecision):
     gradients: PartitionedGradients | JointGradients | None = None
     """Those of the current fit."""
     loss_scale: DynamicLossScale | None = None
-    """That of the current fit, under fp16 autocast."""
+    """That of the last fit, under fp16 autocast."""
 
     def start_fit(self, gradients: Gradients) -> Gradients:
         """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
+        self.loss_scale = None
         if self.precision == "16-mixed":
             self.loss_scale = DynamicLossScale()
             for each in gradients.each:
@@ -47,9 +48,8 @@ class ZeROPrecision(DeepSpeedPrecision):
         return gradients
 
     def end_fit(self) -> None:
-        """Let go of what belongs to the fit."""
+        """Let go of the gradients. The loss scale stays: checkpoints may be saved after the fit."""
         self.gradients = None
-        self.loss_scale = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, empty where there is none."""

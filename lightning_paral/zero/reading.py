@@ -1,10 +1,13 @@
 """Whole tensors of which every rank holds a part, for hooks of the user's. *Collective*, all of them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.ended import read_whole_run
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.joint import JointGradients
@@ -18,6 +21,13 @@ class WholeReads:
     """Those of the fit, while there is one."""
     _writes: Writes | None = None
     """What code of the user's writes to parameters, while there is a run."""
+    optimizers: list[Optimizer]
+
+    if TYPE_CHECKING:
+
+        @property
+        def root_device(self) -> torch.device:
+            """This rank's device."""
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the global 2-norm of the gradients before they are clipped by norm. *Collective* over the world.
@@ -60,6 +70,10 @@ class WholeReads:
         """
         import deepspeed
 
+        if self._gradients is None:  # after the fit
+            kept = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
+            if kept:
+                return read_whole_run(kept[0], self.root_device)
         self._fit_gradients()
         try:
             state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)

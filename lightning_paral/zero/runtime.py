@@ -152,6 +152,10 @@ def leave_deepspeed() -> None:
     if hasattr(comm.cdb, "abandon"):
         comm.cdb.abandon()
     comm.cdb = None
+    made = (groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, *groups._ALL_TO_ALL_GROUP.values())
+    for group in made:
+        if group in dist.distributed_c10d._world.pg_map:  # else it went with an earlier default group
+            dist.destroy_process_group(group)
     groups._WORLD_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     groups._ALL_TO_ALL_GROUP = {}

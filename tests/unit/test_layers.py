@@ -26,7 +26,7 @@ LAYERS = (
     "comm",
     "launcher",
     "process_group",
-    "compat",
+    "failure",
     "config",
     "compat",
     "_version",
