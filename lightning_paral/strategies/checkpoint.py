@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
 from lightning_paral.checkpoint.files import without_scheme
+from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
 from lightning_paral.config import CheckpointOptions, Form
-from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.errors import CheckpointError, ConfigurationError, StorageOptionsError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
@@ -45,6 +46,10 @@ class PortableCheckpoint(Strategy):
 
     def _held(self, parameter: Parameter) -> Tensor:
         """Return what this rank has of `parameter`: whole, a DTensor, or a run."""
+        return parameter.detach()
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        """Return a parameter of the module whole. *Collective* where it is divided."""
         return parameter.detach()
 
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
@@ -82,8 +87,10 @@ class PortableCheckpoint(Strategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # the user's own way of saving
             return
         if storage_options is not None:
-            raise ConfigurationError(
-                "storage_options are not supported: options of fsspec belong into its configuration."
+            raise StorageOptionsError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` was given {storage_options!r:.100}, and "
+                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp and "
+                "paral_dp a `CheckpointIO` of your own receives them."
             )
         ranks = all_ranks()
         if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
@@ -92,6 +99,8 @@ class PortableCheckpoint(Strategy):
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
+        if self._default_form == "sharded":
+            with_whole_modules(checkpoint, self.lightning_module.parameters(), self._whole, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
         local_sgd = getattr(self, "_model_averager", None) is not None

@@ -371,6 +371,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
 
     _default_form = "sharded"
 
+    def _whole(self, parameter: Parameter) -> Tensor:
+        return whole(parameter)
+
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective might end."""
         super().on_exception(exception)

@@ -367,6 +367,10 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
         return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
 
+    def _whole(self, parameter: Parameter) -> Tensor:
+        divided = self._holdings is not None or hasattr(parameter, "ds_id")
+        return self.full_parameter(parameter) if divided else parameter.detach()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of true shapes, of which this rank may hold a run."""
         if self._writes is not None:

@@ -27,6 +27,7 @@ LAYERS = (
     "process_group",
     "config",
     "_version",
+    "compat",
     "errors",
 )
 FILES = sorted(ROOT.rglob("*.py"))
