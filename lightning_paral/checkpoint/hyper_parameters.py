@@ -114,7 +114,7 @@ class _Pickler(pickle.Pickler):
             return reduced
         args = tuple(_class_before(arg) if arg is type(obj) else arg for arg in args)
         # pickle itself wants the object's own class of `__newobj__`.
-        return (_new if make is copyreg.__newobj__ else make, args, _without_engine(state), *rest)  # type: ignore[attr-defined]
+        return (_new if make is copyreg.__newobj__ else make, args, _without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -135,21 +135,26 @@ def _class_before(kind: type) -> type:
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
-def _without_engine(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module without what an engine has added to them."""
+def _without_engine(state: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Return the attributes of a module of class `kind` without what an engine has added to them."""
     kept = {}
     for name, value in state.items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
             kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_engine(hook))
         elif name == "_parameters" and isinstance(value, dict):
             kept[name] = dict(value.items())
-        elif not name.startswith(_ENGINE_PREFIXES) and not _is_of_engine(value):
+        elif not name.startswith(_ENGINE_PREFIXES) and not (_is_installed(name, value, kind) and _is_of_engine(value)):
             kept[name] = value
     hooks = {key for name in ("_forward_hooks", "_forward_pre_hooks") for key in kept.get(name, ())}
     for name in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"):
         if isinstance(kept.get(name), dict):
             kept[name] = type(kept[name])((key, flag) for key, flag in kept[name].items() if key in hooks)
     return kept
+
+
+def _is_installed(name: str, value: Any, kind: type) -> bool:
+    """Whether an attribute is in the place of a method, or a function or class made where it was set."""
+    return hasattr(kind, name) or "<locals>" in getattr(value, "__qualname__", "")
 
 
 def _is_of_engine(value: Any) -> bool:
@@ -161,12 +166,13 @@ def _is_of_engine(value: Any) -> bool:
     if type(value).__name__ == "_WrappedHook":  # torch's, around hooks that are given the module
         return _is_of_engine(value.hook)
     if isinstance(value, FunctionType):
-        where = value.__globals__.get("__name__", "")  # `functools.wraps` changes `__module__`
+        # They differ for what is decorated: engines decorate their hooks, and methods of users.
+        where = (value.__module__, value.__globals__.get("__name__"))
     elif isinstance(value, Tensor | Module):
         return False
     else:
-        where = getattr(value if isinstance(value, type) else type(value), "__module__", "")
-    return any(f"{where}.".startswith(f"{engine}.") for engine in _ENGINES)
+        where = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
+    return any(f"{name}.".startswith(f"{engine}.") for name in where for engine in _ENGINES)
 
 
 @torch.no_grad()

@@ -39,6 +39,8 @@ class PortableCheckpoint(Strategy):
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
+    _restores_after_setup: bool | None = None
+    """Of one run, from `setup` on."""
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -131,7 +133,7 @@ class PortableCheckpoint(Strategy):
         if weights_only is None:
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
-        if _is_loss_scale(self.precision_plugin.state_dict()):
+        if self.precision_plugin.precision == "16-mixed":
             for name in filter(lambda name: _is_loss_scale(checkpoint.get(name)), _LOSS_SCALES):
                 checkpoint.setdefault(type(self.precision_plugin).__qualname__, checkpoint[name])
         assert self.lightning_module is not None
@@ -143,6 +145,22 @@ class PortableCheckpoint(Strategy):
                 "go on with a new optimizer, say checkpoint=CheckpointOptions(restore_optimizer=False)."
             )
         return checkpoint
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights and callbacks' states are restored after `setup`: where the module never was whole.
+
+        Else they are there before, as under DDP: in `on_fit_start` callbacks know where they were.
+        """
+        if self._restores_after_setup is None:
+            return self._default_form == "sharded" and self._is_divided()
+        return self._restores_after_setup
+
+    def _is_divided(self) -> bool:
+        """Whether ranks hold parts of the module before `setup`, or nothing."""
+        assert self.lightning_module is not None
+        parameters = self.lightning_module.parameters()
+        return any(isinstance(p, DTensor) or p.is_meta or hasattr(p, "ds_id") for p in parameters)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""
@@ -193,6 +211,7 @@ class PortableCheckpoint(Strategy):
             CheckpointError: it failed.
         """
         saver, self._saver = self._saver, None
+        self._restores_after_setup = None
         try:
             if saver is not None:
                 saver.close()

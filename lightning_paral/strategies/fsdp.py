@@ -196,6 +196,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Shard the module and make its optimizers. *Collective* over the world."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         evaluate_without_inference_mode(trainer)
@@ -370,6 +371,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes its part of the DTensors.
 
     _default_form = "sharded"
+
+    def _is_divided(self) -> bool:
+        return self._deferred is not None or super()._is_divided()
 
     def _whole(self, parameter: Parameter) -> Tensor:
         return whole(parameter)
