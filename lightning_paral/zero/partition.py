@@ -169,6 +169,10 @@ def _whole_on_host(parameter: Any) -> Tensor:
     return whole
 
 
+_ATTRIBUTES = (
+    "ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters", "pre_bwd_fn", "post_bwd_fn",
+    "applied_pre_backward_ref_cnt",
+)  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -185,7 +189,7 @@ def _restore_contents(part: Module, contents: tuple[set[str], dict[str, set[int]
     if not unpartition:
         return
     for name in set(vars(part)) - names:
-        if name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters")):
+        if name.startswith(_ATTRIBUTES):
             delattr(part, name)
     if type(part._parameters) is not kind:
         plain = kind(part._parameters.items())
