@@ -71,6 +71,10 @@ class Injection:
         """Give the trainer back its own ways. The position in the data can still be asked for."""
         self._undo.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what undoes changes of the trainer, which a copy of it makes none of."""
+        return vars(self) | {"_undo": ExitStack()}
+
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
         """Return `loader` with this rank's batches. *Collective* where a dataset shards itself."""
         injects = self._trainer._accelerator_connector.use_distributed_sampler

@@ -18,6 +18,7 @@ from lightning_paral.checkpoint.background import BackgroundSaver
 from lightning_paral.checkpoint.ended import EndedOptimizers
 from lightning_paral.checkpoint.files import without_scheme
 from lightning_paral.checkpoint.held import is_divided
+from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.random import restore_states
@@ -25,7 +26,7 @@ from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
 from lightning_paral.config import CheckpointOptions, Form
-from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
@@ -42,6 +43,8 @@ class PortableCheckpoint(Strategy):
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
     _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
+    _restores_after_setup: bool | None = None
+    """Of one run, from `setup` on."""
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -49,6 +52,10 @@ class PortableCheckpoint(Strategy):
 
     def _held(self, parameter: Parameter) -> Tensor:
         """Return what this rank has of `parameter`: whole, a DTensor, or a run."""
+        return parameter.detach()
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        """Return a parameter of the module whole. *Collective* where it is divided."""
         return parameter.detach()
 
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
@@ -90,8 +97,10 @@ class PortableCheckpoint(Strategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # the user's own way of saving
             return
         if storage_options is not None:
-            raise ConfigurationError(
-                "storage_options are not supported: options of fsspec belong into its configuration."
+            raise StorageOptionsError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` was given {storage_options!r:.100}, and "
+                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp and "
+                "paral_dp a `CheckpointIO` of your own receives them."
             )
         ranks = self._ranks()
         if ranks.world_size != self.lightning_module.trainer.world_size:  # after the run, without its process group
@@ -108,6 +117,8 @@ class PortableCheckpoint(Strategy):
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
+        if self._default_form == "sharded":
+            with_whole_modules(checkpoint, self.lightning_module.parameters(), self._whole, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
         local_sgd = getattr(self, "_model_averager", None) is not None
@@ -140,7 +151,7 @@ class PortableCheckpoint(Strategy):
         if weights_only is None:
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
-        if _is_loss_scale(self.precision_plugin.state_dict()):
+        if self.precision_plugin.precision == "16-mixed":
             for name in filter(lambda name: _is_loss_scale(checkpoint.get(name)), _LOSS_SCALES):
                 checkpoint.setdefault(type(self.precision_plugin).__qualname__, checkpoint[name])
         assert self.lightning_module is not None
@@ -152,6 +163,22 @@ class PortableCheckpoint(Strategy):
                 "go on with a new optimizer, say checkpoint=CheckpointOptions(restore_optimizer=False)."
             )
         return checkpoint
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights and callbacks' states are restored after `setup`: where the module never was whole.
+
+        Else they are there before, as under DDP: in `on_fit_start` callbacks know where they were.
+        """
+        if self._restores_after_setup is None:
+            return self._default_form == "sharded" and self._is_divided()
+        return self._restores_after_setup
+
+    def _is_divided(self) -> bool:
+        """Whether ranks hold parts of the module before `setup`, or nothing."""
+        assert self.lightning_module is not None
+        parameters = self.lightning_module.parameters()
+        return any(isinstance(p, DTensor) or p.is_meta or hasattr(p, "ds_id") for p in parameters)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""
@@ -202,6 +229,7 @@ class PortableCheckpoint(Strategy):
             CheckpointError: it failed.
         """
         saver, self._saver = self._saver, None
+        self._restores_after_setup = None
         try:
             if saver is not None:
                 saver.close()

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.config import (
@@ -36,6 +37,7 @@ from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision,
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
+from lightning_paral.fsdp.whole import whole
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
@@ -200,6 +202,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Shard the module and make its optimizers. *Collective* over the world."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         evaluate_without_inference_mode(trainer)
@@ -349,6 +352,12 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Give the module its weights, of which each rank reads only what it holds."""
         super().load_model_state_dict(checkpoint, strict)
         self._load_averages(checkpoint, strict)
+
+    def _is_divided(self) -> bool:
+        return self._deferred is not None or super()._is_divided()
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        return whole(parameter)
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain what FSDP raised."""

@@ -246,6 +246,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """Make optimizer and engine, the same on all ranks. *Collective* over the world."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -412,6 +413,14 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
         return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
+
+    def _is_divided(self) -> bool:
+        # Weights of low precision would have lost what their master copies hold.
+        return self._zero_precision.is_low or super()._is_divided()
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        divided = self._holdings is not None or hasattr(parameter, "ds_id")
+        return self.full_parameter(parameter) if divided else parameter.detach()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of true shapes, of which this rank may hold a run."""

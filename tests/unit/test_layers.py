@@ -30,6 +30,7 @@ LAYERS = (
     "config",
     "compat",
     "_version",
+    "compat",
     "errors",
 )
 FILES = sorted(ROOT.rglob("*.py"))
