@@ -16,6 +16,7 @@ from lightning_paral.errors import (
 )
 from lightning_paral.namesakes import replace_pytorch_lightning
 from lightning_paral.registry import STRATEGIES, register_strategies
+from lightning_paral.reported import report_briefly
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 __all__ = [
@@ -39,3 +40,4 @@ __all__ = [
 ]
 
 register_strategies()
+report_briefly()

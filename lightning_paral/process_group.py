@@ -1,6 +1,8 @@
 """The process group of a run: which backend, joined or made, bound to which device, and destroyed by whom."""
 
+import hashlib
 import os
+import re
 import socket
 from datetime import timedelta
 
@@ -127,6 +129,20 @@ def join_process_group(
     except (dist.DistError, RuntimeError) as error:
         raise _explained(error, rank, world_size, address, port, timeout) from error
     return ProcessGroup(made_here=True)
+
+
+def is_first_to_say(message: str) -> bool:
+    """Whether no other rank of this host has asked this for the same message; true where the ranks cannot be asked."""
+    if not _stores:
+        return True
+    said = re.sub(r"\brank \d+", "rank", message)
+    key = f"lightning_paral/said/{socket.gethostname()}/{hashlib.sha256(said.encode()).hexdigest()}"
+    try:
+        store, _ = list(_stores.values())[-1]
+        store.set_timeout(timedelta(seconds=5))
+        return int(store.add(key, 1)) == 1
+    except (dist.DistError, RuntimeError):  # its rank has ended
+        return True
 
 
 def name_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
