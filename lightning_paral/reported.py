@@ -43,7 +43,7 @@ class _BriefHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = error if isinstance(error, ParalError) else inner_error(error)
-        if ours is None or os.environ.get(FULL_VARIABLE) == "full" or _has_users_cause(ours):
+        if ours is None or os.environ.get(FULL_VARIABLE) == "full" or has_cause_of_users(ours):
             self._otherwise(kind, error, trace)
             return
         if not is_first_to_say(str(ours)):
@@ -65,7 +65,8 @@ def inner_error(error: BaseException) -> ParalError | None:
     return None
 
 
-def _has_users_cause(error: BaseException) -> bool:
+def has_cause_of_users(error: BaseException) -> bool:
+    """Whether an error that led to this one was raised below a line of the user's, as in a training step."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while cause is not None:
         if any(True for _ in _frames_of_users(cause.__traceback__)):
