@@ -23,6 +23,7 @@ from lightning_paral.errors import (
 )
 from lightning_paral.namesakes import replace_pytorch_lightning
 from lightning_paral.registry import STRATEGIES, register_strategies
+from lightning_paral.reported import report_briefly
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 __all__ = [
@@ -49,3 +50,4 @@ __all__ = [
 register_strategies()
 for _saving in filter(None, (saving, sys.modules.get("pytorch_lightning.core.saving"))):
     load_from_checkpoint.install(_saving, is_folder, read_folder)
+report_briefly()

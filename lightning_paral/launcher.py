@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.process_group import check_port_is_free
 
 _GRACE_SECONDS = 10.0  # for the other ranks to report what they failed of
@@ -27,11 +28,13 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         """Start the other local ranks, then call `function` in this one.
 
         Raises:
-            ConfigurationError: rank 0 is to be on this host and MASTER_PORT is taken.
+            ConfigurationError: rank 0 is to be on this host and MASTER_PORT is taken, or options do not fit the module.
         """
         environment = self.cluster_environment
         if not environment.creates_processes_externally and environment.node_rank() == 0:
             check_port_is_free(environment)
+            if trainer is not None and trainer.lightning_module is not None:
+                check_before_launch(trainer.strategy, trainer)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:

@@ -57,6 +57,11 @@ def remember_options(owner: str, options: Collection[str]) -> None:
     _OF_CLASS.setdefault(owner, set()).update(options)
 
 
+def is_of_ours(owner: str) -> bool:
+    """Whether the class named `owner` has options that are known here."""
+    return owner in _OF_CLASS
+
+
 def explain_unknown_option(owner: str, option: str) -> str:
     """Say that `owner` has no such option, and which of its own or of another class's may be meant."""
     return f"{owner} has no option {option!r}.{_hint(owner, option, _OF_CLASS[owner])}"

@@ -52,9 +52,7 @@ def check_options(options: dict[str, Any]) -> None:
         check_type("ParalDDPStrategy", option, value, _TYPES.get(option, Any))
     bucket = options.get("bucket_cap_mb")
     if bucket is not None and not bucket > 0:
-        raise ConfigurationError(
-            f"ParalDDPStrategy(bucket_cap_mb={bucket!r}): the size of a bucket, in MiB, is above 0."
-        )
+        raise ConfigurationError(f"ParalDDPStrategy(bucket_cap_mb={bucket!r}): buckets are larger than 0 MiB.")
 
 
 def explain_unused(message: str, names: list[str], rank: int) -> str:
