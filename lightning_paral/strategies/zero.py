@@ -33,14 +33,15 @@ from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
+from lightning_paral.zero.compiling import operators_kept
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
-from lightning_paral.zero.engine import build_inference_engine, build_training_engine
+from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters, trained_of
 from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
 from lightning_paral.zero.masterless import fill, fill_all, held
-from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam
+from lightning_paral.zero.offloading import check_offload, check_space, load_async_io
 from lightning_paral.zero.optimizer import check_one, engines_optimizer
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.zero.partition import Belongings, count_trained, rejoin, true_shapes
@@ -211,7 +212,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._set_node_environment_variables()
         join_deepspeed(self._logging_level, self.root_device)
         self._undo.callback(leave_deepspeed)
-        load_async_io(self._options)
+        self._undo.enter_context(operators_kept())
         self.config = self._make_config()
 
     # Model wrapping
@@ -230,6 +231,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build a model of stage 3 partitioned: each rank keeps its part of a parameter as soon as it has values."""
+        if self.stage == 3:
+            load_async_io(self._options)
         with built_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():
             yield
 
@@ -257,15 +260,17 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         check_embeddings(module, self.world_size, "ZeRO")
         if self.stage == 3:
             warn_of_whole(module)
-        load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
         self._users_optimizer = users = self._make_optimizer()
         if users is None:
             self._setup_without_optimizer()
             return
         offload = self._options.offload_optimizer is not None
+        config = self._sized_config(module)
+        check_parameters(module, trained_of(module), config)
         optimizer = engines_optimizer(users, offload=offload, trust=self._trust_optimizer)
-        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
+        load_async_io(self._options)
+        engine = build_training_engine(module, optimizer, config, self.root_device)
         self._holdings = Holdings(engine, module, users)
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
         self.model = engine
@@ -293,6 +298,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         assert module is not None
         self.optimizers, self.lr_scheduler_configs = [], []
         if self.stage == 3 and next(module.parameters(), None) is not None:
+            load_async_io(self._options)
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
