@@ -36,15 +36,16 @@ from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.averaging import WeightRuns
+from lightning_paral.zero.compiling import operators_kept
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
-from lightning_paral.zero.engine import build_inference_engine, build_training_engine
+from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters, trained_of
 from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
 from lightning_paral.zero.joint import JointGradients, JointHoldings
 from lightning_paral.zero.masterless import fill, fill_all, held
-from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam
+from lightning_paral.zero.offloading import check_offload, check_space, load_async_io
 from lightning_paral.zero.optimizer import check_kind, engines_optimizer
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.zero.partition import Belongings, count_trained, rejoin, true_shapes
@@ -220,7 +221,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._set_node_environment_variables()
         join_deepspeed(self._logging_level, self.root_device)
         self._undo.callback(leave_deepspeed)
-        load_async_io(self._options)
+        self._undo.enter_context(operators_kept())
         self.config = self._make_config()
 
     # Model wrapping
@@ -239,6 +240,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build a model of stage 3 partitioned: each rank keeps its part of a parameter as soon as it has values."""
+        if self.stage == 3:
+            load_async_io(self._options)
         with built_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():
             yield
 
@@ -269,7 +272,6 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         check_embeddings(module, self.world_size, "ZeRO")
         if self.stage == 3:
             warn_of_whole(module)
-        load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
         users = self._make_optimizers()
         if users is None:
@@ -311,6 +313,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         if self.stage == 3 and next(module.parameters(), None) is not None:
+            load_async_io(self._options)
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
@@ -341,8 +344,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             return build_engines(
                 module, users, self._sized_config, self.root_device, offload=offload, trust=self._trust_optimizer
             )
+        config = self._sized_config(module)
+        check_parameters(module, trained_of(module), config)
         optimizer = engines_optimizer(users[0], offload=offload, trust=self._trust_optimizer)
-        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
+        load_async_io(self._options)
+        engine = build_training_engine(module, optimizer, config, self.root_device)
         return engine, [engine]
 
     def _make_config(self) -> dict[str, Any]:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+_GONE = (
+    "under ZeRO they are gone after the step. Call optimizer.zero_grad() before each window of backward passes, and in "
+    "an overridden optimizer_zero_grad, too; or train with paral_ddp."
+)
+
+
 class GradientsNotReadyError(ParalError, RuntimeError):
     """Partitioned gradients were asked for while they are still being accumulated, or after they were used."""
 
@@ -94,8 +100,7 @@ class PartitionedGradients:
         if self._complete or (self._has_old and not by_hand):
             raise ConfigurationError(
                 "Gradients of an earlier step were not set to zero before this backward pass. torch would add to them; "
-                "under ZeRO they are gone after the step. Call optimizer.zero_grad() before each window of backward "
-                "passes, and in an overridden optimizer_zero_grad, too; or train with paral_ddp."
+                f"{_GONE}"
             )
         self.engine.set_gradient_accumulation_boundary(ends_window)
         self._begin_pass(by_hand)
@@ -210,6 +215,11 @@ class PartitionedGradients:
             raise ConfigurationError(
                 "Gradients came by loss.backward(), of which ZeRO knows nothing: ranks would not average them. Call "
                 "self.manual_backward(loss) instead."
+            )
+        if self._num_passes == 0 and self._has_old:
+            raise ConfigurationError(
+                "A step follows another one without zero_grad or a backward pass between them. torch would use the "
+                f"same gradients again; {_GONE}"
             )
         if self._num_passes == 0:  # by a step that returned no loss: torch's optimizers leave everything as it is
             self._users.before_step()

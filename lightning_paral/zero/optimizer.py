@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.elementwise import check_elementwise
+from lightning_paral.zero.ops import load_operator
 from lightning_paral.zero.twin import UsersOptimizer, twin_of
 
 _OFFLOADABLE = (
@@ -100,6 +101,7 @@ def _offloaded(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     for group in groups:
         group["lr"] = float(group["lr"])  # torch takes tensors, too
         group["betas"] = tuple(float(beta) for beta in group["betas"])
+    load_operator("cpu_adam", "offload_optimizer")
     with _cpu_info_read_once():
         replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
     first, *others = groups

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import shared_buffers
-from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_dtypes
+from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters
 from lightning_paral.zero.optimizer import engines_optimizer
 from lightning_paral.zero.options import ZeROOptions
 from lightning_paral.zero.partition import check_not_empty
@@ -78,11 +78,11 @@ def build_engines(
         offload: whether optimizers run on the host.
         trust: whether optimizers pass that may not be elementwise.
     """
-    inner = [engines_optimizer(users, offload=offload, trust=trust) for users in optimizers]
     config = sized_config(module)
     partitioned = config["zero_optimization"]["stage"] == 3
     trained = [p for users in optimizers for group in users.groups for p in group["params"] if p.requires_grad]
-    check_dtypes(module, trained, config)
+    check_parameters(module, trained, config)
+    inner = [engines_optimizer(users, offload=offload, trust=trust) for users in optimizers]
     if partitioned:
         check_not_empty(module)
         forward: Any = build_inference_engine(module, config, device)
