@@ -78,13 +78,14 @@ def fit(
     """Fit; return the weights after it and the validation loss of each epoch."""
     torch.manual_seed(3)
     module = Averaged(with_norm)
-    callbacks = [callback, *([SaveAfterEpoch(save_to)] if save_to else [])]
+    callbacks = [callback, *options.pop("callbacks", []), *([SaveAfterEpoch(save_to)] if save_to else [])]
     options = {"max_epochs": MAX_EPOCHS, "num_sanity_val_steps": 0} | options
     trainer = quiet_trainer(devices=num_ranks, strategy=strategy, callbacks=callbacks, **options)
+    num_loading = 1 if strategy == "paral_dp" else num_ranks
     trainer.fit(
         module,
-        regression_data(num_batches, num_ranks),
-        regression_data(2, num_ranks),
+        regression_data(num_batches, num_loading),
+        regression_data(2, num_loading),
         ckpt_path=None if resume_from is None else str(resume_from),
     )
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, module.validated

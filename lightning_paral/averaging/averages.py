@@ -4,17 +4,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_paral.averaging.buffers import share_averaged_buffers
 from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import held_state_dict
-from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.errors import ConfigurationError
 
 
@@ -227,8 +226,8 @@ class Averages:
         yield from zip(self._module.buffers(), self._inner.module.buffers(), strict=True)
 
     def _share_buffers(self) -> None:
-        if not self._swapped:
-            share_averaged_buffers(self._module, self._inner.module, enabled=self._shares_buffers)
+        if self._shares_buffers and not self._swapped:
+            share_averaged_buffers(self._module, self._inner.module)
 
 
 class CopiedAverages(Averages):
@@ -264,15 +263,6 @@ class _View:
 
     def buffers(self) -> Iterator[Tensor]:
         return self._module.buffers()
-
-
-def share_averaged_buffers(module: Module, averaged: Module, *, enabled: bool) -> None:
-    """Give all ranks rank 0's averages of buffers: they are what is saved. *Collective* over the world if `enabled`."""
-    if not enabled or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    pairs = zip(module.named_buffers(), averaged.buffers(), strict=True)
-    broadcast([average for (name, _), average in pairs if name not in ignored])
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:

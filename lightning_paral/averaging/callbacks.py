@@ -9,9 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel
 
-from lightning_paral.averaging.averages import Averages, CopiedAverages, share_averaged_buffers
+from lightning_paral.averaging.averages import Averages, CopiedAverages
 from lightning_paral.averaging.elementwise import check_elementwise
 from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.compat.methods import replace_methods
@@ -33,29 +32,27 @@ class AveragingCallbacks:
     Args:
         trainer: whose callbacks are looked at.
         save_frozen: whether checkpoints hold frozen parameters.
-        divided: whether ranks hold parts of the weights. Otherwise averages are Lightning's, of whole weights, and all
-            ranks evaluate rank 0's averages of buffers.
+        obstacle: why weights cannot be averaged by this strategy, if so.
 
     Raises:
-        ConfigurationError: an averaging function is not elementwise, or a subclass does itself what ours does.
+        ConfigurationError: weights cannot be averaged, an averaging function is not elementwise, or a subclass does
+            itself what ours does.
     """
 
-    def __init__(self, trainer: Trainer, *, save_frozen: bool, divided: bool) -> None:
+    def __init__(self, trainer: Trainer, *, save_frozen: bool, obstacle: str | None) -> None:
         found: list[Any] = vars(trainer)["callbacks"]
         self._callbacks = [each for each in found if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
         self._trainer = trainer
         self._save_frozen = save_frozen
-        self._divided = divided
         self._undo = ExitStack()
-        self.shares_buffers = False
-        """Whether rank 0's buffers are evaluated on all ranks."""
         if not self._callbacks:
             return
-        for callback in self._callbacks if divided else ():
+        if obstacle is not None:
+            raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
+        for callback in self._callbacks:
             _check(callback)
         self._undo.callback(replace_methods(WeightAveraging, self._of_weight_averaging()))
-        if divided:
-            self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
+        self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
 
     def attach(self, make_shards: Callable[[], WeightShards], *, shares_buffers: bool) -> None:
         """Begin to average: the module has been divided. *Collective* if there are averaging callbacks.
@@ -63,8 +60,7 @@ class AveragingCallbacks:
         Raises:
             ConfigurationError: a callback has a whole copy of the module.
         """
-        self.shares_buffers = shares_buffers
-        if not self._callbacks or not self._divided:
+        if not self._callbacks:
             return
         shards = make_shards()
         for callback in self._callbacks:
@@ -99,7 +95,7 @@ class AveragingCallbacks:
         self._callbacks = []
 
     def _is_of(self, trainer: Trainer) -> bool:
-        return self._divided and trainer is self._trainer
+        return trainer is self._trainer
 
     def _of_weight_averaging(self) -> dict[str, Any]:
         theirs = WeightAveraging
@@ -119,17 +115,15 @@ class AveragingCallbacks:
             averages = callback._average_model
             if isinstance(averages, Averages) and averages.is_attached:
                 averages.swap()
-                return
-            self._share_whole(averages, pl_module)
-            swap(callback, pl_module)
+            else:
+                swap(callback, pl_module)
 
         def copy_average_to_current(callback: Any, pl_module: LightningModule) -> None:
             averages = callback._average_model
             if isinstance(averages, Averages):
                 averages.become_weights(buffers=True)
-                return
-            self._share_whole(averages, pl_module)
-            copy(callback, pl_module)
+            else:
+                copy(callback, pl_module)
 
         def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
             if isinstance(callback._average_model, Averages):
@@ -156,10 +150,6 @@ class AveragingCallbacks:
             "on_save_checkpoint": on_save_checkpoint,
             "on_load_checkpoint": on_load_checkpoint,
         }
-
-    def _share_whole(self, averages: Any, module: LightningModule) -> None:
-        if isinstance(averages, AveragedModel):
-            share_averaged_buffers(module, averages.module, enabled=self.shares_buffers)
 
     def _of_swa(self) -> dict[str, Any]:
         theirs = StochasticWeightAveraging

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_paral.averaging.buffers import share_when_swapped
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
@@ -172,8 +173,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         # Buffers with a hook of the user's own are the hook's.
         shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
         self._buffers = RankZeroBuffers(self.lightning_module, shares)
-        if self._averages is not None:
-            self._averages.shares_buffers = shares
+        if shares:
+            self._undo.callback(share_when_swapped())
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.

@@ -66,6 +66,8 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
     """Of a fit."""
     _averages: AveragingCallbacks | None = None
     """Of a fit."""
+    _averaging_obstacle: str | None = None
+    """Why weights cannot be averaged, and what to do."""
     _process_group_backend: str | None
     _timeout: timedelta | None
     num_nodes: int
@@ -173,14 +175,13 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
         """Have callbacks that average weights keep what this rank holds of them.
 
         Raises:
-            ConfigurationError: they average otherwise than element by element.
+            ConfigurationError: they average otherwise than element by element, or weights cannot be averaged.
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self._default_form == "sharded" and trainer.state.fn == TrainerFn.FITTING:
             save_frozen = self._checkpoint_options.save_frozen
-            divided = self._default_form == "sharded"
-            self._averages = AveragingCallbacks(trainer, save_frozen=save_frozen, divided=divided)
+            self._averages = AveragingCallbacks(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
 
     def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
         if self._averages is not None:

@@ -35,7 +35,7 @@ from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
 from lightning_paral.zero.accumulation import allow_accumulation_schedules
-from lightning_paral.zero.averaging import WeightRuns
+from lightning_paral.zero.averaging import WeightRuns, averaging_obstacle
 from lightning_paral.zero.compiling import operators_kept
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters, trained_of
@@ -147,6 +147,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         )
         offload = self._options.offload_optimizer
         self.strategy_name = f"paral_zero{stage}" + (f"_{offload.device}" if offload else "").replace("cpu", "offload")
+        self._averaging_obstacle = averaging_obstacle(self._options)
         self._trust_optimizer = trust_optimizer
         self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level

@@ -16,10 +16,10 @@ from torch.nn import Module
 from lightning_paral.checkpoint.held import TensorRun, same
 from lightning_paral.checkpoint.stored import read_run
 from lightning_paral.checkpoint.weights import true_shape
-from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.holdings import Holdings
 from lightning_paral.zero.joint import JointHoldings
 from lightning_paral.zero.masterless import fill_all
+from lightning_paral.zero.options import ZeROOptions
 from lightning_paral.zero.partition import is_partitioned
 from lightning_paral.zero.watched import plain_data
 from lightning_paral.zero.writes import Writes
@@ -28,34 +28,33 @@ _GATHERED_NUMEL = 2**24
 """Elements gathered at a time, about."""
 
 
-class WeightRuns:
-    """The parameters of `module` in a fit under ZeRO: `WeightShards` of averages. *Collective* over the world.
+def averaging_obstacle(options: ZeROOptions) -> str | None:
+    """Return why weights cannot be averaged with `options`, and what to do; `None` if they can."""
+    if "offload_parameters" in options.on_nvme:
+        return (
+            "with parameters on NVMe, every average would read all of them. Keep them on the host, by "
+            'offload_parameters="cpu", or leave out the callback.'
+        )
+    zero = options.users_config.get("zero_optimization", {})
+    copies = [key for key in ("zero_hpz_partition_size", "mics_shard_size") if zero.get(key, 0) > 1]
+    if copies:
+        return (
+            f"{copies[0]}={zero[copies[0]]} lets DeepSpeed gather weights from elsewhere than where they are updated. "
+            "Leave the option out, or the callback."
+        )
+    return None
 
-    Raises:
-        ConfigurationError: parameters are on NVMe, or gathered from elsewhere than where they are updated.
-    """
+
+class WeightRuns:
+    """The parameters of `module` in a fit under ZeRO: `WeightShards` of averages. *Collective* over the world."""
 
     def __init__(self, module: Module, holdings: Holdings | JointHoldings, writes: Writes) -> None:
         self._parameters: list[Any] = list(module.parameters())
         self._holdings = holdings
         self._writes = writes
-        self._check()
         self._runs = [holdings.run_of(parameter) for parameter in self._parameters]
         self._runs_of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(self._runs_of_ranks, self._runs)
-
-    def _check(self) -> None:
-        for parameter in self._parameters:
-            if getattr(parameter, "nvme_swapper", None) is not None:
-                raise ConfigurationError(
-                    "Weights on NVMe cannot be averaged: every step would read all of them. Keep parameters on the "
-                    'host, offload_parameters="cpu", or leave out the averaging callback.'
-                )
-            if getattr(parameter, "ds_secondary_tensor", None) is not None or hasattr(parameter, "comm"):
-                raise ConfigurationError(
-                    "Weights cannot be averaged where DeepSpeed keeps further copies of them on each node "
-                    "(zero_hpz_partition_size, mics_shard_size). Leave these options out, or the averaging callback."
-                )
 
     def prepare(self) -> None:
         """Bring home what code of the user's wrote."""
