@@ -39,6 +39,7 @@ from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
+from lightning_paral.fsdp.zeroing import zero_shards_too
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
@@ -203,6 +204,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
+            zero_shards_too(self.lightning_module, self.optimizers, self._undo)
         else:
             self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
