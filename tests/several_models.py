@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from tests.models import FEATURES, quiet_trainer, regression_data
 
@@ -41,13 +41,13 @@ class GAN(Several):
 
     def generator_loss(self, real: Tensor) -> Tensor:
         fake = self.discriminator(self.generator(self.blurred(real.sin())) * self.nobodys)
-        return F.binary_cross_entropy_with_logits(fake, torch.ones_like(fake))
+        return binary_cross_entropy_with_logits(fake, torch.ones_like(fake))
 
     def discriminator_loss(self, real: Tensor) -> Tensor:
         fake = self.discriminator(self.generator(self.blurred(real.sin())).detach())
         true = self.discriminator(real)
-        of_fake = F.binary_cross_entropy_with_logits(fake, torch.zeros_like(fake))
-        return (F.binary_cross_entropy_with_logits(true, torch.ones_like(true)) + of_fake) / 2
+        of_fake = binary_cross_entropy_with_logits(fake, torch.zeros_like(fake))
+        return (binary_cross_entropy_with_logits(true, torch.ones_like(true)) + of_fake) / 2
 
     def configure_optimizers(self) -> Any:
         weights = [p for p in self.discriminator.parameters() if p.dim() > 1]
@@ -111,7 +111,9 @@ class Wasserstein(GAN):
 
         def closure() -> None:
             critic.zero_grad()
-            self.descend(self.discriminator(self.generator(batch[0]).detach()).mean() - self.discriminator(batch[0]).mean())
+            self.descend(
+                self.discriminator(self.generator(batch[0]).detach()).mean() - self.discriminator(batch[0]).mean()
+            )
 
         critic.step(closure=closure)
         for parameter in self.discriminator.parameters():
@@ -157,5 +159,7 @@ def fit(kind: str, num_ranks: int, num_batches: int = 6, **options: Any) -> Fitt
     """Fit a module of KINDS; return this rank's losses and the final weights."""
     torch.manual_seed(3)
     model = KINDS[kind]()
-    quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | options)).fit(model, regression_data(num_batches, num_ranks))
+    quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | options)).fit(
+        model, regression_data(num_batches, num_ranks)
+    )
     return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}

@@ -11,7 +11,14 @@ from tests.zero_models import assert_same_fit
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 NOTHING_KEPT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-ZERO = ("paral_zero1", "paral_zero2", "paral_zero3", "zero3, nothing kept", "paral_zero2_offload", "paral_zero3_offload")
+ZERO = (
+    "paral_zero1",
+    "paral_zero2",
+    "paral_zero3",
+    "zero3, nothing kept",
+    "paral_zero2_offload",
+    "paral_zero3_offload",
+)
 
 
 def strategy_of(name: str) -> Any:
