@@ -38,6 +38,7 @@ from lightning_paral.fsdp.recovery import gather_after_failure, gather_over
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
+from lightning_paral.fsdp.zeroing import zero_shards_too
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
@@ -212,6 +213,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
             if self.world_size > 1:
                 check_averaged(self.optimizers, self.lightning_module)
+            zero_shards_too(self.lightning_module, self.optimizers, self._undo)
             self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
         self.setup_precision_plugin()
         self.barrier()

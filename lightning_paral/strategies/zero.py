@@ -43,7 +43,7 @@ from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
-from lightning_paral.zero.joint import JointGradients, JointHoldings
+from lightning_paral.zero.joint import JointGradients, JointHoldings, join_gradients, join_holdings
 from lightning_paral.zero.masterless import fill, fill_all, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io
 from lightning_paral.zero.optimizer import check_kind, engines_optimizer
@@ -279,25 +279,20 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._setup_without_optimizer()
             return
         self._users_optimizers = users
+        optimizers = [each.optimizer for each in users]
         self.model, engines = self._make_engines(module, users)
         holdings = [Holdings(engine, module, of) for engine, of in zip(engines, users, strict=True)]
-        optimizers = [each.optimizer for each in users]
-        joint_holdings = JointHoldings(holdings, optimizers)
-        self._holdings = holdings[0] if len(users) == 1 else joint_holdings
+        self._holdings = join_holdings(holdings, optimizers)
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
-        all_gradients = []
-        for engine, of, held_ in zip(engines, users, holdings, strict=True):
-            usage = held_.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
-            all_gradients.append(PartitionedGradients(engine, of, self._writes, usage))
-        if len(users) == 1:
-            gradients = self._gradients = self._zero_precision.start_fit(all_gradients[0])
-        else:
-            joint = JointGradients(all_gradients, joint_holdings, optimizers)
-            self._gradients = self._zero_precision.start_fit(joint)
+        gradients = []
+        for engine, of, parts in zip(engines, users, holdings, strict=True):
+            usage = parts.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+            gradients.append(PartitionedGradients(engine, of, self._writes, usage))
+        self._gradients = self._zero_precision.start_fit(join_gradients(gradients, optimizers))
         self.optimizers = optimizers
-        for of, wrapped, gradients in zip(users, self._lightning_optimizers, all_gradients, strict=True):
-            of.hide_state(gradients.zero_grad)
-            vars(wrapped)["zero_grad"] = gradients.zero_grad  # it inherits torch's
+        for of, wrapped, each in zip(users, self._lightning_optimizers, gradients, strict=True):
+            of.hide_state(each.zero_grad)
+            vars(wrapped)["zero_grad"] = each.zero_grad  # it inherits torch's
         vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
@@ -471,9 +466,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         After a failure on several ranks, and where a host has no memory for a module that never was whole, the
         parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
         """
-        engines: list[Any] = (
-            [self.model, *(each.engine for each in self._gradients.each)] if self._gradients else [self.model]
-        )
+        engines: list[Any] = [self.model]
+        if self._gradients is not None:
+            engines += [each.engine for each in self._gradients.each]
         self.model = self.lightning_module
         self._zero_precision.end_fit()
         try:

@@ -65,6 +65,10 @@ class PartitionedGradients:
         """Those of each optimizer."""
         return [self]
 
+    def concerns(self, parameter: Parameter) -> bool:
+        """Whether the optimizer trains `parameter`."""
+        return self._usage.concerns(parameter)
+
     @property
     def are_there(self) -> bool:
         """Whether a backward pass has left gradients for a step that has not come."""
