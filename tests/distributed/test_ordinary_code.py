@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torchmetrics import Metric
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy
-from tests.fsdp_models import GAN, WIDTH, Tied
+from tests.fsdp_models import GAN, WIDTH, Block, Tied
 from tests.models import quiet_trainer
 from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
 
@@ -56,6 +56,35 @@ def fit_gan_on_rank(num_ranks: int) -> Any:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gan_under_ddp_trains_as_in_one_process(on_ranks, num_ranks: int) -> None:
     assert_same_fit(on_ranks(num_ranks, fit_gan_on_rank, num_ranks), fit_gan(1))
+
+
+class Wasserstein(GANWithTail):
+    """No toggling: losses reach into the other network. Two steps of the critic, with a penalty, to one."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        real = batch[0].float() / VOCABULARY
+        for_generator, for_critic = self.optimizers()
+        for _ in range(2):
+            between = (real + self.generate(real).detach()).requires_grad_(True)
+            slope = torch.autograd.grad(self.discriminator(between).sum(), between, create_graph=True)[0]
+            distance = self.discriminator(self.generate(real).detach()).mean() - self.discriminator(real).mean()
+            for_critic.zero_grad()
+            self.manual_backward(distance + slope.square().sum(dim=1).mean())
+            for_critic.step()
+        if batch_idx % 2:
+            for_generator.zero_grad()
+            loss = -self.discriminator(self.generate(real)).mean()
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            for_generator.step()
+
+
+def fit_wasserstein_on_rank() -> Any:
+    return fit(Wasserstein, NUM_BATCHES, 2, strategy="paral_ddp")
+
+
+def test_gan_without_toggling_under_ddp_trains_as_in_one_process(on_ranks) -> None:
+    assert_same_fit(on_ranks(2, fit_wasserstein_on_rank), fit(Wasserstein, NUM_BATCHES, 1))
 
 
 def fit_gan_without_finding_unused() -> str:
@@ -266,7 +295,30 @@ def test_precision_of_weights_is_that_of_one_process(on_ranks, precision: str) -
     options = {"precision": precision, "gradient_clip_val": 0.05}
     tolerance = 1e-12 if precision == "64-true" else 2e-2
     fitted = on_ranks(2, fit_on_rank, Tied, 2, options | {"strategy": "paral_fsdp"})
-    assert_same_fit(fitted, fit(Tied, NUM_BATCHES, 1, **options), tolerance)
+    assert_same_weights(fitted, fit(Tied, NUM_BATCHES, 1, **options), tolerance)
+
+
+def assert_same_weights(ranks: Any, expected: Any, tolerance: float) -> None:
+    for _, weights in ranks:
+        torch.testing.assert_close(weights, expected[1], rtol=0.0, atol=tolerance)
+
+
+class BuiltLater(Tied):
+    """Built in `configure_model`, with values that are drawn unit by unit under FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+
+    def configure_model(self) -> None:
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+
+def test_double_precision_of_what_is_built_later_is_that_of_one_process(on_ranks) -> None:
+    options = {"precision": "64-true"}
+    fitted = on_ranks(2, fit_on_rank, BuiltLater, 2, options | {"strategy": "paral_fsdp"})
+    assert_same_weights(fitted, fit(BuiltLater, NUM_BATCHES, 1, **options), 1e-12)
 
 
 # Tensors that nothing averages
@@ -298,7 +350,7 @@ class TrainedOutside(TrainedBuffer):
         return torch.optim.SGD([*self.parameters(), *self.hidden_away[0].parameters()], lr=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
 def test_what_no_rank_averages_is_not_trained(on_ranks, strategy: str) -> None:
     options = {"strategy": strategy, "devices": 2}
     for message in on_ranks(2, _refusal_on_rank, TrainedBuffer, options):
