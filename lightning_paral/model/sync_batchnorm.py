@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -15,7 +16,8 @@ def check_sync_batchnorm(layer_sync: Any, module: Module, device: torch.device) 
     Raises:
         ConfigurationError: torch has it on accelerators only.
     """
-    if layer_sync is not None and device.type == "cpu" and any(isinstance(p, _BatchNorm) for p in module.modules()):
+    is_torchs = isinstance(layer_sync, TorchSyncBatchNorm) and device.type == "cpu"
+    if is_torchs and any(isinstance(part, _BatchNorm) for part in module.modules()):
         raise ConfigurationError(
             "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
         )

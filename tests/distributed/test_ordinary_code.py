@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -437,3 +438,32 @@ def test_batchnorm_over_ranks_is_refused_where_torch_has_none(on_ranks, strategy
     for message in on_ranks(2, _refusal_on_rank, Normalizes, options):
         assert "sync_batchnorm=True" in message
         assert "CUDA" in message
+
+
+class Halves(LayerSync):
+    """Puts a layer in another's place for the fit, as the synchronization of batch normalization does."""
+
+    def apply(self, model: Any) -> Any:
+        model.before, model.norm = [model.norm], nn.LayerNorm(LENGTH)
+        return model
+
+    def revert(self, model: Any) -> Any:
+        (model.norm,) = model.before
+        return model
+
+
+class Synchronized(Normalizes):
+    def on_train_start(self) -> None:
+        assert isinstance(self.norm, nn.LayerNorm)
+
+
+def fit_with_layer_sync(strategy: str) -> list[str]:
+    torch.manual_seed(5)
+    model = Synchronized()
+    quiet_trainer(max_epochs=1, devices=2, strategy=strategy, plugins=[Halves()]).fit(model, token_loader(2, 2))
+    return [type(part).__name__ for part in model.children()]
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
+def test_layers_are_synchronized_during_the_fit_under_every_strategy(on_ranks, strategy: str) -> None:
+    assert on_ranks(2, fit_with_layer_sync, strategy) == [["BatchNorm1d"]] * 2
