@@ -30,7 +30,7 @@ def _in_torchs_way(original: type[Module], attributes: dict[str, Any]) -> type |
         return None
     sharded = type(original.__name__, (FSDPModule, original), dict(attributes))
     try:
-        object.__new__(original).__class__ = sharded  # type: ignore[assignment]
+        object.__new__(original).__class__ = sharded
     except TypeError:  # another layout
         return None
     return sharded

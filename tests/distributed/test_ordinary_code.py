@@ -288,6 +288,59 @@ def test_backward_hooks_of_modules_see_under_fsdp_what_they_see_under_ddp(on_ran
         torch.testing.assert_close(seen, expected)
 
 
+class WatchesParameters(Tied):
+    """Parameters' hooks as an experiment tracker sets them, before the fit and in it; some change what they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for parameter in [self.embedding.weight, *self.blocks[0].parameters()]:
+            parameter.register_hook(self._see)
+        self.blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.removed = self.blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.0)
+
+    def on_train_start(self) -> None:
+        self.removed.remove()
+        self.blocks[2].norm.weight.register_hook(self._see)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        if not self.losses:
+            self.embedding.weight.register_hook(lambda gradient: gradient + 0.01)
+            self.embedding.weight.register_hook(self._see)
+        return super().loss(batch)
+
+    def _see(self, gradient: Tensor) -> None:
+        assert type(gradient) is Tensor
+        self.seen.append(gradient.clone())
+
+
+def watch_parameters(num_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(5)
+    model = WatchesParameters()
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, **options)
+    trainer.fit(model, token_loader(NUM_BATCHES, num_ranks))
+    num_seen = len(model.seen)
+    model.loss([torch.zeros(1, LENGTH, dtype=torch.int64)]).backward()  # hooks stay after the run
+    seen = sorted(model.seen, key=lambda gradient: (gradient.numel(), float(gradient.double().sum())))
+    return num_seen, seen, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def watch_parameters_on_rank(strategy: str, options: dict[str, Any]) -> Any:
+    return watch_parameters(2, strategy=strategy, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["each step", "accumulating"])
+def test_hooks_of_parameters_see_and_change_under_fsdp_what_they_do_under_ddp(on_ranks, options: Any) -> None:
+    for found, expected in zip(
+        on_ranks(2, watch_parameters_on_rank, "paral_fsdp", options),
+        on_ranks(2, watch_parameters_on_rank, "paral_ddp", options),
+        strict=True,
+    ):
+        assert found[0] == expected[0] == 9 * NUM_BATCHES
+        assert len(found[1]) > found[0]
+        torch.testing.assert_close(found[1:], expected[1:])
+
+
 # Precision under FSDP
 
 
