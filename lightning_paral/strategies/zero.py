@@ -29,6 +29,7 @@ from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
+from lightning_paral.model.optimized import check_averaged
 from lightning_paral.model.room import lack_of_room
 from lightning_paral.option_types import as_timeout, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -323,6 +324,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        check_averaged(optimizers, module)
         found = check_kind(optimizers, module)
         if found is None:
             self.optimizers = optimizers
