@@ -35,8 +35,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.contract.lightning_api.arguments import metrics_of
-from tests.contract.lightning_api.rows import ALL, row
+from tests.contract.lightning_api.rows import ALL, LIGHT, row
 from tests.contract.lightning_api.run import OfRankZero, Run, plain
+from tests.contract.lightning_api.running import Saving
 from tests.contract.user_code.models import Supervised, validated
 
 
@@ -92,7 +93,7 @@ def writer(run: Run) -> dict[str, Any]:
     return {"written, by sample": sorted(run.of_all_ranks(written))}
 
 
-@row("`BatchSizeFinder`", reference="ddp", names="BatchSizeFinder|batch size")
+@row("`BatchSizeFinder`", reference="ddp", names="[Bb]atch size")
 def batch_size_finder(run: Run) -> dict[str, Any]:
     finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=4)
     module = run.module(WithLoader)
@@ -113,7 +114,7 @@ class WithLoader(Supervised):
         return self.train_dataloader()
 
 
-@row("`DeviceStatsMonitor`")
+@row("`DeviceStatsMonitor`", columns=LIGHT)
 def device_stats(run: Run) -> dict[str, Any]:
     logger = CSVLogger(run.folder)
     found = run.fit(callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=logger, log_every_n_steps=1)
@@ -130,13 +131,9 @@ def early_stopping(run: Run) -> dict[str, Any]:
 
 @row("`EMAWeightAveraging`", columns=ALL)
 def ema(run: Run) -> dict[str, Any]:
-    found = run.fit(loaders=validated, callbacks=[EMAWeightAveraging(decay=0.5)], max_epochs=2)
-    run_saved(run, "ema.ckpt")
-    return found
-
-
-def run_saved(run: Run, name: str) -> None:
-    run.last.save_checkpoint(run.folder / name)
+    callbacks = [EMAWeightAveraging(decay=0.5), Saving(run, "x.ckpt")]
+    found = run.fit(loaders=validated, callbacks=callbacks, max_epochs=2)
+    return found | {"saved": run.saved(run.folder / "x.ckpt")}
 
 
 @row("`WeightAveraging`", columns=ALL)
@@ -159,7 +156,7 @@ def accumulation(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=2)
 
 
-@row("`LambdaCallback`, `Callback`")
+@row("`LambdaCallback`, `Callback`", columns=LIGHT)
 def lambdas(run: Run) -> dict[str, Any]:
     called: list[Any] = []
     names = ("setup", "on_fit_start", "on_train_epoch_end", "on_fit_end", "teardown")
@@ -176,8 +173,8 @@ def rate_finder(run: Run) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
     module = run.module(Rated)
-    finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=4, early_stop_threshold=None)
-    found = run.fit(module, callbacks=[finder])
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=20, early_stop_threshold=None)
+    found = run.fit(module, callbacks=[finder], max_epochs=9)
     assert finder.optimal_lr is not None
     return found | {"lr": module.lr, "tried": finder.optimal_lr.results["lr"]}
 
@@ -196,15 +193,11 @@ def checkpoint(run: Run) -> dict[str, Any]:
     found = run.fit(loaders=validated, callbacks=[saving], enable_checkpointing=True, max_epochs=3)
     assert isinstance(saving, Checkpoint)
     names = sorted(path.name for path in (run.folder / "kept").iterdir())
-    return (
-        found
-        | {
-            "files": OfRankZero(names),
-            "best": (str(saving.best_model_path).replace(str(run.folder), ""), float(saving.best_model_score)),
-            "saved": run.saved(saving.best_model_path).value["state_dict"] if run.rank == 0 else found["weights"],
-        }
-        | {"saved": OfRankZero(run.saved(run.folder / "kept" / "last.ckpt").value)}
-    )
+    return found | {
+        "files": OfRankZero(names),
+        "best": (str(saving.best_model_path).replace(str(run.folder), ""), float(saving.best_model_score)),
+        "saved": run.saved(run.folder / "kept" / "last.ckpt"),
+    }
 
 
 @row("`ModelCheckpoint(every_n_train_steps=2, save_weights_only=True)`")
@@ -258,7 +251,7 @@ def pruning(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[Late(), made])
 
 
-@row("`ModelSummary(max_depth=2)`")
+@row("`ModelSummary(max_depth=2)`", columns=LIGHT)
 def summary(run: Run) -> dict[str, Any]:
     printed: list[Any] = []
 
@@ -301,7 +294,7 @@ def spikes(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[detection])
 
 
-@row("`ThroughputMonitor`")
+@row("`ThroughputMonitor`", columns=LIGHT)
 def throughput(run: Run) -> dict[str, Any]:
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     logger = CSVLogger(run.folder)
@@ -310,7 +303,7 @@ def throughput(run: Run) -> dict[str, Any]:
     return found | {"logged": OfRankZero("device/batches_per_sec" in "".join(header))}
 
 
-@row("`Timer`")
+@row("`Timer`", columns=LIGHT)
 def timer(run: Run) -> dict[str, Any]:
     timer = Timer(duration={"seconds": 0}, interval="step")
     found = run.fit(callbacks=[timer], max_epochs=3)

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.contract.lightning_api.rows import row
+from tests.contract.lightning_api.rows import LIGHT, row
 from tests.contract.lightning_api.run import Run, plain
 from tests.contract.lightning_api.running import Saving
 from tests.contract.user_code.models import Supervised, loader, samples, validated
@@ -90,7 +90,7 @@ def data_state(run: Run) -> dict[str, Any]:
     return found | {"called": called, "loaded": dict(loaded.hparams)}
 
 
-@row("`prepare_data_per_node=False`", reference="ddp")
+@row("`prepare_data_per_node=False`", columns=LIGHT, reference="ddp")
 def per_node(run: Run) -> dict[str, Any]:
     class Once(Data):
         def __init__(self, run: Run) -> None:
@@ -102,7 +102,7 @@ def per_node(run: Run) -> dict[str, Any]:
     return {"called": data.called}
 
 
-@row("`LightningDataModule.from_datasets`", reference="ddp")
+@row("`LightningDataModule.from_datasets`", columns=LIGHT, reference="ddp")
 def from_datasets(run: Run) -> dict[str, Any]:
     data = LightningDataModule.from_datasets(TensorDataset(*samples(4, 7)), TensorDataset(*samples(1, 8)), batch_size=6)
     module = run.module(Every)
@@ -150,10 +150,10 @@ def combined(mode: str) -> Any:
 
 
 for mode in ("max_size_cycle", "min_size", "max_size"):
-    row(f'`CombinedLoader(..., "{mode}")`')(combined(mode))
+    row(f'`CombinedLoader(..., "{mode}")`', columns=LIGHT)(combined(mode))
 
 
-@row("several loaders to validate, `add_dataloader_idx`")
+@row("several loaders to validate, `add_dataloader_idx`", columns=LIGHT)
 def several(run: Run) -> dict[str, Any]:
     class Several(Supervised):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -167,7 +167,7 @@ def several(run: Run) -> dict[str, Any]:
     return run.fit(Several, loaders=loaders)
 
 
-@row("shuffled loader with workers, ordinary sampler: one epoch sees each sample once")
+@row("shuffled loader with workers, ordinary sampler: one epoch sees each sample once", columns=LIGHT)
 def shuffled(run: Run) -> dict[str, Any]:
     class Counting(Supervised):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -221,7 +221,7 @@ def batches(run: Run) -> dict[str, Any]:
     return run.fit(loaders=lambda rank, num_ranks: {"train_dataloaders": Batches()})
 
 
-@row("`trainer.train_dataloader`, `val_dataloaders` after `fit`")
+@row("`trainer.train_dataloader`, `val_dataloaders` after `fit`", columns=LIGHT)
 def kept(run: Run) -> dict[str, Any]:
     run.fit(loaders=validated)
     first = next(iter(run.last.val_dataloaders))

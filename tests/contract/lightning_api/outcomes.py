@@ -30,6 +30,7 @@ from tests.rank_pool import RankError, RankPool
 
 CLEAR_HERE = {
     "The Batch size finder is not supported with distributed strategies": "of Lightning",
+    "Tuning the batch size is currently not supported with distributed strategies": "of Lightning",
     r"`Trainer\(strategy='deepspeed', precision='.*'\)` is not supported": "of Lightning",
 } | CLEAR
 """Pattern of a message that counts as a refusal -> whose it is."""

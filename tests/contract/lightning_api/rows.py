@@ -11,6 +11,8 @@ from tests.contract.lightning_api.run import Run
 ALL = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
 ENOUGH = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 """For what is no matter of optimizers: stage 1 differs from stage 2 in nothing else."""
+LIGHT = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2")
+"""For what is a matter of the loops alone, and of when they end."""
 RANKS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 """For what one process does not have."""
 

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_paral import ParalError
-from tests.contract.lightning_api.rows import ALL, RANKS, row
+from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
 from tests.contract.lightning_api.run import Mean, OfRankZero, Run, plain
 from tests.contract.user_code.models import Supervised, regression, validated
 
@@ -51,12 +51,9 @@ class Saving(Callback):
 
 @row("`trainer.fit(ckpt_path=...)`, within an epoch")
 def resumed_within(run: Run) -> dict[str, Any]:
-    if run.num_devices == 1:
-        found = run.fit(Scheduled, max_epochs=2)
-    else:
-        saving = ModelCheckpoint(run.folder / "kept", every_n_train_steps=3)
-        run.fit(Scheduled, callbacks=[saving], max_steps=3, max_epochs=2, enable_checkpointing=True)
-        found = run.fit(Scheduled, max_epochs=2, how={"ckpt_path": saving.best_model_path})
+    saving = ModelCheckpoint(run.folder / "kept", every_n_train_steps=3)
+    run.fit(Scheduled, callbacks=[saving], max_steps=3, max_epochs=2, enable_checkpointing=True)
+    found = run.fit(Scheduled, max_epochs=2, how={"ckpt_path": saving.best_model_path})
     return {"weights": found["weights"], "steps": found["steps"]}
 
 
@@ -144,7 +141,7 @@ def stopped(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[Stop()], max_epochs=3)
 
 
-@row("`trainer.estimated_stepping_batches`")
+@row("`trainer.estimated_stepping_batches`", columns=LIGHT)
 def estimated(run: Run) -> dict[str, Any]:
     class Estimating(Supervised):
         def configure_optimizers(self) -> Any:
@@ -166,7 +163,7 @@ def init_module(run: Run) -> dict[str, Any]:
     return {"weights": plain(module.state_dict())}
 
 
-@row("what the Trainer says of the run")
+@row("what the Trainer says of the run", columns=LIGHT)
 def says(run: Run) -> dict[str, Any]:
     said: dict[str, Any] = {}
 
@@ -204,7 +201,7 @@ def metrics(run: Run) -> dict[str, Any]:
     return {name: Mean(values) for name, values in found.items()}
 
 
-@row("`trainer.print`, `self.print`")
+@row("`trainer.print`, `self.print`", columns=LIGHT)
 def printing(run: Run) -> dict[str, Any]:
     import contextlib
     import io
@@ -248,7 +245,7 @@ def nn_dropout_free() -> LightningModule:
     return module
 
 
-@row("a checkpoint that is not there", names="not|No such")
+@row("a checkpoint that is not there", columns=LIGHT, names="not|No such")
 def missing(run: Run) -> dict[str, Any]:
     try:
         run.fit(how={"ckpt_path": run.folder / "nowhere.ckpt"})
