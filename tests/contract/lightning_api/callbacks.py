@@ -164,7 +164,7 @@ def lambdas(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[LambdaCallback(**hooks)]) | {"called": called}
 
 
-@row("`LearningRateFinder`", columns=ALL)
+@row("`LearningRateFinder`", columns=ALL, reference="ddp")
 def rate_finder(run: Run) -> dict[str, Any]:
     class Rated(Supervised):
         lr = 0.05

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.contract.lightning_api.rows import LIGHT, row
 from tests.contract.lightning_api.run import Run, plain
 from tests.contract.lightning_api.running import Saving
-from tests.contract.user_code.models import Supervised, loader, samples, validated
+from tests.contract.user_code.models import Share, Supervised, loader, samples, validated
 
 
 class Data(LightningDataModule):
@@ -34,11 +34,16 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.called.append("train_dataloader")
-        return loader(*samples(self.hparams.num_batches, 7), rank=self.run_here.rank, num_ranks=self.run_here.num_ranks)
+        return self.share(*samples(self.hparams.num_batches, 7))
+
+    def share(self, *tensors: torch.Tensor) -> Any:
+        dataset, num_ranks = TensorDataset(*tensors), self.run_here.num_ranks
+        # By name: Lightning makes the loader anew to predict, and does not know the parameters of a position.
+        return DataLoader(dataset, batch_size=12 // num_ranks, sampler=Share(dataset, num_ranks, self.run_here.rank))
 
     def val_dataloader(self) -> Any:
         self.called.append("val_dataloader")
-        return validated(self.run_here.rank, self.run_here.num_ranks)["val_dataloaders"]
+        return self.share(*samples(2, 8))
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader

@@ -74,7 +74,7 @@ def all_stages(run: Run, module: Any, callbacks: list[Callback], called: list[st
     return {"in fit": fit, "in evaluation": called[len(fit) :]}
 
 
-@row("all hooks of LightningModule: order of calls", covers=OF_MODULES)
+@row("all hooks of LightningModule: order of calls", covers=OF_MODULES, reference="ddp")
 def of_modules(run: Run) -> dict[str, Any]:
     called: list[str] = []
     return all_stages(run, run.module(recording(Every, OF_MODULES, called)), [], called)

@@ -130,4 +130,8 @@ for name in PROFILERS:
 def by_name(run: Run) -> dict[str, Any]:
     found = run.fit(profiler="simple")
     actions = sorted(run.last.profiler.recorded_durations)
-    return found | {"actions": [action for action in actions if action.startswith(("run_training", "[Callback]"))]}
+    return found | {
+        "actions": [
+            action for action in actions if action.startswith(("run_training", "[Callback]", "[LightningModule]"))
+        ]
+    }

@@ -20,7 +20,7 @@ class Rated(Supervised):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
-@row("`Tuner.lr_find`", columns=ALL)
+@row("`Tuner.lr_find`", columns=ALL, reference="ddp")
 def lr_find(run: Run) -> dict[str, Any]:
     module, trainer = run.module(Rated), run.trainer(max_epochs=9)
     found = Tuner(trainer).lr_find(
