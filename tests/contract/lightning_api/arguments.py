@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import OfRankZero, Run
+from tests.contract.lightning_api.run import OfRankZero, Run, plain
 from tests.contract.user_code.models import WIDTH, Supervised, regression, validated
 
 FITS: dict[str, dict[str, Any]] = {
@@ -81,9 +81,29 @@ def half(run: Run) -> dict[str, Any]:
     return run.fit(loaders=validated, precision="16-mixed")
 
 
-@row("`devices=[0, 1]`, `devices=1`", columns=("paral_dp",), covers=("devices", "strategy"))
-def devices(run: Run) -> dict[str, Any]:
-    return run.fit(devices=2 if run.num_devices == 2 else 1)
+@row("`devices=1`: fit, resume, validate, test, predict", columns=ALL, num_ranks=1, covers=("strategy",))
+def one_device(run: Run) -> dict[str, Any]:
+    class Every(Observing):
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint(run.folder / "x.ckpt")
+
+    run.fit(Every, loaders=validated)
+    found = run.fit(Every, validated, how={"ckpt_path": run.folder / "x.ckpt"}, max_epochs=2, gradient_clip_val=0.1)
+    module, trainer, loader = run.module(Every), run.trainer(), run.data()["train_dataloaders"]
+    logged = [trainer.validate(module, loader, ckpt_path=run.folder / "x.ckpt"), trainer.test(module, loader)]
+    return found | {"logged": logged, "predicted": plain(trainer.predict(module, loader)), "seen": []}
+
+
+@row("`devices=1`: ordinary loaders, shuffled, with accumulation", columns=ALL, num_ranks=1)
+def one_device_shuffled(run: Run) -> dict[str, Any]:
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        dataset = regression(0, 1)["train_dataloaders"].dataset
+        return {name: torch.utils.data.DataLoader(dataset, 5, shuffle="train" in name) for name in LOADERS}
+
+    return run.fit(loaders=loaders, accumulate_grad_batches=2, max_epochs=2)
+
+
+LOADERS = ("train_dataloaders", "val_dataloaders")
 
 
 @row("`min_epochs`, `min_steps`", columns=ALL)

@@ -1,6 +1,7 @@
 """Every callback in `lightning.pytorch.callbacks`."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -346,3 +347,42 @@ def state(run: Run) -> dict[str, Any]:
     second = Stateful()
     found = run.fit(callbacks=[second], max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
     return found | {"order": plain(second.order), "steps of it": second.steps}
+
+
+@row('`ModelCheckpoint(save_last="link")`, resumed from it')
+def linked(run: Run) -> dict[str, Any]:
+    def saving() -> ModelCheckpoint:
+        return ModelCheckpoint(run.folder / "kept", save_last="link")
+
+    run.fit(Scheduled, callbacks=[saving()], enable_checkpointing=True)
+    link = run.folder / "kept" / "last.ckpt"
+    kind = OfRankZero(link.is_symlink())
+    found = run.fit(
+        Scheduled, callbacks=[saving()], enable_checkpointing=True, max_epochs=2, how={"ckpt_path": str(link)}
+    )
+    names = sorted(path.name for path in (run.folder / "kept").iterdir())
+    return found | {"link": kind, "files": OfRankZero(names)}
+
+
+@row("`ModelCheckpoint`: a name that is taken, `train_time_interval`, `save_top_k=0`", columns=LIGHT)
+def named(run: Run) -> dict[str, Any]:
+    kept = [
+        ModelCheckpoint(run.folder / "kept", "same"),
+        ModelCheckpoint(run.folder / "timed", train_time_interval=timedelta(seconds=0)),
+        ModelCheckpoint(run.folder / "none", save_top_k=0),
+    ]
+    for _ in range(2):
+        run.fit(callbacks=kept[:1], enable_checkpointing=True)
+    found = run.fit(callbacks=kept[1:], enable_checkpointing=True)
+    return found | {"files": OfRankZero(sorted(path.name for path in run.folder.glob("*/*.ckpt")))}
+
+
+@row("`EarlyStopping(check_finite=True)` of a loss that is not", columns=LIGHT)
+def not_finite(run: Run) -> dict[str, Any]:
+    class Diverging(Supervised):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch) * float("nan"), sync_dist=True)
+
+    stopping = EarlyStopping("val_loss", patience=5)
+    found = run.fit(Diverging, loaders=validated, callbacks=[stopping], max_epochs=4, num_sanity_val_steps=0)
+    return found | {"stopped": stopping.stopped_epoch, "why": (stopping.stopping_reason_message or "")[:30]}

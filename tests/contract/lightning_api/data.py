@@ -7,7 +7,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.contract.lightning_api.rows import LIGHT, row
+from tests.contract.lightning_api.rows import ALL, LIGHT, row
 from tests.contract.lightning_api.run import Run, plain
 from tests.contract.lightning_api.running import Saving
 from tests.contract.user_code.models import Share, Supervised, loader, samples, validated
@@ -219,6 +219,18 @@ class Batches:
 
     def __len__(self) -> int:
         return 2
+
+
+@row("`devices=1`: an `IterableDataset` to train on and to evaluate on", columns=ALL, num_ranks=1)
+def stream_of_one(run: Run) -> dict[str, Any]:
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        return {"train_dataloaders": DataLoader(Stream(4), 12), "val_dataloaders": DataLoader(Stream(2), 12)}
+
+    module = run.module(Every)
+    found = run.fit(module, loaders=loaders)
+    loader, trainer = DataLoader(Stream(2), 7), run.trainer()
+    logged = trainer.test(module, loader)
+    return found | {"logged": logged, "predicted": plain(trainer.predict(module, loader))}
 
 
 @row("an iterable of batches in place of a DataLoader", reference="ddp")

@@ -28,6 +28,8 @@ class Row:
     scenario: Callable[[Run], dict[str, Any]]
     """Uses the feature on one rank; returns what came of it, by name. See `comparing` for how values are compared."""
     columns: tuple[str, ...] = ENOUGH
+    num_ranks: int = 2
+    """How many ranks run it, or devices of one process."""
     reference: str = "auto"
     """What it may equal beside one process: `"ddp"`, Lightning's own at the same number of ranks."""
     tolerance: float = 1e-5

@@ -1,10 +1,13 @@
 """Runs of the Trainer: fit, validate, test, predict, resumed and repeated."""
 
+import copy
+import pickle
+import signal
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from torch import nn
 
 from lightning_paral import ParalError
@@ -252,3 +255,48 @@ def missing(run: Run) -> dict[str, Any]:
     except (FileNotFoundError, ParalError) as error:
         return {"raised": isinstance(error, FileNotFoundError)}
     return {"raised": "nothing"}
+
+
+@row("`KeyboardInterrupt` in a step")
+def interrupted(run: Run) -> dict[str, Any]:
+    class Interrupting(Supervised):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        run.fit(Interrupting)
+        raised = "nothing"
+    except BaseException as error:
+        raised = type(error).__name__
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it while it exits
+    return {"raised": raised, "state": (run.last.interrupted, run.last.global_step)}
+
+
+@row("default logger and checkpoints: where files lie, and resuming from them")
+def defaults(run: Run) -> dict[str, Any]:
+    run.fit(Scheduled, logger=True, enable_checkpointing=True)
+    path = run.last.checkpoint_callback.best_model_path
+    how = {"ckpt_path": path}
+    found = run.fit(Scheduled, max_epochs=2, how=how, logger=True, enable_checkpointing=True)
+    files = sorted(each.relative_to(run.folder).as_posix() for each in run.folder.glob("**/*.ckpt"))
+    return found | {"files": OfRankZero(files), "path": str(path).replace(str(run.folder), "")}
+
+
+@row("`copy.deepcopy` and `pickle` of callbacks after `fit`")
+def copied(run: Run) -> dict[str, Any]:
+    callbacks = [EarlyStopping("val_loss"), ModelCheckpoint(run.folder / "kept", monitor="val_loss"), TQDMProgressBar()]
+    found = run.fit(
+        loaders=validated, callbacks=callbacks, enable_checkpointing=True, enable_progress_bar=True, max_epochs=2
+    )
+    again = [pickle.loads(pickle.dumps(each)) for each in copy.deepcopy(callbacks)]
+    return found | {"kinds": [type(each).__name__ for each in again], "best": float(again[1].best_model_score)}
+
+
+@row("`copy.deepcopy` of the Trainer after `fit`")
+def copied_trainer(run: Run) -> dict[str, Any]:
+    run.fit(loaders=validated)
+    again = copy.deepcopy(run.last)
+    return {"steps": again.global_step, "metrics": Mean({k: float(v) for k, v in again.callback_metrics.items()})}

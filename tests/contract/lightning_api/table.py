@@ -20,8 +20,8 @@ TITLES = {
 INTRODUCTION = """\
 # What of Lightning works under which strategy
 
-Each row is a public feature of Lightning, each column a strategy, at two ranks or two devices. A cell says what comes
-of it:
+Each row is a public feature of Lightning, each column a strategy, at two ranks or two devices where the row does
+not say otherwise. A cell says what comes of it:
 
 - **equal**: losses, weights, metrics, files, and what the feature is for are those of one process with the same global
   batches, up to rounding.
