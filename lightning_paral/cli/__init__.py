@@ -9,6 +9,8 @@ from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
 from lightning_paral.cli.verify import print_faults
 from lightning_paral.cli.version import print_version
 from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.process_group import is_first_to_say
+from lightning_paral.reported import has_cause_of_users
 
 _USAGE = """\
 usage: paral COMMAND [options]
@@ -45,7 +47,9 @@ def main() -> None:
         else:
             sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
     except (ConfigurationError, CheckpointError) as error:
-        sys.exit(f"paral: {error}")
+        if has_cause_of_users(error):
+            raise
+        sys.exit(f"paral: {error}" if is_first_to_say(str(error)) else 1)
 
 
 def _run(command: str) -> None:
