@@ -5,18 +5,17 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import LayerSync, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-from tests.contract.lightning_api.rows import ALL, row
-from tests.contract.lightning_api.run import OfRankZero, Run
+from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
+from tests.contract.lightning_api.run import OfRankZero, Run, plain
 from tests.contract.user_code.models import WIDTH, Supervised, regression, validated
 
 FITS: dict[str, dict[str, Any]] = {
     '`accelerator="auto"`': {"accelerator": "auto"},
     "`num_nodes=1`": {"num_nodes": 1},
-    "`max_epochs=3`": {"max_epochs": 3},
     "`max_epochs=0`": {"max_epochs": 0},
     "`max_steps=3`": {"max_steps": 3, "max_epochs": -1},
     "`max_time`": {"max_time": {"hours": 1}},
@@ -25,23 +24,26 @@ FITS: dict[str, dict[str, Any]] = {
     "`limit_train_batches=0`": {"limit_train_batches": 0},
     "`limit_val_batches=1`": {"limit_val_batches": 1},
     "`limit_val_batches=0`": {"limit_val_batches": 0},
-    "`fast_dev_run=True`": {"fast_dev_run": True},
     "`fast_dev_run=2`": {"fast_dev_run": 2},
-    "`val_check_interval=2`": {"val_check_interval": 2},
     "`val_check_interval=0.25`": {"val_check_interval": 0.25},
     '`val_check_interval="00:01:00:00"`': {"val_check_interval": "00:01:00:00"},
     "`check_val_every_n_epoch=2`": {"check_val_every_n_epoch": 2, "max_epochs": 2},
     "`check_val_every_n_epoch=None`": {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": 2},
-    "`num_sanity_val_steps=-1`": {"num_sanity_val_steps": -1},
     "`num_sanity_val_steps=0`": {"num_sanity_val_steps": 0},
+    "`benchmark=True`": {"benchmark": True},
+    "`enable_autolog_hparams=False`": {"enable_autolog_hparams": False},
+    "`plugins=LightningEnvironment()`": {"plugins": LightningEnvironment},
+}
+OF_EVALUATION: dict[str, dict[str, Any]] = {
+    "`max_epochs=3`": {"max_epochs": 3},
+    "`fast_dev_run=True`": {"fast_dev_run": True},
+    "`val_check_interval=2`": {"val_check_interval": 2},
+    "`num_sanity_val_steps=-1`": {"num_sanity_val_steps": -1},
     "`enable_model_summary=True`": {"enable_model_summary": True},
     "`enable_progress_bar=True`": {"enable_progress_bar": True},
-    "`benchmark=True`": {"benchmark": True},
     "`detect_anomaly=True`": {"detect_anomaly": True},
     "`barebones=True`": {"barebones": True},
-    "`enable_autolog_hparams=False`": {"enable_autolog_hparams": False},
     "`reload_dataloaders_every_n_epochs=1`": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
-    "`plugins=LightningEnvironment()`": {"plugins": LightningEnvironment},
 }
 OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "`accumulate_grad_batches=3`": {"accumulate_grad_batches": 3},
@@ -62,6 +64,8 @@ def fitted(options: dict[str, Any]) -> Any:
 
 
 for label, options in FITS.items():
+    row(label, columns=LIGHT)(fitted(options))
+for label, options in OF_EVALUATION.items():
     row(label)(fitted(options))
 for label, options in OF_OPTIMIZERS.items():
     row(label, columns=ALL, tolerance=2e-2 if "16-true" in label else 1e-5)(fitted(options))
@@ -77,9 +81,29 @@ def half(run: Run) -> dict[str, Any]:
     return run.fit(loaders=validated, precision="16-mixed")
 
 
-@row("`devices=[0, 1]`, `devices=1`", columns=("paral_dp",), covers=("devices", "strategy"))
-def devices(run: Run) -> dict[str, Any]:
-    return run.fit(devices=2 if run.num_devices == 2 else 1)
+@row("`devices=1`: fit, resume, validate, test, predict", columns=ALL, num_ranks=1, covers=("strategy",))
+def one_device(run: Run) -> dict[str, Any]:
+    class Every(Observing):
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint(run.folder / "x.ckpt")
+
+    run.fit(Every, loaders=validated)
+    found = run.fit(Every, validated, how={"ckpt_path": run.folder / "x.ckpt"}, max_epochs=2, gradient_clip_val=0.1)
+    module, trainer, loader = run.module(Every), run.trainer(), run.data()["train_dataloaders"]
+    logged = [trainer.validate(module, loader, ckpt_path=run.folder / "x.ckpt"), trainer.test(module, loader)]
+    return found | {"logged": logged, "predicted": plain(trainer.predict(module, loader)), "seen": []}
+
+
+@row("`devices=1`: ordinary loaders, shuffled, with accumulation", columns=ALL, num_ranks=1)
+def one_device_shuffled(run: Run) -> dict[str, Any]:
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        dataset = regression(0, 1)["train_dataloaders"].dataset
+        return {name: torch.utils.data.DataLoader(dataset, 5, shuffle="train" in name) for name in LOADERS}
+
+    return run.fit(loaders=loaders, accumulate_grad_batches=2, max_epochs=2)
+
+
+LOADERS = ("train_dataloaders", "val_dataloaders")
 
 
 @row("`min_epochs`, `min_steps`", columns=ALL)
@@ -165,6 +189,31 @@ def sync_batchnorm(run: Run) -> dict[str, Any]:
 @row("`sync_batchnorm=True`, without BatchNorm", names="[Bb]atch_?[Nn]orm")
 def sync_nothing(run: Run) -> dict[str, Any]:
     return run.fit(sync_batchnorm=run.num_devices > 1)
+
+
+class MyNorm(nn.BatchNorm1d):
+    """What a user's plugin puts in the place of BatchNorm."""
+
+
+class MySync(LayerSync):
+    def apply(self, model: nn.Module) -> nn.Module:
+        model.norm.__class__ = MyNorm
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        model.norm.__class__ = nn.BatchNorm1d
+        return model
+
+
+@row("`plugins=` a `LayerSync`", columns=RANKS, reference="ddp")
+def layer_sync(run: Run) -> dict[str, Any]:
+    class Asking(Normalized):
+        def on_train_start(self) -> None:
+            self.seen.append(type(self.norm).__name__)
+
+    module = run.module(Asking)
+    run.fit(module, plugins=[MySync()])
+    return {"in the fit": module.seen, "after": type(module.norm).__name__}
 
 
 @row("`plugins=` a `CheckpointIO`", names="CheckpointIO|MyIO")

@@ -1,6 +1,7 @@
 """Every callback in `lightning.pytorch.callbacks`."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.contract.lightning_api.arguments import metrics_of
-from tests.contract.lightning_api.rows import ALL, row
+from tests.contract.lightning_api.rows import ALL, LIGHT, row
 from tests.contract.lightning_api.run import OfRankZero, Run, plain
+from tests.contract.lightning_api.running import Saving
 from tests.contract.user_code.models import Supervised, validated
 
 
@@ -92,7 +94,7 @@ def writer(run: Run) -> dict[str, Any]:
     return {"written, by sample": sorted(run.of_all_ranks(written))}
 
 
-@row("`BatchSizeFinder`", reference="ddp", names="BatchSizeFinder|batch size")
+@row("`BatchSizeFinder`", reference="ddp", names="[Bb]atch size")
 def batch_size_finder(run: Run) -> dict[str, Any]:
     finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=4)
     module = run.module(WithLoader)
@@ -113,7 +115,7 @@ class WithLoader(Supervised):
         return self.train_dataloader()
 
 
-@row("`DeviceStatsMonitor`")
+@row("`DeviceStatsMonitor`", columns=LIGHT)
 def device_stats(run: Run) -> dict[str, Any]:
     logger = CSVLogger(run.folder)
     found = run.fit(callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=logger, log_every_n_steps=1)
@@ -130,13 +132,9 @@ def early_stopping(run: Run) -> dict[str, Any]:
 
 @row("`EMAWeightAveraging`", columns=ALL)
 def ema(run: Run) -> dict[str, Any]:
-    found = run.fit(loaders=validated, callbacks=[EMAWeightAveraging(decay=0.5)], max_epochs=2)
-    run_saved(run, "ema.ckpt")
-    return found
-
-
-def run_saved(run: Run, name: str) -> None:
-    run.last.save_checkpoint(run.folder / name)
+    callbacks = [EMAWeightAveraging(decay=0.5), Saving(run, "x.ckpt")]
+    found = run.fit(loaders=validated, callbacks=callbacks, max_epochs=2)
+    return found | {"saved": run.saved(run.folder / "x.ckpt")}
 
 
 @row("`WeightAveraging`", columns=ALL)
@@ -159,7 +157,7 @@ def accumulation(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=2)
 
 
-@row("`LambdaCallback`, `Callback`")
+@row("`LambdaCallback`, `Callback`", columns=LIGHT)
 def lambdas(run: Run) -> dict[str, Any]:
     called: list[Any] = []
     names = ("setup", "on_fit_start", "on_train_epoch_end", "on_fit_end", "teardown")
@@ -167,7 +165,7 @@ def lambdas(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[LambdaCallback(**hooks)]) | {"called": called}
 
 
-@row("`LearningRateFinder`", columns=ALL)
+@row("`LearningRateFinder`", columns=ALL, reference="ddp")
 def rate_finder(run: Run) -> dict[str, Any]:
     class Rated(Supervised):
         lr = 0.05
@@ -176,8 +174,8 @@ def rate_finder(run: Run) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
     module = run.module(Rated)
-    finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=4, early_stop_threshold=None)
-    found = run.fit(module, callbacks=[finder])
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=20, early_stop_threshold=None)
+    found = run.fit(module, callbacks=[finder], max_epochs=9)
     assert finder.optimal_lr is not None
     return found | {"lr": module.lr, "tried": finder.optimal_lr.results["lr"]}
 
@@ -196,15 +194,11 @@ def checkpoint(run: Run) -> dict[str, Any]:
     found = run.fit(loaders=validated, callbacks=[saving], enable_checkpointing=True, max_epochs=3)
     assert isinstance(saving, Checkpoint)
     names = sorted(path.name for path in (run.folder / "kept").iterdir())
-    return (
-        found
-        | {
-            "files": OfRankZero(names),
-            "best": (str(saving.best_model_path).replace(str(run.folder), ""), float(saving.best_model_score)),
-            "saved": run.saved(saving.best_model_path).value["state_dict"] if run.rank == 0 else found["weights"],
-        }
-        | {"saved": OfRankZero(run.saved(run.folder / "kept" / "last.ckpt").value)}
-    )
+    return found | {
+        "files": OfRankZero(names),
+        "best": (str(saving.best_model_path).replace(str(run.folder), ""), float(saving.best_model_score)),
+        "saved": run.saved(run.folder / "kept" / "last.ckpt"),
+    }
 
 
 @row("`ModelCheckpoint(every_n_train_steps=2, save_weights_only=True)`")
@@ -258,7 +252,7 @@ def pruning(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[Late(), made])
 
 
-@row("`ModelSummary(max_depth=2)`")
+@row("`ModelSummary(max_depth=2)`", columns=LIGHT)
 def summary(run: Run) -> dict[str, Any]:
     printed: list[Any] = []
 
@@ -301,7 +295,7 @@ def spikes(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[detection])
 
 
-@row("`ThroughputMonitor`")
+@row("`ThroughputMonitor`", columns=LIGHT)
 def throughput(run: Run) -> dict[str, Any]:
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     logger = CSVLogger(run.folder)
@@ -310,7 +304,7 @@ def throughput(run: Run) -> dict[str, Any]:
     return found | {"logged": OfRankZero("device/batches_per_sec" in "".join(header))}
 
 
-@row("`Timer`")
+@row("`Timer`", columns=LIGHT)
 def timer(run: Run) -> dict[str, Any]:
     timer = Timer(duration={"seconds": 0}, interval="step")
     found = run.fit(callbacks=[timer], max_epochs=3)
@@ -353,3 +347,42 @@ def state(run: Run) -> dict[str, Any]:
     second = Stateful()
     found = run.fit(callbacks=[second], max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
     return found | {"order": plain(second.order), "steps of it": second.steps}
+
+
+@row('`ModelCheckpoint(save_last="link")`, resumed from it')
+def linked(run: Run) -> dict[str, Any]:
+    def saving() -> ModelCheckpoint:
+        return ModelCheckpoint(run.folder / "kept", save_last="link")
+
+    run.fit(Scheduled, callbacks=[saving()], enable_checkpointing=True)
+    link = run.folder / "kept" / "last.ckpt"
+    kind = OfRankZero(link.is_symlink())
+    found = run.fit(
+        Scheduled, callbacks=[saving()], enable_checkpointing=True, max_epochs=2, how={"ckpt_path": str(link)}
+    )
+    names = sorted(path.name for path in (run.folder / "kept").iterdir())
+    return found | {"link": kind, "files": OfRankZero(names)}
+
+
+@row("`ModelCheckpoint`: a name that is taken, `train_time_interval`, `save_top_k=0`", columns=LIGHT)
+def named(run: Run) -> dict[str, Any]:
+    kept = [
+        ModelCheckpoint(run.folder / "kept", "same"),
+        ModelCheckpoint(run.folder / "timed", train_time_interval=timedelta(seconds=0)),
+        ModelCheckpoint(run.folder / "none", save_top_k=0),
+    ]
+    for _ in range(2):
+        run.fit(callbacks=kept[:1], enable_checkpointing=True)
+    found = run.fit(callbacks=kept[1:], enable_checkpointing=True)
+    return found | {"files": OfRankZero(sorted(path.name for path in run.folder.glob("*/*.ckpt")))}
+
+
+@row("`EarlyStopping(check_finite=True)` of a loss that is not", columns=LIGHT)
+def not_finite(run: Run) -> dict[str, Any]:
+    class Diverging(Supervised):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch) * float("nan"), sync_dist=True)
+
+    stopping = EarlyStopping("val_loss", patience=5)
+    found = run.fit(Diverging, loaders=validated, callbacks=[stopping], max_epochs=4, num_sanity_val_steps=0)
+    return found | {"stopped": stopping.stopped_epoch, "why": (stopping.stopping_reason_message or "")[:30]}

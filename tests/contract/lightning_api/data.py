@@ -7,10 +7,10 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.contract.lightning_api.rows import row
+from tests.contract.lightning_api.rows import ALL, LIGHT, row
 from tests.contract.lightning_api.run import Run, plain
 from tests.contract.lightning_api.running import Saving
-from tests.contract.user_code.models import Supervised, loader, samples, validated
+from tests.contract.user_code.models import Share, Supervised, loader, samples, validated
 
 
 class Data(LightningDataModule):
@@ -34,11 +34,16 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.called.append("train_dataloader")
-        return loader(*samples(self.hparams.num_batches, 7), rank=self.run_here.rank, num_ranks=self.run_here.num_ranks)
+        return self.share(*samples(self.hparams.num_batches, 7))
+
+    def share(self, *tensors: torch.Tensor) -> Any:
+        dataset, num_ranks = TensorDataset(*tensors), self.run_here.num_ranks
+        # By name: Lightning makes the loader anew to predict, and does not know the parameters of a position.
+        return DataLoader(dataset, batch_size=12 // num_ranks, sampler=Share(dataset, num_ranks, self.run_here.rank))
 
     def val_dataloader(self) -> Any:
         self.called.append("val_dataloader")
-        return validated(self.run_here.rank, self.run_here.num_ranks)["val_dataloaders"]
+        return self.share(*samples(2, 8))
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
@@ -90,7 +95,7 @@ def data_state(run: Run) -> dict[str, Any]:
     return found | {"called": called, "loaded": dict(loaded.hparams)}
 
 
-@row("`prepare_data_per_node=False`", reference="ddp")
+@row("`prepare_data_per_node=False`", columns=LIGHT, reference="ddp")
 def per_node(run: Run) -> dict[str, Any]:
     class Once(Data):
         def __init__(self, run: Run) -> None:
@@ -102,7 +107,7 @@ def per_node(run: Run) -> dict[str, Any]:
     return {"called": data.called}
 
 
-@row("`LightningDataModule.from_datasets`", reference="ddp")
+@row("`LightningDataModule.from_datasets`", columns=LIGHT, reference="ddp")
 def from_datasets(run: Run) -> dict[str, Any]:
     data = LightningDataModule.from_datasets(TensorDataset(*samples(4, 7)), TensorDataset(*samples(1, 8)), batch_size=6)
     module = run.module(Every)
@@ -150,10 +155,10 @@ def combined(mode: str) -> Any:
 
 
 for mode in ("max_size_cycle", "min_size", "max_size"):
-    row(f'`CombinedLoader(..., "{mode}")`')(combined(mode))
+    row(f'`CombinedLoader(..., "{mode}")`', columns=LIGHT)(combined(mode))
 
 
-@row("several loaders to validate, `add_dataloader_idx`")
+@row("several loaders to validate, `add_dataloader_idx`", columns=LIGHT)
 def several(run: Run) -> dict[str, Any]:
     class Several(Supervised):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -167,7 +172,7 @@ def several(run: Run) -> dict[str, Any]:
     return run.fit(Several, loaders=loaders)
 
 
-@row("shuffled loader with workers, ordinary sampler: one epoch sees each sample once")
+@row("shuffled loader with workers, ordinary sampler: one epoch sees each sample once", columns=LIGHT)
 def shuffled(run: Run) -> dict[str, Any]:
     class Counting(Supervised):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -216,12 +221,24 @@ class Batches:
         return 2
 
 
+@row("`devices=1`: an `IterableDataset` to train on and to evaluate on", columns=ALL, num_ranks=1)
+def stream_of_one(run: Run) -> dict[str, Any]:
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        return {"train_dataloaders": DataLoader(Stream(4), 12), "val_dataloaders": DataLoader(Stream(2), 12)}
+
+    module = run.module(Every)
+    found = run.fit(module, loaders=loaders)
+    loader, trainer = DataLoader(Stream(2), 7), run.trainer()
+    logged = trainer.test(module, loader)
+    return found | {"logged": logged, "predicted": plain(trainer.predict(module, loader))}
+
+
 @row("an iterable of batches in place of a DataLoader", reference="ddp")
 def batches(run: Run) -> dict[str, Any]:
     return run.fit(loaders=lambda rank, num_ranks: {"train_dataloaders": Batches()})
 
 
-@row("`trainer.train_dataloader`, `val_dataloaders` after `fit`")
+@row("`trainer.train_dataloader`, `val_dataloaders` after `fit`", columns=LIGHT)
 def kept(run: Run) -> dict[str, Any]:
     run.fit(loaders=validated)
     first = next(iter(run.last.val_dataloaders))

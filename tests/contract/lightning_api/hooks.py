@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import ModelHooks
 
-from tests.contract.lightning_api.rows import ALL, row
+from tests.contract.lightning_api.rows import ALL, LIGHT, row
 from tests.contract.lightning_api.run import OfRankZero, Run, plain
 from tests.contract.user_code.models import Supervised, validated
 
@@ -74,7 +74,7 @@ def all_stages(run: Run, module: Any, callbacks: list[Callback], called: list[st
     return {"in fit": fit, "in evaluation": called[len(fit) :]}
 
 
-@row("all hooks of LightningModule: order of calls", covers=OF_MODULES)
+@row("all hooks of LightningModule: order of calls", covers=OF_MODULES, reference="ddp")
 def of_modules(run: Run) -> dict[str, Any]:
     called: list[str] = []
     return all_stages(run, run.module(recording(Every, OF_MODULES, called)), [], called)
@@ -87,7 +87,7 @@ def of_callbacks(run: Run) -> dict[str, Any]:
     return all_stages(run, run.module(Every), [made], called)
 
 
-@row("`on_exception`")
+@row("`on_exception`", columns=LIGHT)
 def exception(run: Run) -> dict[str, Any]:
     class Failing(Supervised):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -111,7 +111,7 @@ def exception(run: Run) -> dict[str, Any]:
     return {"raised": raised, "seen": seen}
 
 
-@row("`on_train_batch_start` returning -1")
+@row("`on_train_batch_start` returning -1", columns=LIGHT)
 def skipped(run: Run) -> dict[str, Any]:
     class Skipping(Supervised):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
@@ -202,7 +202,7 @@ def own_checkpoint(run: Run) -> dict[str, Any]:
     return found | {"saved": OfRankZero(run.rank or run.saved(run.folder / "x.ckpt").value["user_own"])}
 
 
-@row("`configure_callbacks`")
+@row("`configure_callbacks`", columns=LIGHT)
 def own_callbacks(run: Run) -> dict[str, Any]:
     class Counting(Callback):
         count = 0
@@ -236,7 +236,7 @@ def own_model(run: Run) -> dict[str, Any]:
     return run.fit(Building)
 
 
-@row("`setup`, `teardown`, with the stage")
+@row("`setup`, `teardown`, with the stage", columns=LIGHT)
 def stages(run: Run) -> dict[str, Any]:
     class Staged(Every):
         def setup(self, stage: str) -> None:

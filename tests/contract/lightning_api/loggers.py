@@ -8,7 +8,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, P
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.contract.lightning_api.arguments import metrics_of
-from tests.contract.lightning_api.rows import row
+from tests.contract.lightning_api.rows import LIGHT, row
 from tests.contract.lightning_api.run import OfRankZero, Run
 from tests.contract.user_code.models import Supervised, validated
 
@@ -68,7 +68,7 @@ def csv(run: Run) -> dict[str, Any]:
     return found | {"file": metrics_of(run), "files": OfRankZero(names), "hyper-parameters": OfRankZero(written)}
 
 
-@row("a `Logger` of one's own, and several", covers=("Logger",))
+@row("a `Logger` of one's own, and several", columns=LIGHT, covers=("Logger",))
 def own(run: Run) -> dict[str, Any]:
     loggers = [Recording(), Recording()]
     found = run.fit(Logging, loaders=validated, logger=loggers, log_every_n_steps=2, max_epochs=2)
@@ -83,7 +83,7 @@ def largest(run: Run) -> dict[str, Any]:
     return {"metrics": found["metrics"]}
 
 
-@row("`self.logger.experiment`, `self.logger.log_metrics`")
+@row("`self.logger.experiment`, `self.logger.log_metrics`", columns=LIGHT)
 def experiment(run: Run) -> dict[str, Any]:
     class Direct(Supervised):
         def on_train_epoch_end(self) -> None:
@@ -123,11 +123,15 @@ def profiled(name: str) -> Any:
 
 
 for name in PROFILERS:
-    row(f"`profiler={name}(...)`")(profiled(name))
+    row(f"`profiler={name}(...)`", columns=LIGHT)(profiled(name))
 
 
 @row('`profiler="simple"`')
 def by_name(run: Run) -> dict[str, Any]:
     found = run.fit(profiler="simple")
     actions = sorted(run.last.profiler.recorded_durations)
-    return found | {"actions": [action for action in actions if action.startswith(("run_training", "[Callback]"))]}
+    return found | {
+        "actions": [
+            action for action in actions if action.startswith(("run_training", "[Callback]", "[LightningModule]"))
+        ]
+    }

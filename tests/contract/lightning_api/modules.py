@@ -276,3 +276,25 @@ def iterator(run: Run) -> dict[str, Any]:
             return self.loss(batch)
 
     return run.fit(Drawing)
+
+
+@row("`self.log` in every hook that takes it")
+def log_everywhere(run: Run) -> dict[str, Any]:
+    hooks = (
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_before_backward",
+        "on_after_backward",
+    )
+    hooks += ("on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end")
+    hooks += ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end")
+
+    def logging(name: str) -> Any:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> None:
+            self.log(name, float(self.global_step + 1), sync_dist=True)
+
+        return hook
+
+    made = type("Logging", (Supervised,), {name: logging(name) for name in hooks})
+    return {"metrics": run.fit(made, loaders=validated, max_epochs=2)["metrics"]}

@@ -30,6 +30,7 @@ from tests.rank_pool import RankError, RankPool
 
 CLEAR_HERE = {
     "The Batch size finder is not supported with distributed strategies": "of Lightning",
+    "Tuning the batch size is currently not supported with distributed strategies": "of Lightning",
     r"`Trainer\(strategy='deepspeed', precision='.*'\)` is not supported": "of Lightning",
 } | CLEAR
 """Pattern of a message that counts as a refusal -> whose it is."""
@@ -88,8 +89,9 @@ def _ranks(label: str, column: str, folder: str, pool: RankPool) -> list[dict[st
     if column == "auto":
         return [attempt(label, column, folder, 1)]
     if column in COLUMNS and not COLUMNS[column].on_ranks:
-        return [attempt(label, column, folder, 2)]
-    return pool.run(2, attempt, label, column, folder, 2, timeout=ROWS[label].patience)
+        return [attempt(label, column, folder, ROWS[label].num_ranks)]
+    row = ROWS[label]
+    return pool.run(row.num_ranks, attempt, label, column, folder, row.num_ranks, timeout=row.patience)
 
 
 _expected: dict[tuple[str, str], list[dict[str, Any]] | Outcome] = {}

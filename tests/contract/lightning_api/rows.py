@@ -11,6 +11,8 @@ from tests.contract.lightning_api.run import Run
 ALL = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
 ENOUGH = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 """For what is no matter of optimizers: stage 1 differs from stage 2 in nothing else."""
+LIGHT = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2")
+"""For what is a matter of the loops alone, and of when they end."""
 RANKS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 """For what one process does not have."""
 
@@ -26,6 +28,8 @@ class Row:
     scenario: Callable[[Run], dict[str, Any]]
     """Uses the feature on one rank; returns what came of it, by name. See `comparing` for how values are compared."""
     columns: tuple[str, ...] = ENOUGH
+    num_ranks: int = 2
+    """How many ranks run it, or devices of one process."""
     reference: str = "auto"
     """What it may equal beside one process: `"ddp"`, Lightning's own at the same number of ranks."""
     tolerance: float = 1e-5

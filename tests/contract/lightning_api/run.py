@@ -18,6 +18,7 @@ from tests.models import quiet_trainer
 
 SEED = 3
 OF_CHECKPOINT = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks")
+OF_AVERAGING = ("current_model_state", "averaging_state")
 
 
 @dataclass
@@ -126,7 +127,11 @@ class Run:
         if self.rank:
             return OfRankZero(None)
         _, checkpoint = look(path, weights_only=False)
-        kept = {key: value for key, value in checkpoint.items() if key in OF_CHECKPOINT or key.startswith("user_")}
+        kept = {
+            key: value
+            for key, value in checkpoint.items()
+            if key in OF_CHECKPOINT + OF_AVERAGING or key.startswith("user_")
+        }
         for optimizer in kept.get("optimizer_states", []):
             for group in optimizer["param_groups"]:
                 group.pop("param_names", None)  # ours have it beside what torch writes
@@ -135,7 +140,11 @@ class Run:
 
 def _elsewhere(values: Any, folder: str) -> Any:
     """Return a nest of containers without the name of a folder."""
-    return tree_map_only(str, lambda text: text.replace(folder, ""), values)
+    if isinstance(values, dict):
+        return {_elsewhere(key, folder): _elsewhere(value, folder) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_elsewhere(value, folder) for value in values]
+    return values.replace(folder, "") if isinstance(values, str) else values
 
 
 def plain(values: Any) -> Any:

@@ -1,14 +1,17 @@
 """Runs of the Trainer: fit, validate, test, predict, resumed and repeated."""
 
+import copy
+import pickle
+import signal
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from torch import nn
 
 from lightning_paral import ParalError
-from tests.contract.lightning_api.rows import ALL, RANKS, row
+from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
 from tests.contract.lightning_api.run import Mean, OfRankZero, Run, plain
 from tests.contract.user_code.models import Supervised, regression, validated
 
@@ -51,12 +54,9 @@ class Saving(Callback):
 
 @row("`trainer.fit(ckpt_path=...)`, within an epoch")
 def resumed_within(run: Run) -> dict[str, Any]:
-    if run.num_devices == 1:
-        found = run.fit(Scheduled, max_epochs=2)
-    else:
-        saving = ModelCheckpoint(run.folder / "kept", every_n_train_steps=3)
-        run.fit(Scheduled, callbacks=[saving], max_steps=3, max_epochs=2, enable_checkpointing=True)
-        found = run.fit(Scheduled, max_epochs=2, how={"ckpt_path": saving.best_model_path})
+    saving = ModelCheckpoint(run.folder / "kept", every_n_train_steps=3)
+    run.fit(Scheduled, callbacks=[saving], max_steps=3, max_epochs=2, enable_checkpointing=True)
+    found = run.fit(Scheduled, max_epochs=2, how={"ckpt_path": saving.best_model_path})
     return {"weights": found["weights"], "steps": found["steps"]}
 
 
@@ -144,7 +144,7 @@ def stopped(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[Stop()], max_epochs=3)
 
 
-@row("`trainer.estimated_stepping_batches`")
+@row("`trainer.estimated_stepping_batches`", columns=LIGHT)
 def estimated(run: Run) -> dict[str, Any]:
     class Estimating(Supervised):
         def configure_optimizers(self) -> Any:
@@ -166,7 +166,7 @@ def init_module(run: Run) -> dict[str, Any]:
     return {"weights": plain(module.state_dict())}
 
 
-@row("what the Trainer says of the run")
+@row("what the Trainer says of the run", columns=LIGHT)
 def says(run: Run) -> dict[str, Any]:
     said: dict[str, Any] = {}
 
@@ -204,7 +204,7 @@ def metrics(run: Run) -> dict[str, Any]:
     return {name: Mean(values) for name, values in found.items()}
 
 
-@row("`trainer.print`, `self.print`")
+@row("`trainer.print`, `self.print`", columns=LIGHT)
 def printing(run: Run) -> dict[str, Any]:
     import contextlib
     import io
@@ -248,10 +248,55 @@ def nn_dropout_free() -> LightningModule:
     return module
 
 
-@row("a checkpoint that is not there", names="not|No such")
+@row("a checkpoint that is not there", columns=LIGHT, names="not|No such")
 def missing(run: Run) -> dict[str, Any]:
     try:
         run.fit(how={"ckpt_path": run.folder / "nowhere.ckpt"})
     except (FileNotFoundError, ParalError) as error:
         return {"raised": isinstance(error, FileNotFoundError)}
     return {"raised": "nothing"}
+
+
+@row("`KeyboardInterrupt` in a step")
+def interrupted(run: Run) -> dict[str, Any]:
+    class Interrupting(Supervised):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        run.fit(Interrupting)
+        raised = "nothing"
+    except BaseException as error:
+        raised = type(error).__name__
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it while it exits
+    return {"raised": raised, "state": (run.last.interrupted, run.last.global_step)}
+
+
+@row("default logger and checkpoints: where files lie, and resuming from them")
+def defaults(run: Run) -> dict[str, Any]:
+    run.fit(Scheduled, logger=True, enable_checkpointing=True)
+    path = run.last.checkpoint_callback.best_model_path
+    how = {"ckpt_path": path}
+    found = run.fit(Scheduled, max_epochs=2, how=how, logger=True, enable_checkpointing=True)
+    files = sorted(each.relative_to(run.folder).as_posix() for each in run.folder.glob("**/*.ckpt"))
+    return found | {"files": OfRankZero(files), "path": str(path).replace(str(run.folder), "")}
+
+
+@row("`copy.deepcopy` and `pickle` of callbacks after `fit`")
+def copied(run: Run) -> dict[str, Any]:
+    callbacks = [EarlyStopping("val_loss"), ModelCheckpoint(run.folder / "kept", monitor="val_loss"), TQDMProgressBar()]
+    found = run.fit(
+        loaders=validated, callbacks=callbacks, enable_checkpointing=True, enable_progress_bar=True, max_epochs=2
+    )
+    again = [pickle.loads(pickle.dumps(each)) for each in copy.deepcopy(callbacks)]
+    return found | {"kinds": [type(each).__name__ for each in again], "best": float(again[1].best_model_score)}
+
+
+@row("`copy.deepcopy` of the Trainer after `fit`")
+def copied_trainer(run: Run) -> dict[str, Any]:
+    run.fit(loaders=validated)
+    again = copy.deepcopy(run.last)
+    return {"steps": again.global_step, "metrics": Mean({k: float(v) for k, v in again.callback_metrics.items()})}

@@ -20,8 +20,8 @@ TITLES = {
 INTRODUCTION = """\
 # What of Lightning works under which strategy
 
-Each row is a public feature of Lightning, each column a strategy, at two ranks or two devices. A cell says what comes
-of it:
+Each row is a public feature of Lightning, each column a strategy, at two ranks or two devices where the row does
+not say otherwise. A cell says what comes of it:
 
 - **equal**: losses, weights, metrics, files, and what the feature is for are those of one process with the same global
   batches, up to rounding.
@@ -29,9 +29,9 @@ of it:
 - **refused**: an error says so and names what it is about; the footnote has its first sentence.
 - **open**: neither, which is a defect.
 
-An empty cell is not run: `paral_zero1` where its optimizer has no part in the feature, in which it is `paral_zero2`;
-`paral_dp`, which is one process, where the feature is about ranks. Loggers that need other packages are not run: to a
-strategy they are all alike. `docs/user-code.md` has what may stand in modules and callbacks.
+An empty cell is not run: `paral_zero1` and `paral_zero3` where the engine has no part in the feature, which is then as
+under `paral_zero2`; `paral_dp`, which is one process, where the feature is about ranks. Loggers that need other
+packages are not run: to a strategy they are all alike. `docs/user-code.md` has what may stand in modules and callbacks.
 
 `tests/contract/test_lightning_api.py` runs every cell. `python -m tests.contract.lightning_api --write` writes this
 page.

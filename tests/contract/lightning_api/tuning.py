@@ -20,11 +20,11 @@ class Rated(Supervised):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
-@row("`Tuner.lr_find`", columns=ALL)
+@row("`Tuner.lr_find`", columns=ALL, reference="ddp")
 def lr_find(run: Run) -> dict[str, Any]:
-    module, trainer = run.module(Rated), run.trainer()
+    module, trainer = run.module(Rated), run.trainer(max_epochs=9)
     found = Tuner(trainer).lr_find(
-        module, **run.data(), min_lr=1e-4, max_lr=0.1, num_training=6, early_stop_threshold=None
+        module, **run.data(), min_lr=1e-4, max_lr=0.1, num_training=20, early_stop_threshold=None
     )
     assert found is not None
     return {"tried": found.results["lr"], "set": module.hparams.lr, "weights": plain(module.state_dict())}
@@ -42,7 +42,7 @@ def lr_find_and_fit(run: Run) -> dict[str, Any]:
 def scaled(mode: str) -> Any:
     def scenario(run: Run) -> dict[str, Any]:
         module, trainer = run.module(WithLoader), run.trainer()
-        found = Tuner(trainer).scale_batch_size(module, mode, steps_per_trial=1, init_val=4, max_trials=2)
+        found = Tuner(trainer).scale_batch_size(module, mode=mode, steps_per_trial=1, init_val=4, max_trials=2)
         return {"found": found, "set": module.batch_size, "weights": plain(module.state_dict())}
 
     return scenario
