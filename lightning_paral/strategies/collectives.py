@@ -69,8 +69,8 @@ class Collectives(ParallelStrategy):
         return all_ranks(self._meet().group)
 
     @property
-    def _saves_in_background(self) -> bool:
-        return bool(self._run) and not self._is_failing
+    def _is_running(self) -> bool:
+        return bool(self._run)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save; where ranks failed alone, write nothing and say so. *Collective* over the world."""
