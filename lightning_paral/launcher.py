@@ -39,9 +39,11 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             # Lightning's observer kills this process as soon as it sees one of the others fail; but it has an error to
-            # tell, and perhaps a checkpoint to save together with the others.
-            self._children, self.procs[:] = list(self.procs), []
-            atexit.register(self.end_children)
+            # tell, and perhaps a checkpoint to save together with the others. They may even go on together, where the
+            # script catches the error.
+            if self.procs:
+                self._children, self.procs[:] = list(self.procs), []
+                atexit.register(self._end_children)
             raise
 
     def kill(self, signum: Any) -> None:
@@ -49,17 +51,15 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         for process in (*self.procs, *self._children):
             process.send_signal(signum)
 
-    def end_children(self) -> None:
-        """After a failure, wait a little for the processes this launcher started, then end those that are left."""
-        atexit.unregister(self.end_children)
-        children, self._children = self._children, []
+    def _end_children(self) -> None:
+        """Wait a little for the processes this launcher started, then end those that are left."""
         deadline = time.monotonic() + _GRACE_SECONDS
         for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
-            for process in children:
+            for process in self._children:
                 if end is not None and process.poll() is None:
                     log.info("Ending process %d, which outlived the failure of local rank 0.", process.pid)
                     end(process)
-            for process in children:
+            for process in self._children:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(0.1, deadline - time.monotonic()))
             deadline = time.monotonic() + 1.0
