@@ -165,6 +165,7 @@ def _is_of_engine(value: Any) -> bool:
         return _is_of_engine(value.__func__) or _is_of_engine(value.__self__)
     if type(value).__name__ == "_WrappedHook":  # torch's, around hooks that are given the module
         return _is_of_engine(value.hook)
+    where: tuple[str | None, ...]
     if isinstance(value, FunctionType):
         # They differ for what is decorated: engines decorate their hooks, and methods of users.
         where = (value.__module__, value.__globals__.get("__name__"))

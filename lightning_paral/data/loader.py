@@ -45,7 +45,6 @@ def resumes_itself(loader: Loader) -> bool:
 
 def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
     """Return the loader with the batches of `sampler`, marked where they are fillers."""
-
     if not sampler.order.batched:
         changed = _copy(loader, sampler=sampler)
     elif sampler.share.split == "global" and loader.batch_size is not None:
@@ -108,7 +107,7 @@ def with_iteration(
 def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
     """Return a class that looks like `original` and iterates through `iterate`."""
 
-    class Changed(original):  # type: ignore[valid-type, misc]
+    class Changed(original):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Any]:
             def restart() -> Iterator[Any]:
                 batches: Iterator[Any] = super(Changed, self).__iter__()
