@@ -42,6 +42,7 @@ def run(label: str) -> Any:
     )
     loaders = DataLoader(data, 2, shuffle=True), DataLoader(data, 2)
     trainer.fit(BoringModel(), *loaders)
+    pickle.loads(pickle.dumps(bar))
     found = [rows(loader) for loader in (trainer.train_dataloader, copies.copied, copies.pickled, copies.evaluated)]
     kinds = {type(loader).__name__ for loader in (copies.copied, copies.pickled, copies.evaluated)}
     trainer.validate(BoringModel(), loaders[1], verbose=False)
