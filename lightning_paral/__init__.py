@@ -21,7 +21,9 @@ from lightning_paral.errors import (
     ProcessGroupError,
     UnusedParametersError,
 )
+from lightning_paral.namesakes import replace_pytorch_lightning
 from lightning_paral.registry import STRATEGIES, register_strategies
+from lightning_paral.reported import report_briefly
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 __all__ = [
@@ -42,8 +44,10 @@ __all__ = [
     "UnusedParametersError",
     "__version__",
     "register_strategies",
+    "replace_pytorch_lightning",
 ]
 
 register_strategies()
 for _saving in filter(None, (saving, sys.modules.get("pytorch_lightning.core.saving"))):
     load_from_checkpoint.install(_saving, is_folder, read_folder)
+report_briefly()

@@ -7,7 +7,10 @@ from lightning_paral.cli.inspect import print_contents
 from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
 from lightning_paral.cli.verify import print_faults
+from lightning_paral.cli.version import print_version
 from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.process_group import is_first_to_say
+from lightning_paral.reported import has_cause_of_users
 
 _USAGE = """\
 usage: paral COMMAND [options]
@@ -17,6 +20,8 @@ usage: paral COMMAND [options]
   consolidate                    write any checkpoint to one file, Lightning's or safetensors, in constant memory
   verify                         check that a checkpoint is complete and undamaged
   inspect                        print what a checkpoint holds
+
+  --version                      print the versions of this package and of what it runs on
 """
 
 _COMMANDS = {
@@ -35,12 +40,16 @@ def main() -> None:
             _run(command)
         elif command in ("-h", "--help"):
             print(_USAGE, end="")
+        elif command == "--version":
+            print_version()
         elif command in TRAINER_COMMANDS:
             run_trainer_command()
         else:
             sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
     except (ConfigurationError, CheckpointError) as error:
-        sys.exit(f"paral: {error}")
+        if has_cause_of_users(error):
+            raise
+        sys.exit(f"paral: {error}" if is_first_to_say(str(error)) else 1)
 
 
 def _run(command: str) -> None:

@@ -11,6 +11,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
+from lightning_paral.cli.parser import BriefParser
+from lightning_paral.reported import inner_error
+
 TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
 
 
@@ -40,6 +43,17 @@ class AnyModelCLI(LightningCLI):
                 return
         super()._parse_ckpt_path()
 
+    def instantiate_classes(self) -> None:
+        """Make the objects that the configuration describes.
+
+        Raises:
+            ConfigurationError: of ours, instead of the parser's list of everything that a strategy could have been.
+        """
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise inner_error(error) or error from None
+
 
 def run_trainer_command() -> None:
     """Run what the command line says. Modules in the current folder can be named in `class_path`."""
@@ -53,4 +67,5 @@ def run_trainer_command() -> None:
         trainer_class=StrategyFirstTrainer,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
+        parser_class=BriefParser,
     )

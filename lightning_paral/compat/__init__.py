@@ -1,1 +1,1 @@
-"""Private names of torch, Lightning and DeepSpeed that are used or replaced, one module for each idea."""
+"""Private names and patches of torch, Lightning and DeepSpeed: one module for each thing that is changed."""

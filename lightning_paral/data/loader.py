@@ -52,7 +52,7 @@ def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
         changed = _copy(loader, batch_sampler=sampler, batch_size=part_size)
     else:
         changed = _copy(loader, batch_sampler=sampler)
-    return with_iteration(changed, partial(marked, sampler)) if sampler.share.ending == "fill" else changed
+    return with_iteration(changed, partial(marked, sampler)) if sampler.share.may_be_uneven else changed
 
 
 def marked(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
@@ -68,10 +68,10 @@ def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
     if loader.batch_size is not None:
         changes["batch_size"] = stream.part_size
         changes["batch_sampler"] = BatchSampler(forwarder, stream.part_size, drop_last=False)  # type: ignore[arg-type]
-    if stream.share.ending == "fill":
+    if stream.share.may_be_uneven:
         changes["collate_fn"] = CollateFillers(loader.collate_fn)
     changed = _copy(loader, **changes)
-    return with_iteration(changed, possibly_uneven) if stream.share.ending == "fill" else changed
+    return with_iteration(changed, possibly_uneven) if stream.share.may_be_uneven else changed
 
 
 def possibly_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:

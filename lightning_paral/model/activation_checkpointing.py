@@ -1,6 +1,6 @@
 """A unit's activations are freed after its forward and computed anew in the backward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_paral.config import ActivationCheckpointing
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.units import choose_units
+from lightning_paral.model.units import Unit, choose_units
 
 
 def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:
@@ -27,6 +27,23 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
     Raises:
         ConfigurationError: there are no units to choose, or one lies inside another.
     """
+    units = checkpointed_units(root, options)
+    for unit in units:
+        _checkpoint(unit.module, options.offload_to_cpu)
+
+    def undo() -> None:
+        for unit in units:
+            vars(unit.module).pop("forward", None)
+
+    return undo
+
+
+def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequence[Unit]:
+    """Return the units of `root` that `options` choose.
+
+    Raises:
+        ConfigurationError: there are none, or one lies inside another.
+    """
     units = choose_units(root, options.units, options.min_params).inner
     if not units:
         raise ConfigurationError(
@@ -40,14 +57,7 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
                 f"activation_checkpointing takes in {unit.name!r} and {inside[0]!r} inside it, which would be computed "
                 "three times. Choose one of the two."
             )
-    for unit in units:
-        _checkpoint(unit.module, options.offload_to_cpu)
-
-    def undo() -> None:
-        for unit in units:
-            vars(unit.module).pop("forward", None)
-
-    return undo
+    return units
 
 
 def _checkpoint(module: Module, offload_to_cpu: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
@@ -15,15 +15,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
+from lightning_paral.checkpoint.ended import EndedOptimizers
 from lightning_paral.checkpoint.files import without_scheme
+from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
+from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.random import restore_states
-from lightning_paral.checkpoint.ranks import all_ranks
+from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
 from lightning_paral.config import CheckpointOptions, Form
-from lightning_paral.errors import CheckpointError, ConfigurationError, StorageOptionsError
+from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
@@ -39,6 +42,7 @@ class PortableCheckpoint(Strategy):
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
+    _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
     _restores_after_setup: bool | None = None
     """Of one run, from `setup` on."""
 
@@ -69,7 +73,16 @@ class PortableCheckpoint(Strategy):
         """Return the state of an optimizer as torch does, with the names of the parameters in the groups."""
         assert self.lightning_module is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return state_of(optimizer, group_names(optimizer, self.lightning_module))
+        return state_of(optimizer, self._ended.names(optimizer, self.lightning_module))
+
+    def _ranks(self) -> Ranks:
+        """Return the ranks that save together."""
+        return all_ranks()
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Whether somebody waits for a save in the background, and tells of its failure: `teardown` does."""
+        return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` to `filepath`, all of it or nothing. *Collective* over the world during a run.
@@ -80,11 +93,6 @@ class PortableCheckpoint(Strategy):
         from lightning_paral.checkpoint.saving import Save  # here, as torch's checkpoints take long to import
 
         assert self.lightning_module is not None
-        if checkpoint.get("optimizer_states") == [] and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            raise ConfigurationError(
-                f"{type(self).__name__} divides the optimizer's state, and can save it during trainer.fit only. Use "
-                "ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
-            )
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # the user's own way of saving
             return
@@ -94,9 +102,17 @@ class PortableCheckpoint(Strategy):
                 f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp "
                 "and paral_dp a `CheckpointIO` of your own receives them."
             )
-        ranks = all_ranks()
-        if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
-            return  # after the run, without a process group: rank 0 holds all there is
+        ranks = self._ranks()
+        if ranks.world_size != self.lightning_module.trainer.world_size:  # after the run, without its process group
+            if any(is_divided(tensor) for _, tensor in tensors_in(checkpoint)):
+                raise CheckpointError(
+                    f"Saving {filepath} failed: each of {self.lightning_module.trainer.world_size} ranks holds a part "
+                    "of the state, and their process group is gone, by a failure or for one of another world size. "
+                    "Save before that, or save the weights only: trainer.save_checkpoint(path, weights_only=True)."
+                )
+            if not self.is_global_zero:
+                return
+            ranks = Ranks()  # rank 0 holds all there is
         state = checkpoint.get(type(self.precision_plugin).__qualname__)
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
@@ -108,7 +124,9 @@ class PortableCheckpoint(Strategy):
         local_sgd = getattr(self, "_model_averager", None) is not None
         save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
-        if not self._checkpoint_options.async_save:
+        if not self._checkpoint_options.async_save or not self._saves_in_background:
+            if self._saver is not None:
+                self._saver.wait()
             save.write(ranks)
             return
         if self._saver is None:

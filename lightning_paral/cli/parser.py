@@ -1,0 +1,168 @@
+"""Errors of the command line in a few lines: which option, what was given, what to do."""
+
+import ast
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.option_names import explain_unknown_option, is_of_ours
+
+_MAX_LINES = 12
+_KEY = re.compile(r'Parser key "(?P<key>[^"]+)":')
+_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)'")
+_NOT_ACCEPTED = re.compile(r"Option '(?P<option>[^']+)' is not accepted")
+_NO_ATTRIBUTE = re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'")
+_GIVEN = re.compile(r"(?:Given|Got) value: (?P<value>.*)")
+_UNKNOWN_KEY = re.compile(r"(?:does not accept option '|[Uu]nrecognized arguments: --)(?P<key>[\w.]+)")
+_NOISE = ("Does not validate against any", "Subtypes:", "Errors:", "Given value type:", "Expected a <class 'NoneType'>")
+
+
+class BriefParser(LightningArgumentParser):
+    """LightningCLI's parser, with errors in a few lines: `LightningCLI(..., parser_class=BriefParser)`."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong with the configuration and exit with status 2, or raise where parsers are told to."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        command = self.prog.replace(" [options]", "")
+        keys = _keys_of(getattr(ex, "subcommand_parser", None) or self)
+        self.exit(2, f"{command.split()[0]}: {brief(message, keys)}\n`{command} --help` lists all options.\n")
+
+
+def brief(message: str, known_keys: list[str]) -> str:
+    """Return jsonargparse's `message` shortened to its cause.
+
+    Args:
+        message: what jsonargparse says, a tree of attempts by indentation.
+        known_keys: dotted names of the options there are, for the nearest of an unknown one.
+    """
+    unknown = _UNKNOWN_KEY.search(message)
+    if unknown:
+        return _explain_key(unknown["key"], known_keys)
+    causes = sorted(_causes(message), key=lambda cause: (cause.is_name, len(cause.path)), reverse=True)
+    for cause in causes:
+        text = cause.explain()
+        if text is not None:
+            return f"{cause.path}: {text}"
+    lines = [line for line in message.splitlines() if line.strip() and not line.strip(" -").startswith(_NOISE)]
+    return "\n".join([*lines[:_MAX_LINES], *(["..."] if len(lines) > _MAX_LINES else [])])
+
+
+@dataclass(frozen=True)
+class _Cause:
+    path: str
+    """Where it is in the configuration, with dots."""
+    class_path: str | None
+    """The class whose option it is."""
+    option: str
+    value: str
+    """What was given, as jsonargparse prints it; the name itself where the name is what is wrong."""
+    is_name: bool
+
+    def explain(self) -> str | None:
+        """Return what is wrong and what to do; `None` where this is not known better than by jsonargparse."""
+        cls = _imported(self.class_path)
+        if self.is_name:
+            return _explain_name(cls, self.class_path, self.option)
+        value = _parsed(self.value)
+        if isinstance(value, dict) and "class_path" in value:
+            strays = sorted(set(value) - {"class_path", "init_args", "dict_kwargs"})
+            if strays:
+                return f"{strays[0]!r} stands beside class_path. Options of a class go under init_args."
+        if cls is None or not is_of_ours(cls.__name__):
+            return None
+        try:
+            cls(**{self.option: value})  # its constructor says it best
+        except ConfigurationError as error:
+            return str(error)
+        except Exception:
+            return None
+        return None
+
+
+def _causes(message: str) -> Iterator[_Cause]:
+    keys: list[tuple[int, str]] = []
+    classes: list[tuple[int, str]] = []
+    for line in message.splitlines():
+        indent = len(line) - len(line.lstrip(" -"))
+        for stack in (keys, classes):
+            while stack and stack[-1][0] >= indent and line.strip():
+                stack.pop()
+        key, owner = _KEY.search(line), _CLASS.search(line)
+        if key:
+            keys.append((indent, key["key"]))
+        elif owner:
+            classes.append((indent, owner["path"]))
+        path, current = ".".join(name for _, name in keys), classes[-1][1] if classes else None
+        not_accepted, given, missing = _NOT_ACCEPTED.search(line), _GIVEN.search(line), _NO_ATTRIBUTE.search(line)
+        if not_accepted:
+            option = not_accepted["option"]
+            yield _Cause(f"{path}.{option}", current, option, option, is_name=True)
+        elif missing:
+            yield _Cause(path, missing["module"], missing["name"], missing["name"], is_name=True)
+        elif given and keys:
+            yield _Cause(path, current, keys[-1][1], given["value"], is_name=False)
+
+
+def _explain_name(cls: type | None, class_path: str | None, name: str) -> str | None:
+    if cls is None:
+        if class_path is None:
+            return None
+        known = [name for name in dir(importlib.import_module(class_path)) if name[0].isupper()]
+        return f"There is no {class_path}.{name}.{_nearest(name, known)}"
+    if is_of_ours(cls.__name__):
+        return explain_unknown_option(cls.__name__, name)
+    return f"{cls.__name__} has no option {name!r}.{_nearest(name, list(inspect.signature(cls).parameters))}"
+
+
+def _explain_key(key: str, known_keys: list[str]) -> str:
+    known = {name for full in known_keys for name in (full, *_prefixes(full))}
+    # The first part that is wrong: of `trainr.strategy` it is `trainr`.
+    for part in (*_prefixes(key), key):
+        if part not in known:
+            depth = part.count(".")
+            return f"There is no option {part!r}.{_nearest(part, [name for name in known if name.count('.') == depth])}"
+    return f"There is no option {key!r}."
+
+
+def _prefixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=2)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def _keys_of(parser: LightningArgumentParser) -> list[str]:
+    try:
+        return list(parser.get_defaults(skip_validation=True).keys(branches=True))
+    except Exception:  # the error at hand is the one to report
+        return []
+
+
+def _imported(class_path: str | None) -> type | None:
+    module, _, name = (class_path or "").rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, type) else None
+
+
+def _parsed(text: str) -> object:
+    nested = re.fullmatch(r"NestedArg\(key='[^']*', val=(?P<value>.*)\)", text)
+    text = nested["value"] if nested else text
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text
+    return _parsed(value) if nested and isinstance(value, str) else value

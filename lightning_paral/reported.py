@@ -1,0 +1,94 @@
+"""How an error that nobody catches is reported: the lines of the user's own code, then what is wrong, once."""
+
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from lightning_paral.errors import ParalError
+from lightning_paral.process_group import is_first_to_say
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+FULL_VARIABLE = "PARAL_TRACEBACK"
+"""Set to `full` in the environment, it brings back every frame and every cause."""
+
+_INTERNALS = (
+    "lightning_paral",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "torch",
+    "deepspeed",
+    "jsonargparse",
+)
+
+
+def report_briefly() -> None:
+    """Let errors of this package that end the process be printed without the frames of libraries.
+
+    Where several ranks of a host end with the same error, one of them prints it. Errors with a cause in the user's own
+    code, as in a training step, are printed in full; so is every other error.
+    """
+    if not isinstance(sys.excepthook, _BriefHook):
+        sys.excepthook = _BriefHook(sys.excepthook)
+
+
+class _BriefHook:
+    def __init__(self, otherwise: Hook) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ours = error if isinstance(error, ParalError) else inner_error(error)
+        if ours is None or os.environ.get(FULL_VARIABLE) == "full" or has_cause_of_users(ours):
+            self._otherwise(kind, error, trace)
+            return
+        if not is_first_to_say(str(ours)):
+            return
+        frames = traceback.StackSummary.extract(_frames_of_users(trace)).format()
+        heading = ["Traceback (most recent call last):\n"] if frames else []
+        sys.stderr.write("".join([*heading, *frames, *traceback.format_exception_only(ours)]))
+
+
+def inner_error(error: BaseException) -> ParalError | None:
+    """Return the error of ours that a parser put its own words around, `None` if there is none."""
+    if not isinstance(error, ValueError):
+        return None
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ParalError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def has_cause_of_users(error: BaseException) -> bool:
+    """Whether an error that led to this one was raised below a line of the user's, as in a training step."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while cause is not None:
+        if any(True for _ in _frames_of_users(cause.__traceback__)):
+            return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False
+
+
+def _frames_of_users(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    internal = tuple(f"{folder}{os.sep}" for folder in _folders())
+    site = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    standard = sysconfig.get_path("stdlib")
+    for frame, line in traceback.walk_tb(trace):
+        path = frame.f_code.co_filename
+        is_standard = path.startswith((standard, "<frozen")) and not path.startswith(site)
+        if not path.startswith(internal) and not is_standard:
+            yield frame, line
+
+
+def _folders() -> Iterator[str]:
+    for name in _INTERNALS:
+        module = sys.modules.get(name)
+        location = getattr(module, "__file__", None) if module is not None else None
+        if location:
+            yield str(Path(location).parent)

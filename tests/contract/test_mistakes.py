@@ -1,0 +1,365 @@
+"""Mistakes that users make, and what they are told: what is wrong, what was given, what to do; before any launch."""
+
+import logging
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from torch import nn
+
+import lightning_paral
+from lightning_paral import (
+    ActivationCheckpointing,
+    CheckpointOptions,
+    ConfigurationError,
+    Offload,
+    ParalDDPStrategy,
+    ParalDPStrategy,
+    ParalFSDPStrategy,
+    ParalZeROStrategy,
+)
+from lightning_paral.errors import CheckpointError
+from lightning_paral.launcher import CheckedSubprocessLauncher
+from lightning_paral.reported import report_briefly
+from tests.models import Regression, quiet_trainer, regression_data
+
+NAMES = [
+    ("paral_zero4", "'paral_zero4'. Did you mean 'paral_zero3'"),
+    ("paral_zero_2", "'paral_zero_2'. Did you mean 'paral_zero2'"),
+    ("paral-ddp", "'paral-ddp'. Did you mean 'paral_ddp'"),
+    ("para_ddp", "'para_ddp'. Did you mean 'paral_ddp'"),
+    ("paral_fsdp2", "'paral_fsdp2'. Did you mean 'paral_fsdp'"),
+    ("paral_fsdp_ofload", "Did you mean 'paral_fsdp_offload'"),
+    ("zero2", "'zero2'. Did you mean 'paral_zero2'?"),
+    ("ddp_ring", "Did you mean 'paral_ddp_ring'?"),
+    ("parallel", "There is no strategy named 'parallel'. The names are paral_dp, paral_ddp,"),
+    ("ParalDDPStrategy", "strategy=lightning_paral.ParalDDPStrategy()"),
+    (ParalDDPStrategy, "Trainer(strategy=ParalDDPStrategy): this is the class itself"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), NAMES, ids=lambda value: str(value)[:40])
+def test_names(name: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+    assert message in str(caught.value)
+
+
+OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
+    # Names
+    (ParalDDPStrategy, {"all_reduc": "ring"}, "ParalDDPStrategy has no option 'all_reduc'. Did you mean all_reduce?"),
+    (ParalDDPStrategy, {"static_grph": True}, "no option 'static_grph'. Did you mean static_graph?"),
+    (ParalDDPStrategy, {"units": ["Block"]}, "no option 'units'. It is an option of ParalFSDPStrategy."),
+    (ParalDPStrategy, {"chekpoint": "full"}, "no option 'chekpoint'. Did you mean checkpoint"),
+    (ParalDPStrategy, {"timeout": 30}, "no option 'timeout'. Use paral_ddp"),
+    (ParalDPStrategy, {"split": "global"}, "It is an option of ParalDDPStrategy and of ParalFSDPStrategy"),
+    (ParalFSDPStrategy, {"unit": ["Block"]}, "ParalFSDPStrategy has no option 'unit'. Did you mean units?"),
+    (ParalFSDPStrategy, {"stage": 3}, "no option 'stage'. It is an option of ParalZeROStrategy."),
+    (ParalFSDPStrategy, {"bucket_cap_mb": 25}, "It is an option of ParalDDPStrategy."),
+    (ParalFSDPStrategy, {"cpu_offload": True}, "no option 'cpu_offload'. Use offload=True."),
+    (ParalFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "Use units=..., with classes"),
+    (ParalFSDPStrategy, {"sharding_strategy": "FULL_SHARD"}, "Use reshard_after_forward=False for SHARD_GRAD_OP"),
+    (ParalFSDPStrategy, {"start_method": "spawn"}, "the script is run again for each further rank"),
+    (ParalFSDPStrategy, {"wrap": True}, "no option 'wrap'. It has: accumulate, activation_checkpointing,"),
+    (ParalZeROStrategy, {"offload_optimiser": "cpu"}, "Did you mean offload_optimizer?"),
+    (ParalZeROStrategy, {"offload_params": "cpu"}, "Use offload_parameters='cpu'."),
+    (ParalZeROStrategy, {"zero_optimization": {"stage": 2}}, "Use deepspeed_config={'zero_optimization': {...}}."),
+    (ParalZeROStrategy, {"all_reduce": "ring"}, "It is an option of ParalDDPStrategy."),
+    (Offload, {"pth": "/scratch"}, "Offload has no option 'pth'. Did you mean path?"),
+    (ActivationCheckpointing, {"unit": ["Block"]}, "ActivationCheckpointing has no option 'unit'. Did you mean units?"),
+    (CheckpointOptions, {"asyncsave": True}, "CheckpointOptions has no option 'asyncsave'. Did you mean async_save?"),
+    # Types
+    (ParalDDPStrategy, {"accelerator": "gpu"}, "It belongs to the Trainer: Trainer(accelerator=..., strategy=...)."),
+    (ParalDDPStrategy, {"precision_plugin": "bf16-mixed"}, "It belongs to the Trainer: Trainer(precision=..."),
+    (
+        ParalDDPStrategy,
+        {"activation_checkpointing": True},
+        "cannot be a bool. Give ActivationCheckpointing(...)",
+    ),
+    (
+        ParalDDPStrategy,
+        {"activation_checkpointing": ActivationCheckpointing},
+        "this is the class itself. Give an object of it: activation_checkpointing=ActivationCheckpointing(...)",
+    ),
+    (ParalDDPStrategy, {"wire_dtype": torch.bfloat16}, "cannot be a dtype. Give 'bf16', 'fp16' or None."),
+    (ParalDDPStrategy, {"timeout": "30"}, "timeout cannot be a str. Give a timedelta, or a number of seconds."),
+    (ParalDDPStrategy, {"bucket_cap_mb": "25"}, "bucket_cap_mb cannot be a str. Give a number or None."),
+    (ParalDDPStrategy, {"find_unused_parameters": "yes"}, "cannot be a str. Give True or False."),
+    (ParalDDPStrategy, {"ddp_comm_hook": "bf16"}, "cannot be a str. Give a function or None."),
+    (ParalDDPStrategy, {"model_averaging_period": "5"}, "cannot be a str. Give an integer or None."),
+    (
+        ParalDDPStrategy,
+        {"checkpoint": True},
+        "cannot be a bool. Give CheckpointOptions(...), 'full',",
+    ),
+    (ParalDDPStrategy, {"checkpoint": CheckpointOptions}, "this is the class itself"),
+    (
+        ParalDDPStrategy,
+        {"shard_iterable": "no"},
+        "(shard_iterable='no'): shard_iterable cannot be a str",
+    ),
+    (ParalDDPStrategy, {"gradient_as_bucket_view": 1}, "cannot be an int. Give True or False."),
+    (ParalFSDPStrategy, {"units": 3}, "units cannot be an int. Give 'auto', a class, its name, a list of these"),
+    (ParalFSDPStrategy, {"units": [nn.Linear(1, 1)]}, "units cannot be a list of Linear."),
+    (
+        ParalFSDPStrategy,
+        {"offload": "cpu"},
+        "FSDP offloads to the host's memory: offload=True.",
+    ),
+    (ParalFSDPStrategy, {"offload": Offload("nvme", path="/x")}, "offload cannot be an Offload. FSDP offloads to"),
+    (ParalFSDPStrategy, {"replicate": True}, "replicate cannot be a bool. Give an integer."),
+    (ParalFSDPStrategy, {"replicate": "2"}, "replicate cannot be a str. Give an integer."),
+    (ParalFSDPStrategy, {"reshard_after_forward": "yes"}, "reshard_after_forward cannot be a str"),
+    (ParalFSDPStrategy, {"min_params": 1e6}, "min_params cannot be a float. Give 1000000, an integer."),
+    (ParalFSDPStrategy, {"prefetch": 1.5}, "prefetch cannot be a float. Give an integer or None."),
+    (ParalFSDPStrategy, {"reduce_dtype": torch.bfloat16}, "cannot be a dtype. Give 'fp32', 'bf16', 'fp16' or None."),
+    (ParalZeROStrategy, {"stage": "3"}, "stage cannot be a str. Give 1, 2 or 3."),
+    (ParalZeROStrategy, {"stage": True}, "stage cannot be a bool. Give 1, 2 or 3."),
+    (ParalZeROStrategy, {"offload_optimizer": True}, "cannot be a bool. Give Offload(...), 'cpu', 'nvme' or None."),
+    (ParalZeROStrategy, {"offload_optimizer": Offload}, "Give an object of it: offload_optimizer=Offload(...)."),
+    (ParalZeROStrategy, {"offload_optimizer": {"device": "cpu"}}, "cannot be a dict. Give Offload(...)"),
+    (ParalZeROStrategy, {"reduce_bucket_numel": 5e8}, "cannot be a float. Give 500000000, an integer."),
+    (ParalZeROStrategy, {"logging_level": "INFO"}, "Give a level of the module logging, such as logging.INFO."),
+    (ParalZeROStrategy, {"deepspeed_config": [1]}, "cannot be a list of int. Give a dict or a JSON file of one."),
+    (ParalZeROStrategy, {"overlap_comm": "auto"}, "cannot be a str. Give True or False or None."),
+    (Offload, {"ratio": "0.5"}, "Offload(ratio='0.5'): ratio cannot be a str. Give a number."),
+    (Offload, {"pin_memory": "yes"}, "pin_memory cannot be a str"),
+    (Offload, {"buffer_count": 1.5}, "buffer_count cannot be a float. Give an integer."),
+    (ActivationCheckpointing, {"offload_to_cpu": "yes"}, "offload_to_cpu cannot be a str. Give True or False."),
+    (CheckpointOptions, {"async_save": "yes"}, "async_save cannot be a str. Give True or False."),
+    # Values
+    (ParalDDPStrategy, {"all_reduce": "rng"}, "all_reduce='rng' is not known. Choose from: 'auto', 'ring',"),
+    (ParalDDPStrategy, {"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16' is not known. Choose from: None, 'bf16'"),
+    (ParalDDPStrategy, {"start_method": "spwan"}, "start_method='spwan' is not known. Choose from: 'popen', 'spawn'"),
+    (ParalDDPStrategy, {"timeout": -30}, "timeout=-30 has to be longer than zero"),
+    (ParalDDPStrategy, {"timeout": float("inf")}, "timeout=inf has to be longer than zero and finite"),
+    (ParalDDPStrategy, {"timeout": timedelta(0)}, "has to be longer than zero"),
+    (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets are larger than 0 MiB."),
+    (ParalDDPStrategy, {"model_averaging_period": 0}, "model_averaging_period has to be at least 1."),
+    (ParalDDPStrategy, {"split": "globl"}, "split='globl' is not known. Choose from: 'batch', 'global'."),
+    (ParalDDPStrategy, {"remainder": "pad"}, "remainder='pad' is not known. Choose from: 'drop', 'wrap'."),
+    (ParalDDPStrategy, {"checkpoint": "shard"}, "form='shard') is not known. Choose 'full' or 'sharded'."),
+    (ParalFSDPStrategy, {"replicate": 0}, "replicate has to be at least 1."),
+    (ParalFSDPStrategy, {"reshard_after_forward": 0}, "reshard_after_forward has to be at least 1."),
+    (ParalFSDPStrategy, {"prefetch": -1}, "prefetch=-1 has to be at least 1"),
+    (ParalFSDPStrategy, {"accumulate": "unshared"}, "Choose 'sharded' or 'unsharded'."),
+    (ParalFSDPStrategy, {"units": ["Block"], "min_params": 100}, "Give units, or min_params"),
+    (ParalFSDPStrategy, {"units": []}, "units is empty"),
+    (ParalZeROStrategy, {"stage": 4}, "stage=4 is not one of ZeRO's"),
+    (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "Offload(device='gpu') is not known. Choose 'cpu' or 'nvme'."),
+    (ParalZeROStrategy, {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage=3, but stage=2"),
+    (ParalZeROStrategy, {"reduce_bucket_numel": -1}, "reduce_bucket_numel has to be at least 1."),
+    (ParalZeROStrategy, {"gather_bucket_numel": -1}, "gather_bucket_numel has to be at least 1."),
+    (Offload, {"ratio": 2}, "Offload(ratio=2) is not between 0 (nothing) and 1 (everything)."),
+    (ActivationCheckpointing, {"min_params": 0}, "min_params of at least 1"),
+    # DeepSpeed's configuration
+    (ParalZeROStrategy, {"deepspeed_config": "ds.json"}, "'ds.json' is not a file. Give a JSON file or a dict."),
+    (ParalZeROStrategy, {"deepspeed_config": {"gradient_clip": 1.0}}, "Did you mean 'gradient_clipping'?"),
+    (ParalZeROStrategy, {"deepspeed_config": {"zero_optimisation": {}}}, "Did you mean 'zero_optimization'"),
+    (ParalZeROStrategy, {"deepspeed_config": {"zero": {}}}, "Did you mean 'zero_optimization'?"),
+    (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": {"stag": 2}}}, "'stag' in zero_optimization"),
+    (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": 2}}, "give a dict of its options"),
+    (
+        ParalZeROStrategy,
+        {"deepspeed_config": {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}},
+        "'devic' in zero_optimization.offload_optimizer, which DeepSpeed does not know. Did you mean 'device'?",
+    ),
+    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "It belongs into the section zero_optimization"),
+    (ParalZeROStrategy, {"deepspeed_config": {"fp16": {"enable": True}}}, "'enable' in fp16, which DeepSpeed does not"),
+    (ParalZeROStrategy, {"deepspeed_config": {"aio": {"queue_dept": 8}}}, "Did you mean 'queue_depth'"),
+    (
+        ParalZeROStrategy,
+        {"deepspeed_config": {"train_batch_size": 8}},
+        "train_batch_size=8, which belongs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), OPTIONS, ids=lambda value: str(value)[:60])
+def test_options(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make(**options)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_options_without_a_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"takes none so\. Name the options: ActivationCheckpointing\(units="):
+        ActivationCheckpointing(["Block"])  # type: ignore[misc]
+    with pytest.raises(ConfigurationError, match=r"accelerator='ring'.*It belongs to the Trainer"):
+        ParalDDPStrategy("ring")  # type: ignore[arg-type]
+
+
+def test_options_that_are_right(tmp_path: Path) -> None:
+    assert ParalDDPStrategy(timeout=30)._timeout == timedelta(seconds=30)
+    assert ParalFSDPStrategy(timeout=1.5)._timeout == timedelta(seconds=1.5)
+    ParalDDPStrategy(bucket_cap_mb=0.5, static_graph=True, broadcast_buffers=None)
+    for units in (nn.Linear, "Linear", [nn.Linear, "Conv2d"], {nn.Linear}, lambda name, module: True):
+        ParalFSDPStrategy(units=units)
+    ParalZeROStrategy(stage=3, gather_bucket_numel=0, offload_optimizer=Offload("nvme", path=tmp_path))
+    ParalZeROStrategy(logging_level=logging.INFO, deepspeed_config=REAL_CONFIG)
+
+
+REAL_CONFIG = {
+    "_comment": "as written for other programs",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 100,
+    "wall_clock_breakdown": False,
+    "communication_data_type": "fp32",
+    "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "round_robin_gradients": True},
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
+    "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
+    "tensorboard": {"enabled": False, "output_path": "x", "job_name": "y"},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "profile": False},
+    "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+
+
+TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
+    ("paral_dp", {"num_nodes": 2}, "paral_dp is one process on one host, but num_nodes=2"),
+    ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not train in on CPU. Use 'bf16-true'."),
+    (lambda: ParalFSDPStrategy(replicate=3), {}, "replicate=3 does not divide the 2 ranks"),
+    (lambda: ParalFSDPStrategy(reshard_after_forward=3), {}, "does not divide the 2 ranks that a copy of the model"),
+    (lambda: ParalDDPStrategy(process_group_backend="glo"), {}, "needs 'glo', which this build of torch does not have"),
+    (
+        lambda: ParalZeROStrategy(deepspeed_config={"fp16": {"enabled": True}}),
+        {},
+        "fp16.enabled=True, but Trainer(precision='32-true') says otherwise. Set Trainer(precision='16-true')",
+    ),
+    (
+        lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": True}}),
+        {"precision": "bf16-mixed"},
+        "bf16.enabled=True, but Trainer(precision='bf16-mixed') says otherwise",
+    ),
+    (
+        lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": False}}),
+        {"precision": "bf16-true"},
+        "Leave the precision to the Trainer, and take 'bf16' out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "message"), TRAINERS, ids=lambda value: str(value)[:40])
+def test_trainers(strategy: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        quiet_trainer(strategy=strategy() if callable(strategy) else strategy, devices=2, **options)
+    assert message in str(caught.value)
+
+
+def test_units_are_looked_for_before_processes_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckedSubprocessLauncher, "_call_children_scripts", lambda self: pytest.fail("launched"))
+    wrong = {"units": ["Blok"]}
+    for strategy in (
+        ParalFSDPStrategy(**wrong),
+        ParalDDPStrategy(activation_checkpointing=ActivationCheckpointing(**wrong)),
+        ParalFSDPStrategy(min_params=10**9, activation_checkpointing=ActivationCheckpointing(min_params=10**9)),
+    ):
+        with pytest.raises(ConfigurationError, match=r"units names 'Blok'|finds no repeated blocks|min_params"):
+            quiet_trainer(strategy=strategy, devices=2).fit(Regression(), regression_data(2, 2))
+
+
+@pytest.mark.parametrize("strategy", ["paral_zero2", "paral_dd", ParalDDPStrategy, ParalDDPStrategy()], ids=str)
+def test_fabric(strategy: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Fabric has no Trainer.*Use lightning\.pytorch\.Trainer\(strategy="):
+        Fabric(strategy=strategy, accelerator="cpu")
+    Fabric(strategy="ddp", accelerator="cpu", devices=1)
+
+
+OLD_NAME = """
+import lightning_paral, sys
+assert "pytorch_lightning" not in sys.modules
+{first}
+import pytorch_lightning, torch
+from pytorch_lightning.callbacks import Callback
+class Module(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+for strategy in ("paral_dp", lightning_paral.ParalDPStrategy(), lightning_paral.ParalDPStrategy, "paral_d"):
+    try:
+        trainer = pytorch_lightning.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=1, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[Callback()],
+        )
+        trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+        print("step", trainer.global_step)
+    except lightning_paral.ConfigurationError as error:
+        print(error)
+lightning_paral.replace_pytorch_lightning()
+"""
+
+
+def run_script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    root = Path(lightning_paral.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_old_name_of_lightning_is_refused_or_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    refused = run_script(tmp_path, OLD_NAME.format(first=""))
+    assert refused.stdout.count("but this Trainer comes from pytorch_lightning") == 4, refused
+    assert "replace_pytorch_lightning() comes too late" in refused.stderr
+
+    replaced = run_script(tmp_path, OLD_NAME.format(first="lightning_paral.replace_pytorch_lightning()"))
+    assert replaced.stdout.count("step 1") == 2, replaced
+    assert replaced.returncode == 0
+
+
+def test_uncaught_error_shows_the_users_lines_only(tmp_path: Path) -> None:
+    text = "import lightning_paral\nfrom lightning.pytorch import Trainer\nTrainer(strategy='paral_zero4')\n"
+    printed = run_script(tmp_path, text).stderr.splitlines()
+    assert printed[0] == "Traceback (most recent call last):"
+    assert printed[1].endswith('script.py", line 3, in <module>')
+    assert printed[-1].startswith("lightning_paral.errors.ConfigurationError: There is no strategy named 'paral_zero4'")
+    assert len(printed) <= 5
+
+
+def test_errors_with_a_cause_in_the_users_code_keep_their_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reported = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: reported.append(error[1]))
+    report_briefly()
+
+    def explained(inside: Any) -> BaseException:
+        try:
+            try:
+                inside()
+            except RuntimeError as error:
+                raise CheckpointError("explained") from error
+        except CheckpointError as error:
+            return error
+        raise AssertionError
+
+    def users_step() -> None:
+        raise RuntimeError("in the step")
+
+    in_step = explained(users_step)
+    sys.excepthook(type(in_step), in_step, in_step.__traceback__)
+    assert reported == [in_step]
+    in_torch = explained(lambda: torch.zeros(2) + torch.zeros(3))
+    assert in_torch.__cause__ is not None
+    in_torch.__cause__.__traceback__ = None  # as where only frames of libraries are in it
+    sys.excepthook(type(in_torch), in_torch, in_torch.__traceback__)
+    other = KeyError("x")
+    sys.excepthook(type(other), other, None)
+    assert reported == [in_step, other]
+    assert capsys.readouterr().err.rstrip().endswith("lightning_paral.errors.CheckpointError: explained")

@@ -1,0 +1,47 @@
+"""An error is said by one rank of a host, and by this process before others of it are ended."""
+
+import subprocess
+import sys
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch.distributed import HashStore
+
+from lightning_paral import launcher, process_group
+from lightning_paral.launcher import CheckedSubprocessLauncher
+from lightning_paral.process_group import is_first_to_say
+
+
+class BrokenStore:
+    def set_timeout(self, timeout: object) -> None:
+        pass
+
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_same_error_is_said_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_stores", {("localhost", 1, 0, 2): (HashStore(), 1)})
+    assert is_first_to_say("failed on rank 0 of 2")
+    assert not is_first_to_say("failed on rank 1 of 2")
+    assert is_first_to_say("failed for another reason")
+
+
+def test_every_rank_speaks_where_the_others_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stores in ({}, {("localhost", 1, 0, 2): (BrokenStore(), 1)}):
+        monkeypatch.setattr(process_group, "_stores", stores)
+        assert is_first_to_say("failed")
+        assert is_first_to_say("failed")
+
+
+def test_children_are_ended_out_of_sight_of_lightnings_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.0)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = CheckedSubprocessLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    observed = started.procs
+    observed.append(child)
+
+    started._end_children()
+
+    assert observed == []  # it kills this process as soon as a child in the list has failed
+    assert child.returncode
