@@ -132,7 +132,7 @@ def _new(kind: type, *args: Any) -> Any:
 
 def _class_before(kind: type) -> type:
     """Return the class that a module had before `fully_shard` gave it one of its own."""
-    return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+    return next(base for base in kind.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
 
 
 def _without_engine(state: dict[str, Any], kind: type) -> dict[str, Any]:
