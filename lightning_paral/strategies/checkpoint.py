@@ -107,8 +107,8 @@ class PortableCheckpoint(Strategy):
         if storage_options is not None:
             raise StorageOptionsError(
                 f"`Trainer.save_checkpoint(..., storage_options=...)` was given {storage_options!r:.100}, and "
-                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp and "
-                "paral_dp a `CheckpointIO` of your own receives them."
+                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp "
+                "and paral_dp a `CheckpointIO` of your own receives them."
             )
         ranks = self._ranks()
         if ranks.world_size != self.lightning_module.trainer.world_size:  # after the run, without its process group

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -45,6 +46,7 @@ from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import Explanation, explain, explained
 from lightning_paral.model.optimized import check_averaged
+from lightning_paral.model.pretrained import was_loaded
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -356,7 +358,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._load_averages(checkpoint, strict)
 
     def _is_divided(self) -> bool:
-        return self._deferred is not None or super()._is_divided()
+        module = self.lightning_module
+        assert module is not None
+        # What `from_pretrained` has mapped from files takes no memory, until it is loaded into.
+        is_mapped = is_overridden("configure_model", module) and any(map(was_loaded, module.parameters()))
+        return self._deferred is not None or is_mapped or super()._is_divided()
 
     def _whole(self, parameter: Parameter) -> Tensor:
         return whole(parameter)
