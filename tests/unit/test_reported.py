@@ -16,13 +16,15 @@ class BrokenStore:
     def set_timeout(self, timeout: object) -> None:
         pass
 
-    def add(self, key: str, amount: int) -> int:
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         raise RuntimeError("Connection reset by peer")
 
 
 def test_same_error_is_said_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_stores", {("localhost", 1, 0, 2): (HashStore(), 1)})
     assert is_first_to_say("failed on rank 0 of 2")
+    assert is_first_to_say("failed on rank 0 of 2")
+    monkeypatch.setattr(process_group.os, "getpid", lambda: 1)  # another process
     assert not is_first_to_say("failed on rank 1 of 2")
     assert is_first_to_say("failed for another reason")
 
