@@ -155,11 +155,12 @@ class ActorCritic(Several):
 KINDS = {kind.__name__: kind for kind in (Toggled, Plain, Adding, Wasserstein, ActorCritic)}
 
 
-def fit(kind: str, num_ranks: int, num_batches: int = 6, **options: Any) -> Fitted:
-    """Fit a module of KINDS; return this rank's losses and the final weights."""
-    torch.manual_seed(3)
-    model = KINDS[kind]()
-    quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | options)).fit(
-        model, regression_data(num_batches, num_ranks)
-    )
+def fit(model: Any, num_ranks: int, num_batches: int = 6, **options: Any) -> Fitted:
+    """Fit `model` from the same first weights each time; return this rank's losses and the final weights."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((torch.rand(parameter.shape, generator=generator) - 0.5) / 2)
+    trainer = quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | options))
+    trainer.fit(model, regression_data(num_batches, num_ranks))
     return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
