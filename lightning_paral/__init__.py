@@ -4,12 +4,19 @@ import lightning_paral
 Trainer(strategy="paral_ddp")
 """
 
+import sys
+
+from lightning.pytorch.core import saving
+
 from lightning_paral._version import __version__
+from lightning_paral.checkpoint.outside_runs import is_folder, read_folder
+from lightning_paral.compat import load_from_checkpoint
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.data import GatherPredictions
 from lightning_paral.errors import (
     CheckpointError,
     ConfigurationError,
+    MissingCheckpointError,
     ParalError,
     ProcessGroupError,
     UnusedParametersError,
@@ -26,6 +33,7 @@ __all__ = [
     "CheckpointOptions",
     "ConfigurationError",
     "GatherPredictions",
+    "MissingCheckpointError",
     "Offload",
     "ParalDDPStrategy",
     "ParalDPStrategy",
@@ -40,4 +48,6 @@ __all__ = [
 ]
 
 register_strategies()
+for _saving in filter(None, (saving, sys.modules.get("pytorch_lightning.core.saving"))):
+    load_from_checkpoint.install(_saving, is_folder, read_folder)
 report_briefly()

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.namesakes import refuse_namesakes
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
@@ -75,21 +74,19 @@ STRATEGIES = (
     RegisteredStrategy(
         name="paral_zero1_offload",
         strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 1, "offload_optimizer": Offload("cpu")}),
+        arguments=MappingProxyType({"stage": 1, "offload_optimizer": "cpu"}),
         description="paral_zero1 with the optimizer on the host",
     ),
     RegisteredStrategy(
         name="paral_zero2_offload",
         strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 2, "offload_optimizer": Offload("cpu")}),
+        arguments=MappingProxyType({"stage": 2, "offload_optimizer": "cpu"}),
         description="paral_zero2 with the optimizer on the host",
     ),
     RegisteredStrategy(
         name="paral_zero3_offload",
         strategy=ParalZeROStrategy,
-        arguments=MappingProxyType(
-            {"stage": 3, "offload_optimizer": Offload("cpu"), "offload_parameters": Offload("cpu")}
-        ),
+        arguments=MappingProxyType({"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
         description="paral_zero3 with optimizer and parameters on the host",
     ),
     RegisteredStrategy(

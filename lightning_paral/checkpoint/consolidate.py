@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.flushing import Flushing
 from lightning_paral.checkpoint.full import bytes_of, write_all, write_skeleton
 from lightning_paral.checkpoint.held import NOTHING
 from lightning_paral.checkpoint.manifest import Manifest, embed
-from lightning_paral.checkpoint.plan import Entry, tensors_in
+from lightning_paral.checkpoint.plan import CURRENT_KEY, OF_WEIGHTS, Entry, tensors_in
 from lightning_paral.checkpoint.stored import stretches
 from lightning_paral.errors import CheckpointError
 
@@ -31,9 +31,8 @@ def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype
     """Return what is to be written of `checkpoint`, and of which dtypes: tensors that have not been read stay so."""
     kept = dict(checkpoint)
     if weights_only:
-        kept = {
-            key: value for key, value in kept.items() if key not in ("optimizer_states", "lr_schedulers", "callbacks")
-        }
+        of_training = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
+        kept = {key: value for key, value in kept.items() if key not in of_training}
     if dtype is not None:
         kept["state_dict"] = type(kept["state_dict"])(
             (name, Cast(value, dtype) if isinstance(value, Tensor) and value.is_floating_point() else value)
@@ -101,7 +100,7 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
 def entries_of(checkpoint: dict[str, Any]) -> list[tuple[Entry, Tensor]]:
     """Return weights and optimizer states, tied ones once, with where they stand and their values."""
     found: dict[Any, tuple[Entry, Tensor]] = {}
-    large = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
+    large = {key: checkpoint[key] for key in (*OF_WEIGHTS, "optimizer_states") if key in checkpoint}
     for path, value in _tensors_and_casts(large):
         tensor = value.tensor if isinstance(value, Cast) else value
         key = _identity(tensor)

@@ -13,7 +13,7 @@ from lightning_paral.checkpoint.finding import read_manifest, read_present
 from lightning_paral.checkpoint.full import read_full
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.optimizer import BESIDE_KEY, by_number
-from lightning_paral.checkpoint.plan import is_large
+from lightning_paral.checkpoint.plan import CURRENT_KEY, is_large
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.reading import read_meta, read_tree
 from lightning_paral.checkpoint.sharded import META, METADATA
@@ -111,6 +111,8 @@ def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> di
     tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
+    if CURRENT_KEY in tree:
+        checkpoint[CURRENT_KEY] = tree.pop(CURRENT_KEY)
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if is_large(key))
     optimizers = [tree.pop(f"optimizer_{number}") for number in numbers]
     if manifest is not None:

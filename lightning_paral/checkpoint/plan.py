@@ -20,6 +20,13 @@ from lightning_paral.errors import CheckpointError
 Path = tuple[str | int, ...]
 
 
+CURRENT_KEY = "current_model_state"
+"""Where Lightning's WeightAveraging puts the weights, those in `state_dict` being averages."""
+
+OF_WEIGHTS = ("state_dict", CURRENT_KEY)
+"""Where a checkpoint has what `Module.state_dict` returns."""
+
+
 @dataclass
 class Entry:
     """A tensor of the checkpoint and this rank's part of it. All ranks have the same entries, in the same order."""
@@ -41,7 +48,7 @@ class Entry:
 
 def is_large(key: str) -> bool:
     """Whether all tensors below this key of a checkpoint are entries: those of weights and of optimizers."""
-    return key in ("state_dict", "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
+    return key in (*OF_WEIGHTS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 
 def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int], differing: Collection[Path] = ()) -> list[Entry]:
@@ -100,7 +107,7 @@ def copies_in(tree: Mapping[str, Any], replicated: set[int]) -> Iterator[tuple[P
 
 
 def _is_replicated(path: Path, value: Tensor, replicated: set[int]) -> bool:
-    return path[0] != "state_dict" or value.untyped_storage().data_ptr() in replicated
+    return path[0] not in OF_WEIGHTS or value.untyped_storage().data_ptr() in replicated
 
 
 def _planned(tree: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:

@@ -22,7 +22,7 @@ from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.optimizer import BESIDE_KEY, beside_state, by_name
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at, found_at
-from lightning_paral.checkpoint.plan import Entry, check_same, is_large, plan, replace, tensors_in
+from lightning_paral.checkpoint.plan import OF_WEIGHTS, Entry, check_same, is_large, plan, replace, tensors_in
 from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.replicas import find_differing
@@ -76,7 +76,12 @@ class Save:
             beside = [beside_state(state) for state in states]
             if any(beside):
                 tree[BESIDE_KEY] = beside
-            tree["state_dict"], extra_states = _without_extra_states(tree.get("state_dict", {}))
+            tree.setdefault("state_dict", {})
+            extra_states: dict[TreePath, Any] = {}
+            for key in OF_WEIGHTS:
+                if key in tree:
+                    tree[key], extra = _without_extra_states(tree[key], key)
+                    extra_states |= extra
         differing = find_differing(tree, ranks, replicated, averages_later, what)
         entries = ranks.each(what, lambda: plan(tree, ranks, replicated, differing))
         check_same(entries, ranks)
@@ -201,7 +206,7 @@ class Save:
         ranks.on_first(what, finish)
 
 
-def _without_extra_states(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[TreePath, Any]]:
+def _without_extra_states(state_dict: Mapping[str, Any], key: str) -> tuple[dict[str, Any], dict[TreePath, Any]]:
     """Return the tensors of `state_dict`, and by path what modules keep beside: whole, whatever containers it is of."""
     extra = {
         name: value
@@ -209,7 +214,7 @@ def _without_extra_states(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any]
         if not isinstance(value, torch.Tensor) and not any(is_divided(tensor) for _, tensor in tensors_in(value))
     }
     tensors = {name: value for name, value in state_dict.items() if name not in extra}
-    return tensors, {("state_dict", name): value for name, value in extra.items()}
+    return tensors, {(key, name): value for name, value in extra.items()}
 
 
 def _write(folder: Folder, name: str, data: bytes) -> None:

@@ -58,7 +58,9 @@ def check_options(options: dict[str, Any]) -> None:
 def explain_unused(message: str, names: list[str], rank: int) -> str:
     """Name the parameters whose indices DDP reports, by the names of those its reducer has."""
     found = _INDICES_WITHOUT_GRADIENT.search(message)
-    unused = [names[int(index)] for index in found.group(1).split()] if found else ["(torch does not say which)"]
+    indices = [int(index) for index in found.group(1).split()] if found else []
+    # Frozen parameters may have come to be trained: names are those that the reducer was made with.
+    unused = [names[index] for index in indices if index < len(names)] or ["(torch does not say which)"]
     return (
         f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "
         f"gradients never came: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "

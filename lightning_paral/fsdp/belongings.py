@@ -41,22 +41,32 @@ class Belongings:
         for module in modules:
             self._parts[module].release()
 
+    def original(self, module: Module, name: str) -> Parameter:
+        """Return the parameter that `module` had before under `name`."""
+        parameter = self._parts[module]._parameters[name]
+        assert parameter is not None
+        return parameter
+
     def seal(self) -> None:
         """Take what each submodule has gained up to now for ours, to be taken away again."""
         for part in self._parts.values():
             part.seal()
 
-    def restore(self, gather: "Gather | str") -> None:
+    def restore(self, gather: "Gather | str") -> dict[Parameter, Parameter]:
         """Undo it all. Parameters come back whole, on the host. *Collective* over the group of `gather`.
 
         A string in place of `gather` says why nothing can be brought together; everything stays as it is.
+
+        Returns:
+            dict[Parameter, Parameter]: by sharded parameter, the module's own.
         """
         if isinstance(gather, str):
             vars(next(iter(self._parts)))[LEFT_SHARDED] = gather
-            return
+            return {}
         whole: dict[Parameter, Parameter] = {}
         for part in self._parts.values():
             part.restore(gather, whole)
+        return whole
 
 
 class _Part:

@@ -4,12 +4,30 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from lightning_paral.fsdp.assignment import ShardedData
 from lightning_paral.fsdp.guards import refuse_hook
 from lightning_paral.fsdp.newton_schulz import WholeNewtonSchulz
 from lightning_paral.fsdp.operations import handlers, set_items
+from lightning_paral.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.fsdp.whole_values import CONVERSIONS
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy with rows of its own: `copy.deepcopy(self.state_dict())` (torch 2.13 cannot)."""
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError(
+                "Only leaves of the graph can be copied with copy.deepcopy. Use tensor.detach().clone()."
+            )
+        copied = tensor.detach().clone()
+        if isinstance(tensor, Parameter):
+            copied = Parameter(copied, tensor.requires_grad)
+        else:
+            copied.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
 
 
 class DTensorSemantics:
@@ -18,24 +36,28 @@ class DTensorSemantics:
     While installed, on any DTensor divided by rows: `tensor.data = value` arrives; random operations draw what one
     process draws; writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`)
     arrive in the rows that this rank holds; numbers are read from all ranks' parts, and outside of steps operations
-    take whole tensors beside DTensors. Hooks on sharded parameters, which would never be called, are refused, and
+    take whole tensors beside DTensors. Hooks on sharded parameters go where they are called, or are refused, and
     Muon orthogonalises whole matrices.
 
     Args:
         params: the `FSDPParam`s.
         in_step: whether a step is running.
+        hooks: those of parameters that are called.
     """
 
-    def __init__(self, params: list[Any], in_step: Callable[[], bool]) -> None:
+    def __init__(self, params: list[Any], in_step: Callable[[], bool], hooks: ParameterHooks) -> None:
         self._params = params
+        self._hooks = hooks
         self._by_id: dict[int, Any] = {}
         registered = DTensor._op_dispatcher._custom_op_handlers
         self._ours = handlers(in_step)
         self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
         registered.update(self._ours)
-        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items} | CONVERSIONS
-        for kind in ("register_hook", "register_post_accumulate_grad_hook"):
-            attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
+        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items, "__deepcopy__": _deepcopy}
+        attributes |= CONVERSIONS
+        attributes["register_hook"] = self._registering(DTensor.register_hook)
+        kind = "register_post_accumulate_grad_hook"
+        attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
         self._before = {name: vars(DTensor).get(name) for name in attributes}
         for name, value in attributes.items():
             setattr(DTensor, name, value)
@@ -49,6 +71,13 @@ class DTensorSemantics:
             # FSDP2 may have put other objects in their places.
             self._by_id = {id(param.sharded_param): param for param in self._params}
         return None
+
+    def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def register_hook(tensor: Any, hook: Any) -> Any:
+            param = self._param_of(tensor)
+            return register(tensor, hook) if param is None else self._hooks.register(param, tensor.requires_grad, hook)
+
+        return register_hook
 
     def _refusing(self, kind: str, register: Callable[..., Any]) -> Callable[..., Any]:
         def refuse_for_parameters(tensor: Any, hook: Any) -> Any:

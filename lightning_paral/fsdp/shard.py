@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_paral.compat.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter
@@ -29,6 +30,7 @@ from lightning_paral.fsdp.dtensors import DTensorSemantics
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
 from lightning_paral.fsdp.gathered import WatchedGroup, groups_of
 from lightning_paral.fsdp.guards import Registrations
+from lightning_paral.fsdp.parameter_hooks import ParameterHooks, originals_of
 from lightning_paral.fsdp.precision import match_inputs
 from lightning_paral.fsdp.replicated import (
     AveragedGradients,
@@ -125,10 +127,18 @@ class ShardedModule:
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(all_reduce)
 
-    def restore(self, gather: Gather | str) -> None:
+    def reshard(self) -> None:
+        """Let go of what a step that failed has left gathered."""
+        if isinstance(self.root, FSDPModule):
+            self.root.reset_iter_state()
+
+    def restore(self, gather: Gather | str) -> dict[Parameter, Parameter]:
         """Give the module back as it was. *Collective* over the group of `gather`.
 
         A string in place of it says why that cannot be; the module stays sharded.
+
+        Returns:
+            dict[Parameter, Parameter]: by sharded parameter, the module's own.
         """
         if self._averaged is not None:
             self._averaged.remove()
@@ -137,9 +147,8 @@ class ShardedModule:
             self._semantics.remove()
         if self._registrations is not None:
             self._registrations.remove()
-        if isinstance(self.root, FSDPModule):
-            self.root.reset_iter_state()
-        self._belongings.restore(gather)
+        self.reshard()
+        return self._belongings.restore(gather)
 
     def _watch_writes(self) -> None:
         """Let what user code writes to parameters arrive, sharded or gathered."""
@@ -149,10 +158,13 @@ class ShardedModule:
         def is_of_another(param: Tensor, value: Tensor) -> bool:
             return any(group.shares_memory(param, value) for group in watched)
 
-        watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward) for group in groups]
         params = [param for group in groups for param in group.fsdp_params]
+        originals = originals_of(params, self._belongings.original)
+        present = {*originals.values(), *self.root.parameters()}
+        hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
+        watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward, hooks) for group in groups]
         self._end_assignments = watch_assignments(self.replicated)
-        self._semantics = DTensorSemantics(params, lambda: self.calls.are_running)
+        self._semantics = DTensorSemantics(params, lambda: self.calls.are_running, hooks)
         self._registrations = Registrations(self.root, params)
 
     def _fill_what_is_sharded(self) -> None:
@@ -190,6 +202,7 @@ class ShardedModule:
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
         sharding = self._sharding
+        prepare_class(module)
         offload = CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda") if sharding.offload else OffloadPolicy()
         fully_shard(
             module,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_paral.averaging.buffers import share_when_swapped
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
@@ -24,8 +25,10 @@ from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, S
 from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
 from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import UnusedParametersError
+from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.optimized import check_averaged
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
@@ -122,6 +125,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
+        if all_reduce == "ring":
+            self.strategy_name = "paral_ddp_ring"
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
         self._static_graph_learnt = False
@@ -135,8 +140,27 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Move the module to its device and wrap it. *Collective* over the world."""
         if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            check_sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
             self.checkpoint_activations()
         super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, and find unused parameters where several take turns. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: an optimizer holds tensors whose gradients no rank averages.
+        """
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            check_averaged(self.optimizers, self.lightning_module)
+        takes_turns = not self.lightning_module.automatic_optimization and len(self.optimizers) > 1
+        if takes_turns and not {"find_unused_parameters", "static_graph"} & self._ddp_kwargs.keys():
+            # Each backward pass has some of the parameters: those of the generator, say.
+            self._undo.callback(setattr, self, "_ddp_kwargs", self._ddp_kwargs)
+            self._ddp_kwargs = self._ddp_kwargs | {"find_unused_parameters": True}
+            self._make_reducer_anew()
 
     def configure_ddp(self) -> None:
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""
@@ -149,6 +173,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         # Buffers with a hook of the user's own are the hook's.
         shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
         self._buffers = RankZeroBuffers(self.lightning_module, shares)
+        if shares:
+            self._undo.callback(share_when_swapped())
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.

@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.errors import ConfigurationError
@@ -27,7 +28,7 @@ def build_training_engine(
 
     The scheduler stays with Lightning: it keeps setting learning rates in the parameter groups, which are shared.
     """
-    engine = _initialize(module, config, device, optimizer, [p for p in module.parameters() if p.requires_grad])
+    engine = _initialize(module, config, device, optimizer, trained_of(module))
     inner: Any = engine.optimizer.optimizer
     if inner is not optimizer:
         # DeepSpeed 0.19.8 makes Adagrad anew, from its default options and without groups.
@@ -37,6 +38,11 @@ def build_training_engine(
     if getattr(engine.optimizer, "round_robin_gradients", False):
         _find_masters_again(engine.optimizer)
     return engine
+
+
+def trained_of(module: Module) -> list[Parameter]:
+    """Return the parameters of `module` that an engine trains."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def build_inference_engine(module: Module, config: dict[str, Any], device: torch.device) -> "DeepSpeedEngine":
@@ -50,9 +56,7 @@ def _initialize(
 ) -> "DeepSpeedEngine":
     import deepspeed
 
-    if config["zero_optimization"]["stage"] == 3:
-        check_not_empty(module)
-    _check_dtypes(module, parameters, config)
+    check_parameters(module, parameters, config)
     for parameter in module.parameters():
         make_contiguous(parameter)
     with scalars_as_bytes(), _dtype_as_given():
@@ -65,11 +69,16 @@ def _initialize(
             dist_init_required=False,
         )
     allow_any_output(module)
+    for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 leaves the engine's own `training` as it was
+        setattr(engine, change.__name__, MethodType(change, engine))
+    engine.training = module.training
     return engine
 
 
-def _check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
-    """Raise a `ConfigurationError` for parameters of dtypes that DeepSpeed does not train, or would convert."""
+def check_parameters(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
+    """Raise a `ConfigurationError` for parameters that DeepSpeed cannot divide or train, or would convert."""
+    if config["zero_optimization"]["stage"] == 3:
+        check_not_empty(module)
     low = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     partitioned = config["zero_optimization"]["stage"] == 3
     kept = set(trained)

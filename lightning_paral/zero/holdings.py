@@ -14,6 +14,7 @@ from lightning_paral.checkpoint.optimizer import SavedOptimizer, State, by_numbe
 from lightning_paral.checkpoint.stored import read_run, read_whole
 from lightning_paral.errors import CheckpointError
 from lightning_paral.zero.masterless import fill, fill_gathered, held
+from lightning_paral.zero.partition import run_of_partition
 from lightning_paral.zero.subgroups import Partition, Run, partitions_of
 from lightning_paral.zero.swapping import Swapping
 from lightning_paral.zero.twin import UsersOptimizer
@@ -37,14 +38,39 @@ class Holdings:
         self._usage: Usage | None = None
         self._stored: dict[Partition, list[tuple[Run, Tensor]]] = {}
 
+    def of(self, optimizer: Any) -> "Holdings":
+        """Return what this rank holds of `optimizer`: of the only one there is."""
+        return self
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether the optimizer trains `parameter`, or did when the run began."""
+        return id(parameter) in self._partition_of
+
     # Weights
 
     def weight(self, parameter: Parameter) -> Tensor:
         """Return what this rank has of `parameter`: fp32 where a master copy exists."""
-        partition = self._partition_of.get(id(parameter))
-        if partition is None or (self._stage < 3 and parameter.dtype == torch.float32):
+        if not self.saves_master_of(parameter):
             return held(parameter)
-        return _tensor_run(partition, parameter, torch.float32, None)
+        return _tensor_run(self._partition_of[id(parameter)], parameter, torch.float32, None)
+
+    def saves_master_of(self, parameter: Parameter) -> bool:
+        """Whether `weight` returns the fp32 master copy of `parameter`, and not what is computed with."""
+        is_copy_only = self._stage < 3 and parameter.dtype == torch.float32
+        return id(parameter) in self._partition_of and not is_copy_only
+
+    def run_of(self, parameter: Any) -> tuple[int, int]:
+        """Return start and number of the elements of flattened `parameter` that this rank updates, or holds if frozen.
+
+        All of them where every rank holds it whole, and none updates it.
+        """
+        if hasattr(parameter, "ds_id"):
+            return run_of_partition(parameter)
+        partition = self._partition_of.get(id(parameter))
+        if partition is None:
+            return 0, parameter.numel()
+        run = partition.runs[id(parameter)]
+        return run.start, run.numel
 
     def fill(self, parameter: Parameter, stored: Tensor) -> bool:
         """Put a stored tensor into `parameter` and, once `write_masters` is called, its fp32 master copy.
@@ -85,6 +111,18 @@ class Holdings:
             by_partition.setdefault(partition, []).append((run, part))
             if self._stage == 3:
                 fill_gathered(parameter, values)
+        self._write_runs(by_partition)
+
+    def adopt_runs(self, runs: list[tuple[Parameter, Tensor]]) -> None:
+        """Give master copies the values of this rank's runs, 1-dimensional, where parameters have such copies."""
+        by_partition: dict[Partition, list[tuple[Run, Tensor]]] = {}
+        for parameter, values in runs:
+            partition = self._partition_of.get(id(parameter))
+            if partition is not None:
+                by_partition.setdefault(partition, []).append((partition.runs[id(parameter)], values))
+        self._write_runs(by_partition)
+
+    def _write_runs(self, by_partition: dict[Partition, list[tuple[Run, Tensor]]]) -> None:
         for partition, parts in by_partition.items():
             with partition.opened(write=True) as (flat, _):
                 for run, part in parts:

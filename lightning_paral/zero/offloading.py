@@ -18,23 +18,13 @@ def check_offload(options: ZeROOptions) -> None:
 def load_async_io(options: ZeROOptions) -> None:
     """Load what reads and writes NVMe, compiling it first where this host has not yet, if `options` need it.
 
-    Comes before anything of DeepSpeed's that would compile it by itself, in all ranks at once.
+    Comes after whatever can be refused: it may take minutes.
 
     Raises:
         ConfigurationError: it does not compile.
     """
     for option in options.on_nvme:
         load_operator("async_io", option)
-
-
-def load_cpu_adam(options: ZeROOptions) -> None:
-    """Load the optimizers that run on the host, compiling them first where this host has not yet, if needed.
-
-    Raises:
-        ConfigurationError: they do not compile.
-    """
-    if options.offload_optimizer is not None:
-        load_operator("cpu_adam", "offload_optimizer")
 
 
 def check_space(options: ZeROOptions, num_elements: int) -> None:

@@ -1,16 +1,12 @@
-"""DeepSpeed's C++ operators, compiled at first use by one rank per host while the others wait."""
+"""DeepSpeed's C++ operators that offload needs: whether they could be compiled, and loading them."""
 
-import fcntl
-import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.zero.compiling import operators_kept
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
 
@@ -44,41 +40,12 @@ def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
     builder = CPUAdamBuilder() if name == "cpu_adam" else AsyncIOBuilder()
-    folder = _build_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.turn", "w") as turn, _extensions_in(folder):
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        # torch's own lock is a file, which a process killed while it compiled leaves behind, and which all that come
-        # later wait for without end. Nobody builds in this folder without the turn.
-        for built in (name, "pin_memory") if name == "async_io" else (name,):  # which DeepSpeed builds on the way
-            (folder / built / "lock").unlink(missing_ok=True)
+    with operators_kept():
         try:
             builder.load(verbose=False)
+        except ConfigurationError:
+            raise
         except Exception as error:
             raise ConfigurationError(
                 f"{option} needs DeepSpeed's operator {name!r}, which cannot be built here: {error}"
             ) from error
-
-
-def _build_folder() -> Path:
-    """Return a folder of this installation's own: another's sources lie elsewhere, and each would undo the other's."""
-    import deepspeed
-    import torch
-    from torch.utils.cpp_extension import get_default_build_root
-
-    installation = f"{deepspeed.__file__} {deepspeed.__version__} {torch.__file__} {torch.__version__}"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return root / f"lightning_paral_{hashlib.sha256(installation.encode()).hexdigest()[:12]}"
-
-
-@contextmanager
-def _extensions_in(folder: Path) -> Iterator[None]:
-    before = os.environ.get("TORCH_EXTENSIONS_DIR")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TORCH_EXTENSIONS_DIR"]
-        else:
-            os.environ["TORCH_EXTENSIONS_DIR"] = before

@@ -45,7 +45,7 @@ class Trouble(Regression):
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         if batch_idx == 2 and dist.get_rank() == 1:
             if self.kind == "sleep":
-                time.sleep(8)
+                time.sleep(40)
             raise ValueError("the reason why rank 1 failed")
 
 
@@ -53,7 +53,9 @@ def fit(model: Regression, **options: object) -> dict[str, object]:
     witness = Witness()
     trainer = quiet_trainer(devices=DEVICES, num_nodes=NUM_NODES, max_epochs=1, callbacks=[witness], **options)
     trainer.fit(model, regression_data(5, 2))
-    return witness.seen | {"left_over_group": dist.is_initialized(), "weight": model.out.weight.sum().item()}
+    ones = torch.ones(())
+    dist.all_reduce(ones)  # as under Lightning's `ddp`
+    return witness.seen | {"sum_after": ones.item(), "weight": model.out.weight.sum().item()}
 
 
 def two_fits() -> object:
@@ -71,11 +73,11 @@ def rank_one_fails() -> object:
 
 
 def rank_one_sleeps() -> object:
-    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(timeout=timedelta(seconds=3)))
+    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(timeout=timedelta(seconds=12)))
 
 
 def rank_one_sleeps_in_ring() -> object:
-    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(all_reduce="ring", timeout=timedelta(seconds=3)))
+    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(all_reduce="ring", timeout=timedelta(seconds=12)))
 
 
 def nobody_else_comes() -> object:

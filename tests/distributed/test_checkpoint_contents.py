@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 
@@ -287,13 +287,6 @@ def test_checkpoint_io_is_refused_where_no_rank_has_everything(strategy: str) ->
 def test_checkpoint_io_is_used_where_a_rank_has_everything(tmp_path: Path) -> None:
     fit("paral_ddp", 1, save_to=tmp_path / "x.ckpt", plugins=[AsyncCheckpointIO()])
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == SAVED_AFTER // 2
-
-
-@pytest.mark.parametrize("make_callback", [lambda: EMAWeightAveraging(), lambda: StochasticWeightAveraging(1e-2)])
-@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero2"])
-def test_averages_of_whole_weights_are_refused_where_ranks_hold_parts(strategy: str, make_callback: Any) -> None:
-    with pytest.raises(ConfigurationError, match="averages whole weights"):
-        fit(strategy, 1, callbacks=[make_callback()])
 
 
 def resume_with_average(path: str) -> list[dict[int, float]]:

@@ -13,7 +13,7 @@ import pytest
 from tests.network import joined_hosts, why_no_hosts
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 90
+SECONDS = 300
 LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RUN_ID")
 
 
@@ -46,12 +46,12 @@ def outputs(*processes: "subprocess.Popen[str]") -> list[str]:
 
 
 def check_two_fits(folder: Path) -> None:
-    """Both ranks made two fits in one process, each in a group of its own, gone after it, and agree on the weights."""
+    """Both ranks made two fits in one process, each in a group of its own, which stays after it, and agree."""
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for rank, report in enumerate(reports):
         first, second = report["fits"]
         for seen in (first, second):
-            assert (seen["rank"], seen["world_size"], seen["left_over_group"]) == (rank, 2, False)
+            assert (seen["rank"], seen["world_size"], seen["sum_after"]) == (rank, 2, 2.0)
             assert seen["backend"] == "gloo"
         assert report["payload_bytes"] > 0  # of the ring
     for fit in (0, 1):
@@ -145,7 +145,7 @@ def test_timeout_is_named_when_it_passes(tmp_path: Path, scenario: str) -> None:
     (printed,) = outputs(process)
 
     assert process.returncode != 0
-    assert "did not finish within timeout=0:00:03, set by `ParalDDPStrategy(timeout=...)`" in printed
+    assert "did not finish within timeout=0:00:12, set by `ParalDDPStrategy(timeout=...)`" in printed
 
 
 def test_ranks_that_do_not_come_are_named_with_the_timeout(tmp_path: Path) -> None:

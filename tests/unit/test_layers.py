@@ -18,6 +18,7 @@ LAYERS = (
     "ddp",
     "zero",
     "fsdp",
+    "averaging",
     "checkpoint",
     "memory",
     "data",
@@ -25,8 +26,11 @@ LAYERS = (
     "comm",
     "launcher",
     "process_group",
+    "failure",
     "config",
+    "compat",
     "_version",
+    "compat",
     "errors",
 )
 FILES = sorted(ROOT.rglob("*.py"))

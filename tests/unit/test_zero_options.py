@@ -17,7 +17,7 @@ from lightning_paral.zero.ops import load_operator
 from lightning_paral.zero.optimizer import check_one, engines_optimizer
 from lightning_paral.zero.options import check_precision
 from lightning_paral.zero.twin import UsersOptimizer
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models import Regression, quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_deepspeed_settled_on_another_accelerator() -> None:
         "try: choose_accelerator(torch.device('cuda', 0))\n"
         "except ValueError as error: print(error)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert "has settled on 'cpu'" in result.stdout
     assert "DS_ACCELERATOR=cuda" in result.stdout
 
@@ -160,7 +160,7 @@ def test_no_optimizer_and_lbfgs() -> None:
     module = Regression()
     with pytest.raises(ConfigurationError, match="LBFGS"):
         check_one([torch.optim.LBFGS(module.parameters())], module)
-    with pytest.raises(ConfigurationError, match="returned no optimizer"):
+    with pytest.raises(ConfigurationError, match="returned object, which is not"):
         check_one([object()], module)
 
 
@@ -211,10 +211,3 @@ def test_optimizer_that_cannot_be_offloaded(make: Any, message: str) -> None:
     users = UsersOptimizer(make(module.parameters()), module)
     with pytest.raises(ConfigurationError, match=message):
         engines_optimizer(users, offload=True, trust=False)
-
-
-def test_training_step_that_returns_none() -> None:
-    model = Regression()
-    model.training_step = lambda batch, batch_idx: None  # type: ignore[method-assign,assignment,return-value]
-    with pytest.raises(ConfigurationError, match="training_step returned None"):
-        quiet_trainer(strategy="paral_zero2", devices=1, max_epochs=1).fit(model, regression_data(2, 1))

@@ -1,0 +1,213 @@
+"""Lightning's averaging callbacks, and subclasses of the user's, in a fit of which ranks hold parts of the weights."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_paral.averaging.averages import Averages, CopiedAverages
+from lightning_paral.averaging.elementwise import check_elementwise
+from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.compat.methods import replace_methods
+from lightning_paral.errors import ConfigurationError
+
+_OWN = {
+    WeightAveraging: ("_swap_models", "_copy_average_to_current"),
+    StochasticWeightAveraging: ("update_parameters", "transfer_weights"),
+}
+"""Methods that only Lightning's own code may define, as they go through all weights."""
+
+
+class AveragingCallbacks:
+    """The callbacks of a fit that average weights, from before they are set up until the fit ends.
+
+    Lightning's `setup` copies the module, which would be whole then; its other methods go through whole parameters.
+    Meanwhile the two classes have methods that leave `Averages` in place of the copy, and work with them.
+
+    Args:
+        trainer: whose callbacks are looked at.
+        save_frozen: whether checkpoints hold frozen parameters.
+        obstacle: why weights cannot be averaged by this strategy, if so.
+
+    Raises:
+        ConfigurationError: weights cannot be averaged, an averaging function is not elementwise, or a subclass does
+            itself what ours does.
+    """
+
+    def __init__(self, trainer: Trainer, *, save_frozen: bool, obstacle: str | None) -> None:
+        found: list[Any] = vars(trainer)["callbacks"]
+        self._callbacks = [each for each in found if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
+        self._trainer = trainer
+        self._save_frozen = save_frozen
+        self._undo = ExitStack()
+        if not self._callbacks:
+            return
+        if obstacle is not None:
+            raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
+        for callback in self._callbacks:
+            _check(callback)
+        self._undo.callback(replace_methods(WeightAveraging, self._of_weight_averaging()))
+        self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
+
+    def attach(self, make_shards: Callable[[], WeightShards], *, shares_buffers: bool) -> None:
+        """Begin to average: the module has been divided. *Collective* if there are averaging callbacks.
+
+        Raises:
+            ConfigurationError: a callback has a whole copy of the module.
+        """
+        if not self._callbacks:
+            return
+        shards = make_shards()
+        for callback in self._callbacks:
+            if not isinstance(callback._average_model, Averages):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} makes a copy of the whole module in a setup of its own, and ranks hold "
+                    "parts of it. Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
+                )
+            callback._average_model.attach(shards, shares_buffers=shares_buffers)
+
+    def take_loaded(self) -> bool:
+        """Make averages of the weights that were just loaded; return whether the weights themselves may lie beside."""
+        found: list[Any] = [each._average_model for each in self._callbacks if isinstance(each, WeightAveraging)]
+        averages = [each for each in found if isinstance(each, Averages) and each.is_attached]
+        for each in averages:
+            each.take_current()
+        return bool(averages)
+
+    def end(self) -> None:
+        """Give Lightning's classes back as they were; averages are the module's weights, or gone."""
+        self._undo.close()
+        for callback in self._callbacks:
+            averages = callback._average_model
+            if isinstance(averages, Averages) and averages.is_attached:
+                averages.end()
+                if averages.is_lost and isinstance(callback, WeightAveraging):
+                    rank_zero_warn(
+                        f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
+                        "module. They were kept as shards and are gone; checkpoints of the fit have them."
+                    )
+                    callback._average_model = None
+        self._callbacks = []
+
+    def _is_of(self, trainer: Trainer) -> bool:
+        return trainer is self._trainer
+
+    def _of_weight_averaging(self) -> dict[str, Any]:
+        theirs = WeightAveraging
+        set_up, swap, copy, save, load = (
+            theirs.setup, theirs._swap_models, theirs._copy_average_to_current, theirs.on_save_checkpoint,
+            theirs.on_load_checkpoint,
+        )  # fmt: skip
+
+        def setup(callback: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            if not self._is_of(trainer):
+                set_up(callback, trainer, pl_module, stage)
+            elif stage == "fit":
+                about = {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
+                callback._average_model = Averages(pl_module, self._save_frozen, **about)
+
+        def swap_models(callback: Any, pl_module: LightningModule) -> None:
+            averages = callback._average_model
+            if isinstance(averages, Averages) and averages.is_attached:
+                averages.swap()
+            else:
+                swap(callback, pl_module)
+
+        def copy_average_to_current(callback: Any, pl_module: LightningModule) -> None:
+            averages = callback._average_model
+            if isinstance(averages, Averages):
+                averages.become_weights(buffers=True)
+            else:
+                copy(callback, pl_module)
+
+        def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
+            if isinstance(callback._average_model, Averages):
+                checkpoint["state_dict"] = callback._average_model.complete(checkpoint["state_dict"])
+            save(callback, trainer, module, checkpoint)
+
+        def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
+            # The strategy has given the weights to the averages, or will, when it loads the module's.
+            if not isinstance(callback._average_model, Averages):
+                load(callback, trainer, module, checkpoint)
+            elif "current_model_state" in checkpoint and "averaging_state" in checkpoint:
+                rank_zero_info("Found current_model_state in the checkpoint. This is used to initialize the model.")
+                callback._average_model.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
+            else:
+                rank_zero_warn(
+                    "The checkpoint was not created with WeightAveraging. Both the current and the average model are "
+                    "initialized with its state_dict."
+                )
+
+        return {
+            "setup": setup,
+            "_swap_models": swap_models,
+            "_copy_average_to_current": copy_average_to_current,
+            "on_save_checkpoint": on_save_checkpoint,
+            "on_load_checkpoint": on_load_checkpoint,
+        }
+
+    def _of_swa(self) -> dict[str, Any]:
+        theirs = StochasticWeightAveraging
+        set_up, update, transfer, load = (
+            theirs.setup, theirs.update_parameters, theirs.transfer_weights, theirs.load_state_dict,
+        )  # fmt: skip
+
+        def setup(callback: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            if not self._is_of(trainer):
+                set_up(callback, trainer, pl_module, stage)
+            elif stage == "fit":
+                # Kept where the shards are until the first average is taken, as Lightning's copy.
+                callback._average_model = CopiedAverages(pl_module, self._save_frozen)
+
+        def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
+            if isinstance(average_model, Averages):
+                with torch.no_grad():
+                    update(average_model, average_model.current_view(), n_averaged, avg_fn)  # type: ignore[arg-type]
+            else:
+                update(average_model, model, n_averaged, avg_fn)
+
+        def transfer_weights(src_pl_module: Any, dst_pl_module: LightningModule) -> None:
+            if isinstance(src_pl_module, Averages):
+                src_pl_module.become_weights(buffers=False)
+            else:
+                transfer(src_pl_module, dst_pl_module)
+
+        def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
+            load(callback, state_dict)
+            is_late = callback._model_contains_batch_norm is not None  # `on_fit_start` has been called
+            if isinstance(callback._average_model, Averages) and is_late and callback._scheduler_state is not None:
+                callback._clear_schedulers(self._trainer)
+
+        return {
+            "setup": setup,
+            "update_parameters": staticmethod(update_parameters),
+            "transfer_weights": staticmethod(transfer_weights),
+            "load_state_dict": load_state_dict,
+        }
+
+
+def _check(callback: Any) -> None:
+    kind = type(callback)
+    for base, names in _OWN.items():
+        for name in names if isinstance(callback, base) else ():
+            if getattr(kind, name) is not getattr(base, name):
+                raise ConfigurationError(
+                    f"{kind.__name__} defines {name} itself, which goes through whole weights, and ranks hold parts of "
+                    "them. Leave it as it is in Lightning's class, or use paral_ddp."
+                )
+    if isinstance(callback, StochasticWeightAveraging):
+        check_elementwise(f"avg_fn of {kind.__name__}", callback._avg_fn, multi=False)
+        return
+    unknown = sorted(callback._kwargs.keys() - {"avg_fn", "multi_avg_fn"})
+    if unknown:
+        raise ConfigurationError(
+            f"{kind.__name__} passes {', '.join(unknown)} on to AveragedModel, which takes avg_fn and multi_avg_fn."
+        )
+    for name in ("avg_fn", "multi_avg_fn"):
+        if callback._kwargs.get(name) is not None:
+            check_elementwise(f"{name} of {kind.__name__}", callback._kwargs[name], multi=name == "multi_avg_fn")

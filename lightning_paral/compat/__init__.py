@@ -1,0 +1,1 @@
+"""Private names and patches of torch, Lightning and DeepSpeed: one module for each thing that is changed."""

@@ -1,0 +1,93 @@
+"""Which averaging functions may see parts of parameters, found by trying them; and they notice nothing of it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
+
+from lightning_paral.averaging.elementwise import check_elementwise
+from lightning_paral.errors import ConfigurationError
+
+
+class Warmed:
+    """A decay that grows with the calls so far."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def __call__(self, average: Tensor, current: Tensor, count: Any) -> Tensor:
+        self.calls += 1
+        self.seen.append(int(count))
+        return average.lerp(current, 1 / self.calls)
+
+
+def counting() -> tuple[Any, Any]:
+    calls = 0
+
+    def average(averages: list[Tensor], current: list[Tensor], count: Any) -> None:
+        nonlocal calls
+        calls += 1
+        torch._foreach_lerp_(averages, current, 1 / (1 + calls))
+
+    return average, lambda: calls
+
+
+@pytest.mark.parametrize("function", [get_ema_avg_fn(0.9), get_swa_avg_fn(), Warmed()])
+def test_functions_of_single_elements_pass(function: Any) -> None:
+    check_elementwise("avg_fn", function, multi=False)
+
+
+@pytest.mark.parametrize("function", [get_ema_multi_avg_fn(0.9), get_swa_multi_avg_fn(), counting()[0]])
+def test_functions_of_lists_pass(function: Any) -> None:
+    check_elementwise("multi_avg_fn", function, multi=True)
+
+
+def test_what_a_function_counts_stays_as_it_is() -> None:
+    warmed = Warmed()
+    check_elementwise("avg_fn", warmed, multi=False)
+    assert warmed.calls == 0
+    assert warmed.seen == []
+    average, calls = counting()
+    check_elementwise("multi_avg_fn", average, multi=True)
+    assert calls() == 0
+
+
+def by_norm(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    return average + (current - average) / (1 + current.norm())
+
+
+def by_row(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    return average.lerp(current, 0.5) if average.dim() > 1 else current
+
+
+def noisy(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    return average + torch.rand_like(current)
+
+
+@pytest.mark.parametrize("function", [by_norm, by_row, noisy])
+def test_others_are_refused(function: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"avg_fn of Mine is not elementwise.*use paral_ddp"):
+        check_elementwise("avg_fn of Mine", function, multi=False)
+
+
+def of_matrices(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    return average @ torch.eye(average.shape[1]) + current
+
+
+def test_a_function_that_needs_shapes_is_refused_with_its_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot average flat parts of parameters \(IndexError"):
+        check_elementwise("avg_fn of Mine", of_matrices, multi=False)
+
+
+def jointly(averages: list[Tensor], current: list[Tensor], count: Any) -> None:
+    scale = sum(float(value.abs().sum()) for value in current)
+    for average, value in zip(averages, current, strict=True):
+        average.add_(value / scale)
+
+
+def test_a_function_of_all_parameters_together_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is not elementwise"):
+        check_elementwise("multi_avg_fn of Mine", jointly, multi=True)
