@@ -181,7 +181,7 @@ def join_process_group(
 
 
 def is_first_to_say(message: str) -> bool:
-    """Whether this is the first process of its host to ask this for `message`; true where the others cannot be asked."""
+    """Whether this process is the first of its host to ask this for `message`; true where others cannot be asked."""
     if not _stores:
         return True
     said = re.sub(r"\brank \d+", "rank", message)
