@@ -4,16 +4,24 @@ import lightning_paral
 Trainer(strategy="paral_ddp")
 """
 
+import sys
+
+from lightning.pytorch.core import saving
+
 from lightning_paral._version import __version__
+from lightning_paral.checkpoint.outside_runs import is_folder, read_folder
+from lightning_paral.compat import load_from_checkpoint
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.data import GatherPredictions
 from lightning_paral.errors import (
     CheckpointError,
     ConfigurationError,
+    MissingCheckpointError,
     ParalError,
     ProcessGroupError,
     UnusedParametersError,
 )
+from lightning_paral.namesakes import replace_pytorch_lightning
 from lightning_paral.registry import STRATEGIES, register_strategies
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
@@ -24,6 +32,7 @@ __all__ = [
     "CheckpointOptions",
     "ConfigurationError",
     "GatherPredictions",
+    "MissingCheckpointError",
     "Offload",
     "ParalDDPStrategy",
     "ParalDPStrategy",
@@ -34,6 +43,9 @@ __all__ = [
     "UnusedParametersError",
     "__version__",
     "register_strategies",
+    "replace_pytorch_lightning",
 ]
 
 register_strategies()
+for _saving in filter(None, (saving, sys.modules.get("pytorch_lightning.core.saving"))):
+    load_from_checkpoint.install(_saving, is_folder, read_folder)

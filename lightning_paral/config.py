@@ -8,11 +8,13 @@ from typing import Literal
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.option_types import checked_dataclass
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, several of them, or a predicate of a submodule's dotted name and itself."""
 
 
+@checked_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
     """Keep only the inputs of each unit for the backward pass, and compute what is inside anew when it gets there.
@@ -47,6 +49,7 @@ def check_unit_choice(units: UnitChoice, min_params: int | None) -> None:
         raise ConfigurationError("units is empty. Leave it out to have repeated blocks found, or name classes.")
 
 
+@checked_dataclass
 @dataclass(frozen=True)
 class Offload:
     """Where ZeRO keeps what need not stay on the device: `Offload("cpu")`, `Offload("nvme", path="/local/scratch")`.
@@ -93,6 +96,7 @@ class Offload:
                 raise ConfigurationError(f"Offload({option}={getattr(self, option)!r}) has to be at least 1.")
 
 
+@checked_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the samples of a loader are spread over the ranks; every strategy takes these as options of its own.
@@ -135,6 +139,7 @@ Form = Literal["full", "sharded"]
 """Of a checkpoint: one ordinary Lightning file, or a folder with a file of each rank."""
 
 
+@checked_dataclass
 @dataclass(frozen=True)
 class CheckpointOptions:
     """How checkpoints are written and loaded: `CheckpointOptions("sharded", async_save=True)`.

@@ -19,3 +19,11 @@ class UnusedParametersError(ParalError, RuntimeError):
 
 class CheckpointError(ParalError, RuntimeError):
     """A checkpoint could not be written, is damaged, or does not fit what it is loaded into."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path; also what Lightning raises then."""
+
+
+class StorageOptionsError(ConfigurationError, TypeError):
+    """`storage_options` were given to what takes none; also what Lightning raises then."""

@@ -1,9 +1,10 @@
 """Lightning's subprocess launcher, with the port checked before any process starts and none left behind on failure."""
 
+import atexit
 import logging
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
     """Starts one process per further local rank by running the user's script again."""
 
+    _children: "Sequence[subprocess.Popen[Any]]" = ()
+    """Those of a run that failed in this process."""
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other local ranks, then call `function` in this one.
 
@@ -31,18 +35,28 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
-            self._end_children()
+            # Lightning's observer kills this process as soon as it sees one of the others fail; but it has an error to
+            # tell, and perhaps a checkpoint to save together with the others.
+            self._children, self.procs[:] = list(self.procs), []
+            atexit.register(self.end_children)
             raise
 
-    def _end_children(self) -> None:
-        """Wait a little for the processes this launcher started, then end those that are left."""
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the processes this launcher started."""
+        for process in (*self.procs, *self._children):
+            process.send_signal(signum)
+
+    def end_children(self) -> None:
+        """After a failure, wait a little for the processes this launcher started, then end those that are left."""
+        atexit.unregister(self.end_children)
+        children, self._children = self._children, []
         deadline = time.monotonic() + _GRACE_SECONDS
         for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
-            for process in self.procs:
+            for process in children:
                 if end is not None and process.poll() is None:
                     log.info("Ending process %d, which outlived the failure of local rank 0.", process.pid)
                     end(process)
-            for process in self.procs:
+            for process in children:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(0.1, deadline - time.monotonic()))
             deadline = time.monotonic() + 1.0

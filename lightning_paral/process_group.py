@@ -1,7 +1,10 @@
-"""The process group of a run: which backend, joined or made, bound to which device, and destroyed by whom."""
+"""The default process group: which backend, joined or made, bound to which device, and how long it stays."""
 
+import atexit
 import os
 import socket
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,17 +24,49 @@ _TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collectiv
 _stores: dict[tuple[str, int, int, int], tuple[Store, int]] = {}
 
 
-class ProcessGroup:
-    """The default process group during one run of the Trainer."""
+_EXIT_PATIENCE = timedelta(seconds=2)
 
-    def __init__(self, made_here: bool) -> None:
-        self._made_here = made_here
 
-    def release(self) -> None:
-        """Destroy the group if we made it; leave it alone if it was there before."""
-        if self._made_here and dist.is_initialized():
+@dataclass(frozen=True)
+class _Made:
+    """A default group that was made here, and for whom: a next run that needs the same goes on with it."""
+
+    group: dist.ProcessGroup
+    store: Store
+    backend: str
+    device: torch.device
+    timeout: timedelta
+
+
+_made: _Made | None = None
+
+
+def made_group() -> dist.ProcessGroup | None:
+    """Return the default process group if it was made by `join_process_group`, else `None`."""
+    current = dist.is_initialized() and _made is not None and dist.group.WORLD is _made.group
+    return _made.group if _made is not None and current else None
+
+
+def release_process_group() -> None:
+    """Destroy the default process group, and all others with it, if it was made here."""
+    global _made
+    if made_group() is not None:
+        dist.destroy_process_group()
+    _made = None
+
+
+def _release_at_exit() -> None:
+    if _made is not None and made_group() is not None and "nccl" in _made.backend:
+        # NCCL's watchdogs ask the store of rank 0 every second, and complain at length where it has gone before them.
+        rank, others = dist.get_rank(), range(1, dist.get_world_size())
+        with suppress(dist.DistError, RuntimeError):
+            if rank == 0 and others:
+                _made.store.wait([f"exit/{other}" for other in others], _EXIT_PATIENCE)
             dist.destroy_process_group()
-        self._made_here = False
+            if rank > 0:
+                _made.store.set(f"exit/{rank}", "")
+        return
+    release_process_group()
 
 
 def backend_for(device: torch.device, requested: str | None = None) -> str:
@@ -95,8 +130,11 @@ def check_port_is_free(environment: ClusterEnvironment) -> None:
 
 def join_process_group(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
-) -> ProcessGroup:
+) -> None:
     """Join the default process group if there is one, else make it with all ranks. *Collective* over the world.
+
+    It stays after the run, as under Lightning's `ddp`, and is destroyed when the process ends. One that an earlier run
+    made is used again if this run would make the same, and is replaced otherwise; one made elsewhere is never touched.
 
     Args:
         environment: says who this rank is, how many there are and where rank 0 listens.
@@ -109,16 +147,23 @@ def join_process_group(
         ProcessGroupError: not all ranks arrived in time.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
-    if dist.is_initialized():
+    global _made
+    if made_group() is None and dist.is_initialized():
         _check_fits(rank, world_size)
-        return ProcessGroup(made_here=False)
+        return
     backend = backend_for(device, backend)
+    if made_group() is not None and _made is not None:
+        same_ranks = (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+        if same_ranks and (_made.backend, _made.device, _made.timeout) == (backend, device, timeout):
+            return
+        release_process_group()
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     try:
+        store = _next_store(address, port, rank, world_size, timeout)
         dist.init_process_group(
             backend,
-            store=_next_store(address, port, rank, world_size, timeout),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -126,7 +171,11 @@ def join_process_group(
         )
     except (dist.DistError, RuntimeError) as error:
         raise _explained(error, rank, world_size, address, port, timeout) from error
-    return ProcessGroup(made_here=True)
+    group = dist.group.WORLD
+    assert group is not None
+    _made = _Made(group, store, backend, device, timeout)
+    atexit.unregister(_release_at_exit)
+    atexit.register(_release_at_exit)  # before what was registered earlier, on which the group may depend
 
 
 def name_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
@@ -160,7 +209,7 @@ def _next_store(address: str, port: int, rank: int, world_size: int, timeout: ti
         num_groups = 0
     store.set_timeout(timeout)
     _stores[key] = (store, num_groups + 1)
-    return PrefixStore(f"lightning_paral/{num_groups}", store)
+    return PrefixStore(f"lightning_paral/{world_size}/{num_groups}", store)  # one server, whatever the world size
 
 
 def _explained(error: Exception, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Exception:

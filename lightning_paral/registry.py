@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.namesakes import refuse_namesakes
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 
@@ -74,21 +74,19 @@ STRATEGIES = (
     RegisteredStrategy(
         name="paral_zero1_offload",
         strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 1, "offload_optimizer": Offload("cpu")}),
+        arguments=MappingProxyType({"stage": 1, "offload_optimizer": "cpu"}),
         description="paral_zero1 with the optimizer on the host",
     ),
     RegisteredStrategy(
         name="paral_zero2_offload",
         strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 2, "offload_optimizer": Offload("cpu")}),
+        arguments=MappingProxyType({"stage": 2, "offload_optimizer": "cpu"}),
         description="paral_zero2 with the optimizer on the host",
     ),
     RegisteredStrategy(
         name="paral_zero3_offload",
         strategy=ParalZeROStrategy,
-        arguments=MappingProxyType(
-            {"stage": 3, "offload_optimizer": Offload("cpu"), "offload_parameters": Offload("cpu")}
-        ),
+        arguments=MappingProxyType({"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
         description="paral_zero3 with optimizer and parameters on the host",
     ),
     RegisteredStrategy(
@@ -101,7 +99,10 @@ STRATEGIES = (
 
 
 def register_strategies() -> None:
-    """Make Lightning's Trainer know all names of `STRATEGIES`. Calling it again changes nothing."""
+    """Make Lightning's Trainer know all names of `STRATEGIES`, and those that cannot use them refuse in our words.
+
+    Calling it again changes nothing.
+    """
     for entry in STRATEGIES:
         StrategyRegistry.register(
             entry.name, entry.strategy, description=entry.description, override=True, **entry.arguments
@@ -109,26 +110,48 @@ def register_strategies() -> None:
     # The Trainer looks a name up in what this returns, before any code of ours runs; an instance attribute is the one
     # place from which a misspelt name of ours can be answered better than by Lightning's own list.
     StrategyRegistry.available_strategies = lambda: _KnownNames(StrategyRegistry)  # type: ignore[method-assign]
+    refuse_namesakes(tuple(entry.name for entry in STRATEGIES))
 
 
 class _KnownNames(list[str]):
-    """Names of strategies; asking for one that is not among them but meant as ours is an error with the nearest."""
+    """Names of strategies; asking for what is not among them but meant as ours is an error that says what to write."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
 
     def __contains__(self, name: object) -> bool:
         known = super().__contains__(name)
-        if not known and isinstance(name, str) and name.startswith("paral"):
+        if not known and isinstance(name, str) and _is_meant_as_ours(name):
             raise ConfigurationError(explain_unknown_name(name))
+        if isinstance(name, type) and issubclass(name, Strategy):
+            raise ConfigurationError(
+                f"Trainer(strategy={name.__name__}): this is the class itself. Give an object of it: "
+                f"strategy={name.__name__}()."
+            )
         return known
+
+
+def _is_meant_as_ours(name: str) -> bool:
+    names = [entry.name for entry in STRATEGIES]
+    return name.startswith("paral") or f"paral_{name}" in names or bool(difflib.get_close_matches(name, names, 1, 0.85))
 
 
 def explain_unknown_name(name: str) -> str:
     """Say which names are near to the misspelt `name`, and where names come from."""
     names = [entry.name for entry in STRATEGIES]
-    near = difflib.get_close_matches(name, names, n=3) or names
+    classes = {entry.strategy.__name__.lower(): entry.strategy.__name__ for entry in STRATEGIES}
+    if f"paral_{name}" in names:
+        near = [f"paral_{name}"]
+    else:
+        near = difflib.get_close_matches(name.replace("-", "_"), [*names, *classes], n=3, cutoff=0.7)
+    if near and near[0] in classes:
+        class_name = classes[near[0]]
+        return (
+            f"There is no strategy named {name!r}. The class {class_name} is given as an object in Python, "
+            f"strategy=lightning_paral.{class_name}(), and as class_path: lightning_paral.{class_name} in YAML."
+        )
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"The names are {', '.join(names)}."
     return (
-        f"There is no strategy named {name!r}. Did you mean {' or '.join(map(repr, near))}? `paral strategies` lists "
-        "them all; they exist in every process that has run `import lightning_paral`."
+        f"There is no strategy named {name!r}. {hint} `paral strategies` describes them all; they exist in every "
+        "process that has run `import lightning_paral`."
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 LINGER_SECONDS = 3.0  # for the other ranks to report, once one has failed
 
 
@@ -35,7 +35,7 @@ class RankPool:
         self._num_worlds = 0
         self._world: tuple[int, str] | None = None
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
         """Call `function(*args)` on ranks 0 to `world_size - 1`; return what each returned, by rank.
 
         `function` lives at the top level of a module. Raises `RankError` if any rank fails or `timeout` seconds pass;

@@ -19,7 +19,7 @@ from lightning_paral.checkpoint.files import (
 )
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.errors import CheckpointError
+from lightning_paral.errors import CheckpointError, MissingCheckpointError
 
 T = TypeVar("T")
 
@@ -47,8 +47,9 @@ def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]
             if error is None:
                 return found
             message = COPY_NAME.sub(lambda _: str(path), str(error))  # users know nothing of copies
-            unread = f"{path} cannot be read: " if isinstance(error, OSError) else ""
-            raise CheckpointError(unread + message) from error
+            unread = "" if isinstance(error, CheckpointError) else f"{path} cannot be read: "
+            missing = isinstance(error, MissingCheckpointError)
+            raise (MissingCheckpointError if missing else CheckpointError)(unread + message) from error
     raise CheckpointError(f"{path} is replaced too often: after each attempt to read it, it was another one.")
 
 
@@ -77,7 +78,7 @@ def read_manifest(path: str | Path) -> Manifest | None:
     size = folder.size(FILE_NAME)
     if size is None:
         if isinstance(folder, RemoteFolder) or not folder.path.is_dir():
-            raise CheckpointError(f"There is no checkpoint at {path}.")
+            raise MissingCheckpointError(f"Checkpoint file not found: {path}. There is no checkpoint at {path}.")
         return None
     if size > MAX_BYTES:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is damaged or hostile: it has {size} bytes.")

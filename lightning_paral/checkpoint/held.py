@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -86,6 +87,10 @@ class TensorRun(Tensor):
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         held = f"[{self.start}, {self.start + self.held})"
         return f"TensorRun(shape={tuple(self.shape)}, dtype={self.dtype}, held={held})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values = partial(same, self.read().detach().cpu().clone())
+        return TensorRun, (tuple(self.shape), self.dtype, self.start, self.held, values, self.place)
 
     def __deepcopy__(self, memo: Any) -> "TensorRun":
         copy: TensorRun = self.clone()  # type: ignore[assignment]

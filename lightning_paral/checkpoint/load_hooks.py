@@ -19,17 +19,22 @@ def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) 
     changed = OrderedDict(state_dict)
     about = getattr(state_dict, "_metadata", None) or {}
     for name, part in module.named_modules(remove_duplicate=False):
-        for hook in part._load_state_dict_pre_hooks.values():
-            hook(changed, f"{name}." if name else "", about.get(name, {}), strict, [], [], [])
+        run_own_load_hooks(part, changed, f"{name}." if name else "", about.get(name, {}), strict, [], [], [])
     if about:
         changed._metadata = about  # type: ignore[attr-defined]
     return changed
 
 
+def run_own_load_hooks(part: Module, state_dict: Mapping[str, Any], *about: Any) -> None:
+    """Run the hooks of `part` alone, with the arguments of `Module._load_from_state_dict`."""
+    for hook in part._load_state_dict_pre_hooks.values():
+        hook(state_dict, *about)
+
+
 @contextmanager
-def without_load_hooks(module: Module) -> Iterator[None]:
-    """Let `Module.load_state_dict` run no such hooks, for they have run."""
-    hooks = [(part, part._load_state_dict_pre_hooks) for part in module.modules()]
+def without_load_hooks(module: Module, *, recurse: bool = True) -> Iterator[None]:
+    """Let `Module.load_state_dict` run no such hooks, for they have run; those of `module` only if not `recurse`."""
+    hooks = [(part, part._load_state_dict_pre_hooks) for part in (module.modules() if recurse else (module,))]
     try:
         for part, _ in hooks:
             part._load_state_dict_pre_hooks = OrderedDict()

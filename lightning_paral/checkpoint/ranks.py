@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_paral.errors import CheckpointError, ParalError
+from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 
 T = TypeVar("T")
 
@@ -44,13 +44,15 @@ class Ranks:
             outcome = action()
         except Exception as raised:
             error = raised
-        told = self.gather((None if error is None else explain(error), outcome))
-        failed = {rank: told[rank][0] for rank in range(self.world_size) if told[rank][0] is not None}
+        missing = isinstance(error, MissingCheckpointError)
+        told = self.gather((None if error is None else explain(error), missing, outcome))
+        failed = {rank: told[rank][:2] for rank in range(self.world_size) if told[rank][0] is not None}
         if failed:
-            rank, message = next(iter(failed.items()))
+            rank, (message, missing) = next(iter(failed.items()))
             where = f" on rank {rank} of {self.world_size}" if self.world_size > 1 else ""
-            raise CheckpointError(f"{what} failed{where}: {message}") from error
-        return [value for _, value in told]  # type: ignore[misc]
+            kind = MissingCheckpointError if missing else CheckpointError
+            raise kind(f"{what} failed{where}: {message}") from error
+        return [value for *_, value in told]  # type: ignore[misc]
 
     def each(self, what: str, action: Callable[[], T]) -> T:
         """Run `action` on all ranks and return what it returned here; only errors travel. *Collective*.

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.geometry import Box, boxes_of_run, intersection, run_of_box, whole
 from lightning_paral.checkpoint.held import box_of_dtensor, flat
+from lightning_paral.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,11 @@ class StoredTensor(Tensor):
     pieces: list[StoredPiece]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[StoredPiece]) -> "StoredTensor":
-        """Make the tensor without reading it."""
-        stored: StoredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[StoredPiece], device: torch.device | None = None
+    ) -> "StoredTensor":
+        """Make the tensor without reading it; `device`, the host if `None`, is where it is read to."""
+        stored: StoredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         stored.pieces = pieces
         return stored
 
@@ -46,6 +49,16 @@ class StoredTensor(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return read_whole(self).__reduce_ex__(protocol)
+
+    def requires_grad_(self, *_: Any) -> Tensor:
+        """Refuse to be made a parameter, in which nothing could be changed."""
+        raise CheckpointError(
+            "`load_state_dict(..., assign=True)` was given tensors that lie in a checkpoint's folder, unread. Leave out "
+            "`assign`, or read them before: `{name: value.clone() for name, value in state_dict.items()}`."
+        )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -66,10 +79,10 @@ class StoredTensor(Tensor):
 
 
 def read_whole(stored: Tensor) -> Tensor:
-    """Return all of `stored` as an ordinary tensor on the host, of its own dtype."""
+    """Return all of `stored` as an ordinary tensor on its device, of its own dtype."""
     if not isinstance(stored, StoredTensor):
         return stored
-    values = torch.empty(stored.shape, dtype=stored.dtype)
+    values = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
     read_box(stored, whole(stored.shape), values)
     return values
 

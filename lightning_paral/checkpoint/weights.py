@@ -17,6 +17,7 @@ from lightning_paral.checkpoint.hugging_face import KEY as MODELS_KEY
 from lightning_paral.checkpoint.hugging_face import describe_models
 from lightning_paral.checkpoint.load_hooks import has_load_hooks, names_to_load, run_load_hooks, without_load_hooks
 from lightning_paral.checkpoint.optimizer import listing
+from lightning_paral.checkpoint.overrides import load_its_own, loads_its_own, own_state_dict, saves_its_own
 from lightning_paral.checkpoint.random import collect_states
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.stored import StoredTensor, read_whole
@@ -29,8 +30,22 @@ Hugging Face models in the module are."""
 
 def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
     """Return what `module.state_dict()` does, with `held(parameter)` for each parameter."""
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
     by_parameter: dict[int, Tensor] = {}
+    if saves_its_own(module):
+        frozen = set()
+
+        def hold(parameter: Parameter) -> Tensor:
+            if id(parameter) not in by_parameter:
+                by_parameter[id(parameter)] = held(parameter)
+            if not parameter.requires_grad and not save_frozen:
+                frozen.add(id(by_parameter[id(parameter)]))
+            return by_parameter[id(parameter)]
+
+        own = own_state_dict(module, hold)
+        for name in [name for name, value in own.items() if id(value) in frozen]:
+            del own[name]
+        return own
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
     for name, value in list(state.items()):
         if not isinstance(value, Parameter):
             state[name] = value.detach() if isinstance(value, Tensor) else value
@@ -80,6 +95,9 @@ def load_weights(
     Raises:
         CheckpointError: names or shapes do not fit; nothing was changed then.
     """
+    if loads_its_own(module):
+        load_its_own(module, state_dict, strict=strict, left_out=left_out, fill=fill)
+        return
     hooked = has_load_hooks(module)
     if hooked:
         state_dict = run_load_hooks(module, state_dict, strict)

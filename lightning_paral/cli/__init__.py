@@ -7,6 +7,7 @@ from lightning_paral.cli.inspect import print_contents
 from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
 from lightning_paral.cli.verify import print_faults
+from lightning_paral.cli.version import print_version
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _USAGE = """\
@@ -17,6 +18,8 @@ usage: paral COMMAND [options]
   consolidate                    write any checkpoint to one file, Lightning's or safetensors, in constant memory
   verify                         check that a checkpoint is complete and undamaged
   inspect                        print what a checkpoint holds
+
+  --version                      print the versions of this package and of what it runs on
 """
 
 _COMMANDS = {
@@ -35,6 +38,8 @@ def main() -> None:
             _run(command)
         elif command in ("-h", "--help"):
             print(_USAGE, end="")
+        elif command == "--version":
+            print_version()
         elif command in TRAINER_COMMANDS:
             run_trainer_command()
         else:

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.reduction import Reduction, plan_reduction
+from lightning_paral.compat.collectives import all_gather_single
 
 
 def native_all_reduce(
@@ -45,5 +46,5 @@ def _exchange_narrow(reduction: Reduction) -> None:
     total = contributions.view(world_size, chunk).sum(dim=0, dtype=flat.dtype)
     reduction.finish(total)
     mine = contributions[rank * chunk : (rank + 1) * chunk].copy_(total)
-    dist.all_gather_into_tensor(outgoing, mine, group=reduction.group)
+    all_gather_single(outgoing, mine, group=reduction.group)
     flat.copy_(outgoing[: flat.numel()])

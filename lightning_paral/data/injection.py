@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -71,9 +71,20 @@ class Injection:
         """Give the trainer back its own ways. The position in the data can still be asked for."""
         self._undo.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what undoes changes of the trainer, which a copy of it makes none of."""
+        return vars(self) | {"_undo": ExitStack()}
+
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
         """Return `loader` with this rank's batches. *Collective* where a dataset shards itself."""
         injects = self._trainer._accelerator_connector.use_distributed_sampler
+        if injects and not isinstance(loader, DataLoader) and self._trainer.world_size > 1:
+            # As under Lightning's ddp. It may have been written for several ranks.
+            rank_zero_warn(
+                f"{type(loader).__name__} is no DataLoader, so it is left as it is: each of {self._trainer.world_size} "
+                "ranks takes all that it yields there. Unless it looks at the rank itself, hand in a DataLoader "
+                "(batch_size=None for what comes in batches), which is divided among them."
+            )
         if not isinstance(loader, DataLoader) or not injects or loaders.is_distributed(loader):
             return self._injected_by_lightning(loader, shuffle, mode)
         training = mode == RunningStage.TRAINING

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe
@@ -44,11 +45,6 @@ def resumes_itself(loader: Loader) -> bool:
 
 def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
     """Return the loader with the batches of `sampler`, marked where they are fillers."""
-
-    def marked(batches: Iterator[Any], restart: object) -> Iterator[Any]:
-        for step, batch in enumerate(batches):
-            yield Filler(batch) if step in sampler.fillers else Uneven(batch) if step in sampler.uneven else batch
-
     if not sampler.order.batched:
         changed = _copy(loader, sampler=sampler)
     elif sampler.share.split == "global" and loader.batch_size is not None:
@@ -56,7 +52,13 @@ def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
         changed = _copy(loader, batch_sampler=sampler, batch_size=part_size)
     else:
         changed = _copy(loader, batch_sampler=sampler)
-    return with_iteration(changed, marked) if sampler.share.ending == "fill" else changed
+    return with_iteration(changed, partial(marked, sampler)) if sampler.share.may_be_uneven else changed
+
+
+def marked(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
+    """Yield `batches`, marked as `sampler` says."""
+    for step, batch in enumerate(batches):
+        yield Filler(batch) if step in sampler.fillers else Uneven(batch) if step in sampler.uneven else batch
 
 
 def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
@@ -66,10 +68,10 @@ def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
     if loader.batch_size is not None:
         changes["batch_size"] = stream.part_size
         changes["batch_sampler"] = BatchSampler(forwarder, stream.part_size, drop_last=False)  # type: ignore[arg-type]
-    if stream.share.ending == "fill":
+    if stream.share.may_be_uneven:
         changes["collate_fn"] = CollateFillers(loader.collate_fn)
     changed = _copy(loader, **changes)
-    return with_iteration(changed, possibly_uneven) if stream.share.ending == "fill" else changed
+    return with_iteration(changed, possibly_uneven) if stream.share.may_be_uneven else changed
 
 
 def possibly_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
@@ -97,7 +99,13 @@ def with_iteration(
         iterate: yields what the loader is to yield.
         num_batches: the loader's new length, if it is to have another.
     """
-    original = type(loader)
+    changed = _copy(loader)
+    changed.__class__ = _class_with(type(loader), iterate, num_batches)
+    return changed
+
+
+def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
+    """Return a class that looks like `original` and iterates through `iterate`."""
 
     class Changed(original):  # type: ignore[valid-type, misc]
         def __iter__(self) -> Iterator[Any]:
@@ -110,14 +118,22 @@ def with_iteration(
         def __len__(self) -> int:
             return super().__len__() if num_batches is None else num_batches
 
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # The class has a name that is not its own: pickling finds `original` there.
+            state = super().__reduce_ex__(protocol)[2] | {"_iterator": None}
+            return _made_anew, (original, iterate, num_batches), state
+
     Changed.__name__, Changed.__qualname__, Changed.__module__ = (
         original.__name__,
         original.__qualname__,
         original.__module__,
     )
-    changed = _copy(loader)
-    changed.__class__ = Changed
-    return changed
+    return Changed
+
+
+def _made_anew(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
+    kind = _class_with(original, iterate, num_batches)
+    return kind.__new__(kind)
 
 
 def _copy(loader: Loader, **attributes: Any) -> Loader:

@@ -1,5 +1,6 @@
 """The order in which one process would draw batches, drawn alike on every rank."""
 
+import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,15 @@ class Order:
 
     samplers: tuple[Any, ...] = field(default=())
     """Everything `set_epoch` is forwarded to, and whose generators are seeded."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what asks the other ranks, who are not where a pickled order goes."""
+        return vars(self) | {"compare": None, "agree": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Order":
+        asking = {name: getattr(self, name) for name in ("compare", "agree")}
+        own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in asking}
+        return Order(**own, **asking)
 
     def draw(
         self,

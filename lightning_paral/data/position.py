@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.progress import _BaseProgress, _ProcessedTracker, _Progress
+from lightning.pytorch.loops.progress import _BaseProgress, _ProcessedTracker, _Progress, _StartedTracker
 
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.order import Seed
@@ -30,11 +30,14 @@ class Position:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        num_steps = processed(self._trainer.fit_loop.epoch_loop.batch_progress)
+        fit_loop = self._trainer.fit_loop
+        num_steps = processed(fit_loop.epoch_loop.batch_progress)
+        begun = fit_loop.epoch_progress.current
+        assert isinstance(begun, _StartedTracker)
         return {
             "seed": self._seed.value,
-            # At an epoch's end this is still that epoch, and `processed` the next one.
-            "epoch": self._trainer.current_epoch,
+            # The one that began last: at its end, and after the fit, `processed` is the next one.
+            "epoch": begun.started - 1,
             "loaders": [_position(source, num_steps) for source in self.sources],
         }
 

@@ -24,6 +24,11 @@ class Share:
     ending: Literal["drop", "wrap", "fill"]
     """`"fill"`, in evaluation: a rank for which nothing is left gets a filler, which counts for nothing."""
 
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether another rank may run out before this one, and fillers stand in. A single rank draws no fillers."""
+        return self.ending == "fill" and self.world_size > 1
+
     def num_steps(self, num_batches: int) -> int:
         """Return in how many steps the ranks together draw `num_batches`, the same on all ranks."""
         if self.split == "global":

@@ -1,6 +1,5 @@
 """Options of DDP, checked, and its error about unused parameters, in names."""
 
-import difflib
 import inspect
 import re
 from typing import Any
@@ -8,8 +7,24 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.option_names import explain_unknown_option, remember_options
+from lightning_paral.option_types import check_type
 
-_DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
+    if name not in ("self", "module", "device_ids")
+}
+_DDP_OPTIONS = set(_DEFAULTS)
+_TYPES: dict[str, Any] = {
+    **{name: bool for name, default in _DEFAULTS.items() if isinstance(default, bool)},
+    "bucket_cap_mb": float | None,
+    "bucket_cap_mb_list": list[float] | None,
+    "broadcast_buffers": bool | None,
+    "dim": int,
+    "forward_sync_buffers": bool | None,
+}
+remember_options("ParalDDPStrategy", _DDP_OPTIONS)
 _INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
 
 
@@ -29,20 +44,25 @@ def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise a `ConfigurationError` for an option that neither we nor DDP have."""
+    """Raise a `ConfigurationError` for an option that neither we nor DDP have, or of a type that DDP cannot take."""
     for option in options:
         if option not in _DDP_OPTIONS:
-            near = difflib.get_close_matches(option, _DDP_OPTIONS | {"all_reduce", "wire_dtype", "timeout"}, n=3)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigurationError(
-                f"ParalDDPStrategy has no option {option!r}, nor has torch's DistributedDataParallel.{hint}"
-            )
+            raise ConfigurationError(explain_unknown_option("ParalDDPStrategy", option))
+    for option, value in options.items():
+        check_type("ParalDDPStrategy", option, value, _TYPES.get(option, Any))
+    bucket = options.get("bucket_cap_mb")
+    if bucket is not None and not bucket > 0:
+        raise ConfigurationError(
+            f"ParalDDPStrategy(bucket_cap_mb={bucket!r}): the size of a bucket, in MiB, is above 0."
+        )
 
 
 def explain_unused(message: str, names: list[str], rank: int) -> str:
     """Name the parameters whose indices DDP reports, by the names of those its reducer has."""
     found = _INDICES_WITHOUT_GRADIENT.search(message)
-    unused = [names[int(index)] for index in found.group(1).split()] if found else ["(torch does not say which)"]
+    indices = [int(index) for index in found.group(1).split()] if found else []
+    # Frozen parameters may have come to be trained: names are those that the reducer was made with.
+    unused = [names[index] for index in indices if index < len(names)] or ["(torch does not say which)"]
     return (
         f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "
         f"gradients never came: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "

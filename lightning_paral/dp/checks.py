@@ -6,7 +6,9 @@ from torch._dynamo import OptimizedModule
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
+from lightning_paral.data.loader import samplers
 from lightning_paral.errors import ConfigurationError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -27,16 +29,23 @@ def check_replicable(module: LightningModule) -> None:
                 f"{name} has no shape yet. Run a batch through the module before training, so that lazy modules are "
                 "initialized, or use paral_ddp."
             )
-    for name, buffer in module.named_buffers():
-        if buffer.requires_grad:
-            raise ConfigurationError(
-                f"The buffer {name} requires a gradient, which replicas would not add up. Make it a parameter."
-            )
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 f"{step} takes `dataloader_iter`, so there is no batch for paral_dp to divide. Take `batch`, or "
                 "use paral_ddp."
+            )
+
+
+def check_draws_all(loader: object) -> None:
+    """Raise a `ConfigurationError` if `loader` leaves samples to other processes: those of `paral_dp` are one."""
+    for sampler in samplers(loader) if isinstance(loader, DataLoader) else ():
+        num_replicas = getattr(sampler, "num_replicas", 1)
+        if num_replicas > 1:
+            raise ConfigurationError(
+                f"{type(sampler).__name__}(num_replicas={num_replicas}) draws one of {num_replicas} parts of the data, "
+                "but paral_dp is one process for all devices, and nobody would draw the others. Leave the sampler out, "
+                "or make it with **self.trainer.distributed_sampler_kwargs."
             )
 
 

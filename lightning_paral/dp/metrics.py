@@ -1,6 +1,7 @@
 """torchmetrics in replicas: what a replica's copy is given, the master's metric is given, too."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 
@@ -55,7 +57,7 @@ class MetricCopies:
         self._depth = 0
 
     def _new_copy(self, metric: Any) -> Module:
-        copy = metric.clone().to(self._device)
+        copy = deepcopy(metric, _detached_by_id(metric)).to(self._device)
         for original, part in zip(metric.modules(), copy.modules(), strict=True):
             self._originals[id(part)] = original
             if is_metric(part):
@@ -80,3 +82,12 @@ class MetricCopies:
 
 def _detached(arguments: Any, device: torch.device) -> Any:
     return move_data_to_device(apply_to_collection(arguments, Tensor, Tensor.detach), device)
+
+
+def _detached_by_id(metric: Module) -> dict[int, Any]:
+    """Return, as a memo of `deepcopy`, copies of the tensors that a differentiable metric has left with their graphs.
+
+    `deepcopy` refuses those.
+    """
+    leaves = [leaf for part in metric.modules() for leaf in pytree.tree_leaves(dict(vars(part)))]
+    return {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}

@@ -94,8 +94,13 @@ class Replicas:
 
     def _copy_buffers(self) -> None:
         buffers = _by_id(self._originals, "_buffers")
-        for copies, tensors in zip(self._copies, copy_to(self._devices, list(buffers.values())), strict=True):
-            values = dict(zip(buffers, tensors, strict=True))
+        # Those that require gradients, as vector quantizers have, get theirs from all copies, as parameters do.
+        trained = {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
+        plain = {key: buffer for key, buffer in buffers.items() if key not in trained}
+        of_trained = broadcast(list(trained.values()), self._devices, self._before_backward)
+        of_plain = copy_to(self._devices, list(plain.values()))
+        for copies, *tensors in zip(self._copies, of_plain, of_trained, strict=True):
+            values = dict(zip([*plain, *trained], [*tensors[0], *tensors[1]], strict=True))
             for original in self._originals:
                 copies[id(original)]._buffers = {
                     name: None if buffer is None else values[id(buffer)] for name, buffer in original._buffers.items()
@@ -122,7 +127,7 @@ def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: 
     """Return copies without values of the modules `originals`, by the id of the original."""
     copies: dict[int, Module] = {}
     for original in originals:
-        copies[id(original)] = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        copies[id(original)] = _copy_one(original)
     for original in originals:
         copy = copies[id(original)]
         for name, child in original._modules.items():
@@ -134,3 +139,17 @@ def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: 
         if isinstance(copy, _DeviceDtypeModuleMixin):
             copy.__dict__["_device"] = device
     return copies
+
+
+def _copy_one(original: Any) -> Module:
+    if all("__new__" not in vars(base) for base in type(original).__mro__[:-1]):
+        copy: Module = original._replicate_for_data_parallel()
+        return copy
+    # torch calls `original.__new__(cls)`, which may want the arguments that the module was made with.
+    original.__dict__["__new__"] = object.__new__
+    try:
+        copy = original._replicate_for_data_parallel()
+    finally:
+        del original.__dict__["__new__"]
+    del copy.__dict__["__new__"]
+    return copy

@@ -46,17 +46,21 @@ class Belongings:
         for part in self._parts.values():
             part.seal()
 
-    def restore(self, gather: "Gather | str") -> None:
+    def restore(self, gather: "Gather | str") -> dict[Parameter, Parameter]:
         """Undo it all. Parameters come back whole, on the host. *Collective* over the group of `gather`.
 
         A string in place of `gather` says why nothing can be brought together; everything stays as it is.
+
+        Returns:
+            dict[Parameter, Parameter]: by sharded parameter, the module's own.
         """
         if isinstance(gather, str):
             vars(next(iter(self._parts)))[LEFT_SHARDED] = gather
-            return
+            return {}
         whole: dict[Parameter, Parameter] = {}
         for part in self._parts.values():
             part.restore(gather, whole)
+        return whole
 
 
 class _Part:

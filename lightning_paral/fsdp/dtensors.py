@@ -4,12 +4,29 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from lightning_paral.fsdp.assignment import ShardedData
 from lightning_paral.fsdp.guards import refuse_hook
 from lightning_paral.fsdp.newton_schulz import WholeNewtonSchulz
 from lightning_paral.fsdp.operations import handlers, set_items
 from lightning_paral.fsdp.whole_values import CONVERSIONS
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy with rows of its own: `copy.deepcopy(self.state_dict())` (torch 2.13 cannot)."""
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError(
+                "Only leaves of the graph can be copied with copy.deepcopy. Use tensor.detach().clone()."
+            )
+        copied = tensor.detach().clone()
+        if isinstance(tensor, Parameter):
+            copied = Parameter(copied, tensor.requires_grad)
+        else:
+            copied.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
 
 
 class DTensorSemantics:
@@ -33,7 +50,8 @@ class DTensorSemantics:
         self._ours = handlers(in_step)
         self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
         registered.update(self._ours)
-        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items} | CONVERSIONS
+        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items, "__deepcopy__": _deepcopy}
+        attributes |= CONVERSIONS
         for kind in ("register_hook", "register_post_accumulate_grad_hook"):
             attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
         self._before = {name: vars(DTensor).get(name) for name in attributes}

@@ -1,7 +1,7 @@
 """Where parameters are gathered: around the outermost call of a unit's methods, and around each step of the root."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -111,7 +111,7 @@ class RootCalls:
         self._enter()
         self._state._pre_forward(self._root, (), {})
         output = step(*args, **kwargs)
-        if isinstance(output["loss"] if isinstance(output, dict) else output, DTensor):
+        if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
             raise RuntimeError(MIXED)
         output = self._state._post_forward(self._root, (), output)
         self._depth = 0

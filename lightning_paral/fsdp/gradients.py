@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients together, fp32, 0-dimensional. *Collective* over the ranks that hold shards.
+    """Return the 2-norm of all gradients, fp32 or wider, 0-dimensional. *Collective* over the ranks that hold shards.
 
     Shards are added up over the ranks that hold different ones; what every rank holds whole counts once. Without any
     gradient it is 0.
@@ -22,7 +22,7 @@ def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
         if isinstance(gradient, DTensor):
             sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
         else:
-            whole.append(gradient)
+            whole.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
     squares = [_square(whole)] if whole else []
     for alike in sharded.values():
         mesh = alike[0].device_mesh
@@ -74,9 +74,12 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _square(tensors: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    device = norms[0].device
-    return torch.stack([norm.to(device) for norm in norms]).square().sum()
+    squares: list[Tensor] = []
+    for alike in _by_type([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
+        dtype = torch.promote_types(alike[0].dtype, torch.float32)
+        squares += [norm.square() for norm in torch._foreach_norm(alike, 2, dtype=dtype)]
+    device = squares[0].device
+    return torch.stack([square.to(device) for square in squares]).sum()
 
 
 def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:

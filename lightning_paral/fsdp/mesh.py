@@ -1,14 +1,20 @@
 """Which ranks shard together and which replicate one another."""
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_paral.compat.sharding_cache import forget_meshes
 from lightning_paral.errors import ConfigurationError
 
 SHARD = "data_parallel"
 """The one dimension of a mesh without replicas; also what Lightning calls it."""
 HYBRID = ("data_parallel_replicate", "data_parallel_shard")
+
+
+_default_of_meshes: "weakref.ref[dist.ProcessGroup] | None" = None
 
 
 def check_replicate(replicate: int, world_size: int) -> None:
@@ -24,10 +30,28 @@ def check_replicate(replicate: int, world_size: int) -> None:
         )
 
 
+def check_reshard(reshard_after_forward: bool | int | None, num_shards: int) -> None:
+    """Raise a `ConfigurationError` if a unit cannot be resharded over that many of the ranks that share a copy."""
+    if isinstance(reshard_after_forward, bool) or reshard_after_forward is None:
+        return
+    if num_shards % reshard_after_forward:
+        fitting = [str(count) for count in range(1, num_shards + 1) if num_shards % count == 0]
+        raise ConfigurationError(
+            f"reshard_after_forward={reshard_after_forward} does not divide the {num_shards} ranks that a copy of the "
+            f"model is sharded over. Choose one of {', '.join(fitting)}, or True (over all) or False (not at all)."
+        )
+
+
 def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
     """Return the mesh of all ranks, sharded over all or in `replicate` groups of neighbours. *Collective* over all."""
+    global _default_of_meshes
     world_size = dist.get_world_size()
     check_replicate(replicate, world_size)
+    default = dist.group.WORLD
+    assert default is not None
+    if _default_of_meshes is None or _default_of_meshes() is not default:
+        forget_meshes()
+        _default_of_meshes = weakref.ref(default)
     if replicate == 1:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(world_size, device="cpu").view(replicate, -1)
@@ -39,8 +63,8 @@ def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
     """Return the group of `ranks`, made at first use; it ends with the default group.
 
-    DTensor keeps the first mesh of a shape for good (torch 2.13) and finds that mesh's groups by name. So the groups of
-    a later fit have to be the same, or at least named the same; groups made this way are named after their ranks.
+    DTensor keeps the first mesh of a shape (torch 2.13) and finds that mesh's groups by name. So the groups of a later
+    fit in the same default group have to be the same.
     """
     description = f"lightning_paral: ranks {ranks}"
     groups: list[dist.ProcessGroup] = list(dist.distributed_c10d._world.pg_map)

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Bilinear, GroupNorm, LayerNorm, Module
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.gradients import clip_by_norm, clip_by_value, local_gradients
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTED_IN = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -59,7 +59,11 @@ class FSDPFullPrecision(_ShardedClipping):
 
 
 class FSDPHalfPrecision(_ShardedClipping, HalfPrecision):
-    """`"bf16-true"`: weights, inputs, gradients and optimizer state in bf16."""
+    """`"bf16-true"` and `"16-true"`: weights, inputs, gradients and optimizer state in 16 bits."""
+
+
+class FSDPDoublePrecision(_ShardedClipping, DoublePrecision):
+    """`"64-true"`: weights, inputs, gradients and optimizer state in fp64."""
 
 
 class FSDPMixedPrecision(_ShardedClipping, MixedPrecision):
@@ -80,8 +84,10 @@ def sharded_precision(plugin: Precision) -> Precision:
         return plugin
     if type(plugin) is Precision:
         return FSDPFullPrecision()
-    if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
-        return FSDPHalfPrecision("bf16-true")
+    if type(plugin) is HalfPrecision:
+        return FSDPHalfPrecision(plugin.precision)
+    if type(plugin) is DoublePrecision:
+        return FSDPDoublePrecision()
     if type(plugin) is MixedPrecision:
         scaler = ShardedScaler(device=plugin.device) if plugin.precision == "16-mixed" else None
         return FSDPMixedPrecision(plugin.precision, plugin.device, scaler)  # type: ignore[arg-type]

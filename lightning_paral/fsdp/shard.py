@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_paral.compat.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter
@@ -125,10 +126,18 @@ class ShardedModule:
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(all_reduce)
 
-    def restore(self, gather: Gather | str) -> None:
+    def reshard(self) -> None:
+        """Let go of what a step that failed has left gathered."""
+        if isinstance(self.root, FSDPModule):
+            self.root.reset_iter_state()
+
+    def restore(self, gather: Gather | str) -> dict[Parameter, Parameter]:
         """Give the module back as it was. *Collective* over the group of `gather`.
 
         A string in place of it says why that cannot be; the module stays sharded.
+
+        Returns:
+            dict[Parameter, Parameter]: by sharded parameter, the module's own.
         """
         if self._averaged is not None:
             self._averaged.remove()
@@ -137,9 +146,8 @@ class ShardedModule:
             self._semantics.remove()
         if self._registrations is not None:
             self._registrations.remove()
-        if isinstance(self.root, FSDPModule):
-            self.root.reset_iter_state()
-        self._belongings.restore(gather)
+        self.reshard()
+        return self._belongings.restore(gather)
 
     def _watch_writes(self) -> None:
         """Let what user code writes to parameters arrive, sharded or gathered."""
@@ -190,6 +198,7 @@ class ShardedModule:
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
         sharding = self._sharding
+        prepare_class(module)
         offload = CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda") if sharding.offload else OffloadPolicy()
         fully_shard(
             module,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
@@ -15,14 +15,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
+from lightning_paral.checkpoint.ended import EndedOptimizers
 from lightning_paral.checkpoint.files import without_scheme
+from lightning_paral.checkpoint.held import is_divided
+from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
+from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.random import restore_states
-from lightning_paral.checkpoint.ranks import all_ranks
+from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
 from lightning_paral.config import CheckpointOptions, Form
-from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
@@ -38,6 +42,9 @@ class PortableCheckpoint(Strategy):
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
+    _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
+    _restores_after_setup: bool | None = None
+    """Of one run, from `setup` on."""
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -45,6 +52,10 @@ class PortableCheckpoint(Strategy):
 
     def _held(self, parameter: Parameter) -> Tensor:
         """Return what this rank has of `parameter`: whole, a DTensor, or a run."""
+        return parameter.detach()
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        """Return a parameter of the module whole. *Collective* where it is divided."""
         return parameter.detach()
 
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
@@ -62,7 +73,16 @@ class PortableCheckpoint(Strategy):
         """Return the state of an optimizer as torch does, with the names of the parameters in the groups."""
         assert self.lightning_module is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return state_of(optimizer, group_names(optimizer, self.lightning_module))
+        return state_of(optimizer, self._ended.names(optimizer, self.lightning_module))
+
+    def _ranks(self) -> Ranks:
+        """Return the ranks that save together."""
+        return all_ranks()
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Whether somebody waits for a save in the background, and tells of its failure: `teardown` does."""
+        return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` to `filepath`, all of it or nothing. *Collective* over the world during a run.
@@ -73,31 +93,40 @@ class PortableCheckpoint(Strategy):
         from lightning_paral.checkpoint.saving import Save  # here, as torch's checkpoints take long to import
 
         assert self.lightning_module is not None
-        if checkpoint.get("optimizer_states") == [] and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            raise ConfigurationError(
-                f"{type(self).__name__} divides the optimizer's state, and can save it during trainer.fit only. Use "
-                "ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
-            )
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # the user's own way of saving
             return
         if storage_options is not None:
-            raise ConfigurationError(
-                "storage_options are not supported: options of fsspec belong into its configuration."
+            raise StorageOptionsError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` was given {storage_options!r:.100}, and "
+                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp and "
+                "paral_dp a `CheckpointIO` of your own receives them."
             )
-        ranks = all_ranks()
-        if ranks.world_size < self.lightning_module.trainer.world_size and not self.is_global_zero:
-            return  # after the run, without a process group: rank 0 holds all there is
+        ranks = self._ranks()
+        if ranks.world_size != self.lightning_module.trainer.world_size:  # after the run, without its process group
+            if any(is_divided(tensor) for _, tensor in tensors_in(checkpoint)):
+                raise CheckpointError(
+                    f"Saving {filepath} failed: each of {self.lightning_module.trainer.world_size} ranks holds a part "
+                    "of the state, and their process group is gone, by a failure or for one of another world size. "
+                    "Save before that, or save the weights only: trainer.save_checkpoint(path, weights_only=True)."
+                )
+            if not self.is_global_zero:
+                return
+            ranks = Ranks()  # rank 0 holds all there is
         state = checkpoint.get(type(self.precision_plugin).__qualname__)
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
+        if self._default_form == "sharded":
+            with_whole_modules(checkpoint, self.lightning_module.parameters(), self._whole, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
         local_sgd = getattr(self, "_model_averager", None) is not None
         save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
-        if not self._checkpoint_options.async_save:
+        if not self._checkpoint_options.async_save or not self._saves_in_background:
+            if self._saver is not None:
+                self._saver.wait()
             save.write(ranks)
             return
         if self._saver is None:
@@ -122,7 +151,7 @@ class PortableCheckpoint(Strategy):
         if weights_only is None:
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
-        if _is_loss_scale(self.precision_plugin.state_dict()):
+        if self.precision_plugin.precision == "16-mixed":
             for name in filter(lambda name: _is_loss_scale(checkpoint.get(name)), _LOSS_SCALES):
                 checkpoint.setdefault(type(self.precision_plugin).__qualname__, checkpoint[name])
         assert self.lightning_module is not None
@@ -134,6 +163,22 @@ class PortableCheckpoint(Strategy):
                 "go on with a new optimizer, say checkpoint=CheckpointOptions(restore_optimizer=False)."
             )
         return checkpoint
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights and callbacks' states are restored after `setup`: where the module never was whole.
+
+        Else they are there before, as under DDP: in `on_fit_start` callbacks know where they were.
+        """
+        if self._restores_after_setup is None:
+            return self._default_form == "sharded" and self._is_divided()
+        return self._restores_after_setup
+
+    def _is_divided(self) -> bool:
+        """Whether ranks hold parts of the module before `setup`, or nothing."""
+        assert self.lightning_module is not None
+        parameters = self.lightning_module.parameters()
+        return any(isinstance(p, DTensor) or p.is_meta or hasattr(p, "ds_id") for p in parameters)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""
@@ -184,6 +229,7 @@ class PortableCheckpoint(Strategy):
             CheckpointError: it failed.
         """
         saver, self._saver = self._saver, None
+        self._restores_after_setup = None
         try:
             if saver is not None:
                 saver.close()

@@ -25,8 +25,11 @@ from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, S
 from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
 from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
 from lightning_paral.errors import UnusedParametersError
+from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.optimized import check_averaged
+from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 
@@ -53,7 +56,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradients. Code that gives gradients other memory (`p.grad.data = ...`) then trains wrongly: torch's reducer
             does not notice.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective.
+        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
         checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
         start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
@@ -70,6 +73,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
 
     strategy_name = "paral_ddp"
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -82,7 +86,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         wire_dtype: WireDtype | None = None,
         gradient_as_bucket_view: bool = False,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_comm_state: object | None = None,
@@ -99,6 +103,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
         check_hook(ddp_comm_hook, all_reduce, wire_dtype)
         check_options(ddp_options)
+        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        check_at_least("ParalDDPStrategy", "model_averaging_period", model_averaging_period, 1)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(
             accelerator=accelerator,
@@ -111,7 +117,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=as_timeout(timeout),
             start_method=start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
@@ -119,6 +125,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
+        if all_reduce == "ring":
+            self.strategy_name = "paral_ddp_ring"
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._reducer: BucketReducer | None = None
         self._static_graph_learnt = False
@@ -132,8 +140,27 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Move the module to its device and wrap it. *Collective* over the world."""
         if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            check_sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
             self.checkpoint_activations()
         super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, and find unused parameters where several take turns. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: an optimizer holds tensors whose gradients no rank averages.
+        """
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            check_averaged(self.optimizers, self.lightning_module)
+        takes_turns = not self.lightning_module.automatic_optimization and len(self.optimizers) > 1
+        if takes_turns and not {"find_unused_parameters", "static_graph"} & self._ddp_kwargs.keys():
+            # Each backward pass has some of the parameters: those of the generator, say.
+            self._undo.callback(setattr, self, "_ddp_kwargs", self._ddp_kwargs)
+            self._ddp_kwargs = self._ddp_kwargs | {"find_unused_parameters": True}
+            self._make_reducer_anew()
 
     def configure_ddp(self) -> None:
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""

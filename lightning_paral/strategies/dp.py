@@ -12,16 +12,19 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.config import CheckpointOptions, as_checkpoint_options
-from lightning_paral.dp.checks import check_replicable
+from lightning_paral.dp.checks import check_draws_all, check_replicable
 from lightning_paral.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.hooks import has_hook
-from lightning_paral.process_group import check_device
+from lightning_paral.option_types import checked_options
+from lightning_paral.process_group import check_device, made_group, release_process_group
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.strategies.full_reads import FullReads
+from lightning_paral.strategies.start_line import print_start_line
 
 
-class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
+class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
@@ -52,6 +55,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
 
     strategy_name = "paral_dp"
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -137,6 +141,17 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
         """Return `decision`."""
         return decision
 
+    def setup_environment(self) -> None:
+        """Set up the device, without the process group that an earlier run of several ranks has left."""
+        group = made_group()
+        if group is not None and group.size() > 1:
+            release_process_group()
+        super().setup_environment()
+
+    @property
+    def _saves_in_background(self) -> bool:
+        return self._step is not None
+
     # Model wrapping: none. Steps are run by `ParallelStep`, and the module stays what it is.
 
     def setup(self, trainer: Trainer) -> None:
@@ -148,6 +163,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 check_embeddings(module, len(self._devices))
         super().setup(trainer)
+        print_start_line(trainer, self)
         self._threads = ThreadPoolExecutor(max(1, len(self._devices) - 1), thread_name_prefix="paral_dp")
         self._step = ParallelStep(module, self._devices, self._threads)
         hooks = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
@@ -194,6 +210,20 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
             return self._step.run("predict_step", *args, **kwargs)
 
     # Sampler injection: none. The loader draws whole batches, as for one process.
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One process draws everything; Lightning's says one of as many as there are devices."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return `dataloader`.
+
+        Raises:
+            ConfigurationError: its sampler leaves samples to other processes, of which there are none.
+        """
+        check_draws_all(dataloader)
+        return dataloader
 
     # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file; the module is not wrapped, so its keys are its own.
 

@@ -10,13 +10,12 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import HalfPrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_paral.config import (
@@ -30,21 +29,23 @@ from lightning_paral.config import (
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.averaging import ShardedWeights
 from lightning_paral.fsdp.explained import explanation
-from lightning_paral.fsdp.gradients import gradient_norm
 from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.fsdp.loops import evaluate_without_inference_mode
-from lightning_paral.fsdp.mesh import check_replicate, make_mesh
+from lightning_paral.fsdp.mesh import check_replicate, check_reshard, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
-from lightning_paral.fsdp.recovery import gather_after_failure, gather_over, new_run_name
+from lightning_paral.fsdp.recovery import gather_after_failure, gather_over
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
+from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import Explanation, explain, explained
+from lightning_paral.model.optimized import check_averaged
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
+from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 
@@ -76,7 +77,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             accumulation window, and at the start of validation.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective.
+        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
         split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
 
@@ -87,6 +88,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     strategy_name = "paral_fsdp"
     forward_has_collectives = True
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -105,7 +107,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         broadcast_buffers: bool = True,
         activation_checkpointing: ActivationCheckpointing | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         split: Literal["batch", "global"] = "batch",
         remainder: Literal["drop", "wrap"] = "wrap",
         shard_iterable: bool = True,
@@ -113,8 +115,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
+        check_at_least("ParalFSDPStrategy", "replicate", replicate, 1)
+        if not isinstance(reshard_after_forward, bool):
+            check_at_least("ParalFSDPStrategy", "reshard_after_forward", reshard_after_forward, 1)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(process_group_backend=process_group_backend, timeout=as_timeout(timeout))
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices
@@ -127,6 +132,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._accumulate = accumulate
         self._prefetch = prefetch
         self._offload = offload
+        if offload:
+            self.strategy_name = "paral_fsdp_offload"
         self._reduce_dtype = DTYPES[reduce_dtype] if reduce_dtype else None
         self._broadcast_buffers = broadcast_buffers
         self._activation_checkpointing = activation_checkpointing
@@ -137,8 +144,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._sharded: ShardedModule | None = None
         self._trained: TrainedShards | None = None
         self._undo = ExitStack()
-        self._run = ""
-        self._failed = False
 
     @property
     def precision_plugin(self) -> Precision:
@@ -157,13 +162,13 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             self.precision_plugin = Precision()
         check_precision(self.precision_plugin, self.root_device)
         check_replicate(self._replicate, self.num_nodes * self.num_processes)
+        check_reshard(self._reshard_after_forward, self.num_nodes * self.num_processes // self._replicate)
 
     def setup_environment(self) -> None:
         """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
         self._device_mesh = make_mesh(self.root_device, self._replicate)
-        self._run = self.broadcast(new_run_name())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -189,7 +194,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         deferred = DeferredConstruction(self.root_device)
         with deferred.recording(self.lightning_module):
             yield
-        if isinstance(self.precision_plugin, HalfPrecision):  # which converts the module
+        if isinstance(self.precision_plugin, DoublePrecision | HalfPrecision):  # which converts the module
             deferred.put_loaded_aside(self.lightning_module)
         self._deferred = None if deferred.is_empty else deferred
 
@@ -197,6 +202,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Shard the module and make its optimizers. *Collective* over the world."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         evaluate_without_inference_mode(trainer)
@@ -204,9 +210,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
+            if self.world_size > 1:
+                check_averaged(self.optimizers, self.lightning_module)
             self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
-        else:
-            self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
         self.barrier()
 
@@ -218,7 +224,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             check_user_hooks(module)
             check_embeddings(module, self.world_size, "FSDP")
             check_pruning(vars(module.trainer)["callbacks"])
-        self._sync_batchnorm(fitting)
+        if fitting:
+            sync_batchnorm(module, self._layer_sync, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         if fitting:
             self.checkpoint_activations()
@@ -242,17 +249,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             assert self._timeout is not None
             self._trained = TrainedShards(module, self._timeout, self._undo)
         return sharded
-
-    def _sync_batchnorm(self, fitting: bool) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if self._layer_sync is None or not fitting:
-            return
-        if self.root_device.type == "cpu" and any(isinstance(part, _BatchNorm) for part in module.modules()):
-            raise ConfigurationError(
-                "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
-            )
-        self._layer_sync.apply(module)
 
     def _show(self, units: Units) -> None:
         if self._printed:
@@ -340,48 +336,32 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._sharded.calls.after_optimizer()
         return result
 
-    # Reading what is divided: for hooks of the user's.
-
-    def gradient_norm(self) -> Tensor:
-        """Return the global 2-norm of all gradients. *Collective* over the world."""
-        assert self.lightning_module is not None
-        return gradient_norm(self.lightning_module.parameters())
-
-    def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return the gradient of `parameter`, averaged over the ranks, `None` if there is none. *Collective*."""
-        return None if parameter.grad is None else whole(parameter.grad)
-
-    def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a copy of `parameter` in its own shape. *Collective*."""
-        return whole(parameter)
-
-    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape. *Collective*.
-
-        Raises:
-            ValueError: there is no such state yet; states come with the first step.
-        """
-        for optimizer in self.optimizers:
-            value = optimizer.state.get(parameter, {}).get(key)
-            if value is not None:
-                return whole(value)
-        raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
-
     # Sampler injection: `PortableStrategy`.
 
     # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes its part of the DTensors.
 
     _default_form = "sharded"
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state by name: tensors of true shapes, of which this rank may hold a part."""
+        if self._is_failing and self._sharded is not None:
+            self._sharded.reshard()
+        return super().lightning_module_state_dict()
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""
         super().load_model_state_dict(checkpoint, strict)
         self._load_averages(checkpoint, strict)
 
+    def _is_divided(self) -> bool:
+        return self._deferred is not None or super()._is_divided()
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        return whole(parameter)
+
     def on_exception(self, exception: BaseException) -> None:
-        """Remember that this rank failed: the others may be anywhere, and no collective might end."""
+        """Explain what FSDP raised."""
         super().on_exception(exception)
-        self._failed = self.world_size > 1
         if self._sharded is not None:
             explain(exception, self._explanation(in_step=False))
 
@@ -391,23 +371,23 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         After a failure of some ranks only, or where a host's memory has no room for it, it stays sharded.
         """
         sharded, self._sharded, self._deferred = self._sharded, None, None
-        self._trained = None
+        ended, self._trained = ([] if self._trained is None else self.optimizers), None
         self._undo.close()
         try:
             if sharded is not None:
-                self._reset_optimizers_and_schedulers()
                 mesh = self.device_mesh
-                if self._failed:
-                    gather = gather_after_failure(mesh, self._run)
+                if self._is_failing and self.world_size > 1:
+                    gather = gather_after_failure(mesh, self._meet())
                 else:
                     gather = gather_over(mesh, sharded.num_bytes, self.num_processes)
                 if isinstance(gather, str):
                     rank_zero_warn(f"{type(self.lightning_module).__name__} stays sharded: {gather}.")
-                sharded.restore(gather)
+                originals = sharded.restore(gather)
+                for optimizer in ended if originals else ():
+                    self._ended.keep(optimizer, sharded.root, None, originals)
                 if not isinstance(gather, str):
                     sharded.root.cpu()
         finally:
-            self._failed = False
             self._device_mesh = None
             super().teardown()
             if self.lightning_module is not None and sharded is not None:

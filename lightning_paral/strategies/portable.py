@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
@@ -22,24 +22,27 @@ from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
 from lightning_paral.data.injection import draws_as_one_process
+from lightning_paral.data.position import Position
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.process_group import (
-    ProcessGroup,
     backend_for,
     check_device,
     check_local_rank,
     join_process_group,
-    name_timeout,
 )
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.strategies.collectives import Collectives
+from lightning_paral.strategies.full_reads import FullReads
+from lightning_paral.strategies.noise import noise_left_out
+from lightning_paral.strategies.start_line import print_start_line
 
 _DATA_STATE = "lightning_paral.data"
 
 
-class PortableStrategy(PortableCheckpoint, ParallelStrategy):
+class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrategy):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(PortableStrategy, DDPStrategy)`.
 
     It keeps the process group and the sampler injection of the current run, and reads what the Lightning bases hold.
@@ -52,9 +55,11 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
     """Whether a forward pass waits for the other ranks, which must then all run as many."""
 
     _injection: Injection | None = None
+    _position: Position | None = None
+    """Of the last fit, or of the only run."""
     _data_state: dict[str, Any] | None = None
     _random_states: Sequence[dict[str, Any]] = ()
-    _process_group: ProcessGroup | None = None
+    _quiet: ExitStack | None = None
     _activation_checkpointing: ActivationCheckpointing | None = None
     _undo_checkpointing: Callable[[], None] | None = None
     _buffers: RankZeroBuffers | None = None
@@ -90,49 +95,26 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
 
     def setup_distributed(self) -> None:
         """Join or make the process group. *Collective* over the world."""
+        if self._quiet is None:
+            self._quiet = ExitStack()
+            self._quiet.enter_context(noise_left_out())
         self._find_averages()
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.world_size):
             reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
         assert self.cluster_environment is not None
         assert self._timeout is not None
-        self._process_group = join_process_group(
-            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
-        )
+        join_process_group(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        self._begin_run()
         self._inject_samplers()
+        assert self.lightning_module is not None
+        print_start_line(self.lightning_module.trainer, self)
 
     def checkpoint_activations(self) -> None:
         """Let the units of the module keep only their inputs, if that was asked for, until teardown."""
         if self._activation_checkpointing is not None:
             assert self.lightning_module is not None
             self._undo_checkpointing = checkpoint_units(self.lightning_module, self._activation_checkpointing)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. *Collective*; does nothing before the group is made and after it is released."""
-        if dist.is_initialized():
-            on_cuda = self.root_device.type == "cuda"
-            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce `tensor` over the ranks, in place, and return it; anything but a tensor is returned as it is.
-
-        *Collective* over `group` (all ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA run,
-        and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts with
-        it the samples behind what is logged.
-        """
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
-        if average:
-            operation = dist.ReduceOp.SUM  # gloo has no AVG
-        else:
-            operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
-        dist.all_reduce(tensor, op=operation, group=group)
-        if average:
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                return tensor / dist.get_world_size(group)
-            tensor.div_(dist.get_world_size(group))
-        return tensor
 
     # Sampler injection
 
@@ -148,6 +130,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
             self.root_device,
             run_fillers=self.forward_has_collectives,
         )
+        if self._position is None or self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._position = self._injection.position
 
     def on_train_start(self) -> None:
         """Move to where the checkpoint was in its data."""
@@ -216,8 +200,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, and with it where training is in its data. *Collective* over the world."""
-        if self._injection is not None and "loops" in checkpoint:  # more than weights
-            checkpoint[_DATA_STATE] = self._injection.position.state()
+        if self._position is not None and "loops" in checkpoint:  # more than weights
+            checkpoint[_DATA_STATE] = self._position.state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -229,14 +213,8 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
             self._random_states = checkpoint.get(OWN_KEY, {}).get("random_states", [])
         return checkpoint
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Name the timeout in the message of a collective that ran into it."""
-        super().on_exception(exception)
-        if self._timeout is not None:
-            name_timeout(exception, self._timeout, f"{type(self).__name__}(timeout=...)")
-
     def teardown(self) -> None:
-        """Undo the setup, and destroy the process group if this run made it."""
+        """Undo the setup. The process group stays for what comes next, but after a failure on several ranks."""
         self._buffers = None
         if self._averages is not None:
             self._averages.end()
@@ -249,6 +227,7 @@ class PortableStrategy(PortableCheckpoint, ParallelStrategy):
             if self._undo_checkpointing is not None:
                 self._undo_checkpointing()
                 self._undo_checkpointing = None
-            if self._process_group is not None:
-                self._process_group.release()
-                self._process_group = None
+            if self._quiet is not None:
+                self._quiet.close()
+                self._quiet = None
+            self._end_run()

@@ -25,10 +25,12 @@ from torch.optim import Optimizer
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
 from lightning_paral.model.room import lack_of_room
+from lightning_paral.option_types import as_timeout, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.portable import PortableStrategy
 from lightning_paral.zero import settings
@@ -40,21 +42,23 @@ from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
+from lightning_paral.zero.joint import JointGradients, JointHoldings
 from lightning_paral.zero.masterless import fill, fill_all, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io, load_cpu_adam
-from lightning_paral.zero.optimizer import check_one, engines_optimizer
+from lightning_paral.zero.optimizer import check_kind, engines_optimizer
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.zero.partition import Belongings, count_trained, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
 from lightning_paral.zero.reading import WholeReads
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
 from lightning_paral.zero.runtime import (
+    check_accelerator,
     check_installed,
-    choose_accelerator,
     join_deepspeed,
     leave_deepspeed,
     rank_variables_as_before,
 )
+from lightning_paral.zero.several import build_engines, check_several, drop_gradients_of_others
 from lightning_paral.zero.trained import FixedParameters
 from lightning_paral.zero.twin import UsersOptimizer
 from lightning_paral.zero.writes import Writes
@@ -88,7 +92,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective.
+        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
@@ -100,6 +104,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     strategy_name = "paral_zero"
 
+    @checked_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -118,7 +123,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         deepspeed_config: dict[str, Any] | str | Path | None = None,
         broadcast_buffers: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
         activation_checkpointing: ActivationCheckpointing | None = None,
@@ -140,6 +145,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             users_config=settings.load_config(deepspeed_config),
         )
         self._averaging_obstacle = averaging_obstacle(self._options)
+        offload = self._options.offload_optimizer
+        self.strategy_name = f"paral_zero{stage}" + (f"_{offload.device}" if offload else "").replace("cpu", "offload")
         self._trust_optimizer = trust_optimizer
         self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level
@@ -153,7 +160,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=as_timeout(timeout),
         )
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
@@ -161,9 +168,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
-        self._gradients: PartitionedGradients | None = None
-        self._users_optimizer: UsersOptimizer | None = None
-        self._holdings: Holdings | None = None
+        self._gradients: PartitionedGradients | JointGradients | None = None
+        self._users_optimizers: list[UsersOptimizer] = []
+        self._holdings: Holdings | JointHoldings | None = None
         self._writes: Writes | None = None
         self._fixed: FixedParameters | None = None
         self._failed = False
@@ -197,8 +204,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        choose_accelerator(self.root_device)
+        check_accelerator(self.root_device)
         check_precision(self._zero_precision.precision, self.root_device)
+        settings.check_precision(self._zero_precision.precision, self._options.users_config)
         self._zero_precision.device_type = self.root_device.type
         check_offload(self._options)
 
@@ -211,7 +219,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         super().setup_distributed()
         self._undo.enter_context(rank_variables_as_before())
         self._set_node_environment_variables()
-        join_deepspeed(self._logging_level)
+        join_deepspeed(self._logging_level, self.root_device)
         self._undo.callback(leave_deepspeed)
         load_async_io(self._options)
         self.config = self._make_config()
@@ -239,8 +247,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """Make optimizer and engine, the same on all ranks. *Collective* over the world."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
         self._belongings = Belongings(self.lightning_module)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
@@ -261,31 +272,46 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             warn_of_whole(module)
         load_cpu_adam(self._options)
         check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
-        self._users_optimizer = users = self._make_optimizer()
-        offload = self._options.offload_optimizer is not None
-        optimizer = engines_optimizer(users, offload=offload, trust=self._trust_optimizer)
-        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
-        self._holdings = Holdings(engine, module, users)
+        users = self._make_optimizers()
+        if users is None:
+            self._setup_without_optimizer()
+            return
+        self._users_optimizers = users
+        self.model, engines = self._make_engines(module, users)
+        holdings = [Holdings(engine, module, of) for engine, of in zip(engines, users, strict=True)]
+        optimizers = [each.optimizer for each in users]
+        joint_holdings = JointHoldings(holdings, optimizers)
+        self._holdings = holdings[0] if len(users) == 1 else joint_holdings
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
-        self.model = engine
-        usage = self._holdings.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
-        gradients = PartitionedGradients(engine, users, self._writes, usage)
-        self._gradients = self._zero_precision.start_fit(gradients)
-        self.optimizers = [users.optimizer]
-        users.hide_state(gradients.zero_grad)
-        vars(self._lightning_optimizers[0])["zero_grad"] = gradients.zero_grad  # it inherits torch's
-        vars(module)["zero_grad"] = gradients.zero_grad
+        all_gradients = []
+        for engine, of, held_ in zip(engines, users, holdings, strict=True):
+            usage = held_.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+            all_gradients.append(PartitionedGradients(engine, of, self._writes, usage))
+        if len(users) == 1:
+            gradients = self._gradients = self._zero_precision.start_fit(all_gradients[0])
+        else:
+            joint = JointGradients(all_gradients, joint_holdings, optimizers)
+            self._gradients = self._zero_precision.start_fit(joint)
+        self.optimizers = optimizers
+        for of, wrapped, gradients in zip(users, self._lightning_optimizers, all_gradients, strict=True):
+            of.hide_state(gradients.zero_grad)
+            vars(wrapped)["zero_grad"] = gradients.zero_grad  # it inherits torch's
+        vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
         self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
         self._buffers.share()
         self._attach_averages(partial(WeightRuns, module, self._holdings, self._writes), self._broadcast_buffers)
 
+    def _setup_without_optimizer(self) -> None:
+        assert self.lightning_module is not None
+        self._setup_evaluation()
+        self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers)
+
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
         assert module is not None
-        self.optimizers, self.lr_scheduler_configs = [], []
-        if self.stage == 3:
+        if self.stage == 3 and next(module.parameters(), None) is not None:
             self.model = build_inference_engine(module, self._sized_config(module), self.root_device)
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
@@ -294,12 +320,31 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
             broadcast([*whole, *shared_buffers(module)])
 
-    def _make_optimizer(self) -> UsersOptimizer:
+    def _make_optimizers(self) -> list[UsersOptimizer] | None:
         module = self.lightning_module
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        return UsersOptimizer(check_one(optimizers, module), module)
+        found = check_kind(optimizers, module)
+        if found is None:
+            self.optimizers = optimizers
+            return None
+        users = [UsersOptimizer(optimizer, module) for optimizer in found]
+        if len(users) > 1:
+            check_several(users, self._options, self._zero_precision.precision)
+        return users
+
+    def _make_engines(self, module: Module, users: list[UsersOptimizer]) -> tuple[Any, list[Any]]:
+        offload = self._options.offload_optimizer is not None
+        if len(users) > 1:
+            for handle in drop_gradients_of_others(module, users):
+                self._undo.callback(handle.remove)
+            return build_engines(
+                module, users, self._sized_config, self.root_device, offload=offload, trust=self._trust_optimizer
+            )
+        optimizer = engines_optimizer(users[0], offload=offload, trust=self._trust_optimizer)
+        engine = build_training_engine(module, optimizer, self._sized_config(module), self.root_device)
+        return engine, [engine]
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
@@ -370,6 +415,14 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
         return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
 
+    def _is_divided(self) -> bool:
+        # Weights of low precision would have lost what their master copies hold.
+        return self._zero_precision.is_low or super()._is_divided()
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        divided = self._holdings is not None or hasattr(parameter, "ds_id")
+        return self.full_parameter(parameter) if divided else parameter.detach()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of true shapes, of which this rank may hold a run."""
         if self._writes is not None:
@@ -392,12 +445,13 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by parameter, in tensors of true shapes, of which this rank holds a run."""
-        assert self._holdings is not None
-        return self._holdings.optimizer_state()
+        if self._holdings is None:  # there is no optimizer, or the run is over
+            return super().optimizer_state(optimizer)
+        return self._holdings.of(optimizer).optimizer_state()
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        assert self._holdings is not None
-        self._holdings.load_optimizer_state(state)
+        if self._holdings is not None:
+            self._holdings.of(optimizer).load_optimizer_state(state)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank failed: the others may be anywhere, and no collective would end."""
@@ -411,28 +465,41 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         After a failure on several ranks, and where a host has no memory for a module that never was whole, the
         parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
         """
-        engine: Any = self.model
+        engines: list[Any] = (
+            [self.model, *(each.engine for each in self._gradients.each)] if self._gradients else [self.model]
+        )
         self.model = self.lightning_module
-        self.optimizers = []
         self._zero_precision.end_fit()
         try:
             if self._writes is not None:
                 self._writes.end(settle=not self._failed)
-            if self._users_optimizer is not None:
-                self._users_optimizer.show_state()
+            for users, wrapped in zip(self._users_optimizers, self._lightning_optimizers, strict=False):
+                users.show_state()
+                vars(wrapped).pop("zero_grad", None)
+            if self._holdings is not None:
+                self._keep_optimizers(self._holdings)
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
                 self._belongings.restore(gather=not self._failed and self._has_room(self._belongings))
-                if hasattr(engine, "destroy"):
+                for engine in {id(each): each for each in engines if hasattr(each, "destroy")}.values():
                     engine.destroy()
         finally:
-            self._belongings = self._gradients = self._holdings = self._writes = self._users_optimizer = None
-            self._fixed = None
+            self._belongings = self._gradients = self._holdings = self._writes = self._fixed = None
+            self._users_optimizers = []
             self._failed = False
             self._undo.close()
             super().teardown()
             self._folders.leave(self.lightning_module)
+
+    def _keep_optimizers(self, holdings: Holdings | JointHoldings) -> None:
+        assert self.lightning_module is not None
+        for optimizer in self.optimizers:
+            if "offload_optimizer" in self._options.on_nvme:
+                self._ended.lose(optimizer, "it was on NVMe")
+            else:
+                state = holdings.of(optimizer).optimizer_state()
+                self._ended.keep(optimizer, self.lightning_module, state, {})
 
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:

@@ -17,6 +17,7 @@ from lightning_paral.checkpoint.held import TensorRun, same
 from lightning_paral.checkpoint.stored import read_run
 from lightning_paral.checkpoint.weights import true_shape
 from lightning_paral.zero.holdings import Holdings
+from lightning_paral.zero.joint import JointHoldings
 from lightning_paral.zero.masterless import fill_all
 from lightning_paral.zero.options import ZeROOptions
 from lightning_paral.zero.partition import is_partitioned
@@ -47,7 +48,7 @@ def averaging_obstacle(options: ZeROOptions) -> str | None:
 class WeightRuns:
     """The parameters of `module` in a fit under ZeRO: `WeightShards` of averages. *Collective* over the world."""
 
-    def __init__(self, module: Module, holdings: Holdings, writes: Writes) -> None:
+    def __init__(self, module: Module, holdings: Holdings | JointHoldings, writes: Writes) -> None:
         self._parameters: list[Any] = list(module.parameters())
         self._holdings = holdings
         self._writes = writes

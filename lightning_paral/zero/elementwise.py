@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.zero.closures import closure_for
 
 _NUM_STEPS = 4
 _ROWS, _COLUMNS, _LENGTH = 6, 5, 7
@@ -40,6 +41,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
     try:
         difference = max(_difference(optimizer, group) for group in optimizer.param_groups)
+    except ConfigurationError:
+        raise
     except Exception as error:
         raise ConfigurationError(
             f"{kind} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO shows optimizers nothing "
@@ -106,5 +109,5 @@ def _trained(
             for parameter, gradient in zip(parameters, of_step, strict=True):
                 parameter.grad = gradient.clone()
             torch.manual_seed(0)
-            trial.step()
+            trial.step(**closure_for(optimizer, torch.ones(())))
     return [parameter.detach() for parameter in parameters]

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,7 @@ def _initialize(
 
     if config["zero_optimization"]["stage"] == 3:
         check_not_empty(module)
-    _check_dtypes(module, parameters, config)
+    check_dtypes(module, parameters, config)
     for parameter in module.parameters():
         make_contiguous(parameter)
     with scalars_as_bytes(), _dtype_as_given():
@@ -65,10 +66,13 @@ def _initialize(
             dist_init_required=False,
         )
     allow_any_output(module)
+    for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 leaves the engine's own `training` as it was
+        setattr(engine, change.__name__, MethodType(change, engine))
+    engine.training = module.training
     return engine
 
 
-def _check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
+def check_dtypes(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
     """Raise a `ConfigurationError` for parameters of dtypes that DeepSpeed does not train, or would convert."""
     low = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     partitioned = config["zero_optimization"]["stage"] == 3

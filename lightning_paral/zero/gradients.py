@@ -1,6 +1,6 @@
 """Gradients of which every rank holds its part: when they are whole, how they are clipped, and how to read them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.zero.closures import StepArguments
 from lightning_paral.zero.twin import UsersOptimizer
 from lightning_paral.zero.usage import Named, Usage
 from lightning_paral.zero.writes import Writes
@@ -42,6 +43,26 @@ class PartitionedGradients:
         self._complete = False
         self._is_closed = False
         self._num_passes = 0
+        self._has_old = False
+        """Whether, in one process, the gradients of the last step would still be there."""
+        self._adds_to_old = False
+        """Whether, in one process, those of this window would have been added to them."""
+        self.step_arguments = StepArguments(engine.optimizer)
+        """What the optimizer's `step` gets of its caller."""
+
+    def of(self, optimizer: Any) -> "PartitionedGradients":
+        """Return those of `optimizer`: of the only one there is."""
+        return self
+
+    @property
+    def each(self) -> list["PartitionedGradients"]:
+        """Those of each optimizer."""
+        return [self]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether a backward pass has left gradients for a step that has not come."""
+        return self._num_passes > 0
 
     @property
     def _optimizer(self) -> Any:
@@ -57,16 +78,80 @@ class PartitionedGradients:
 
     # A window
 
-    def before_backward(self, ends_window: bool) -> None:
-        """Say that a backward pass follows, and whether it is known to be the last of its window."""
-        if self._complete:
-            self._discard()  # a step was left out, by an overridden `optimizer_step`
+    def before_backward(self, ends_window: bool, *, by_hand: bool = False) -> None:
+        """Say that a backward pass follows, and whether it is known to be the last of its window.
+
+        Args:
+            ends_window: whether the step follows.
+            by_hand: whether code of the user's says when gradients are forgotten.
+
+        Raises:
+            ConfigurationError: gradients of an earlier step are still there, or under manual optimization the window
+                was taken to be complete.
+        """
+        if self._complete and by_hand:
+            self._refuse_more()
+        if self._complete or (self._has_old and not by_hand):
+            raise ConfigurationError(
+                "Gradients of an earlier step were not set to zero before this backward pass. torch would add to them; "
+                "under ZeRO they are gone after the step. Call optimizer.zero_grad() before each window of backward "
+                "passes, and in an overridden optimizer_zero_grad, too; or train with paral_ddp."
+            )
         self.engine.set_gradient_accumulation_boundary(ends_window)
-        if self._num_passes == 1:
-            self._clear_stale(self._usage.not_yet_used())  # to which this pass may add
-        self._num_passes += 1
+        self._begin_pass(by_hand)
         self._complete = ends_window
         self._usage.is_announced = True
+
+    def take_back_empty_pass(self) -> None:
+        """Take an announced backward pass as not announced if no gradient has come in its window: nothing ran."""
+        if self._num_passes == 1 and not self._usage.has_begun:
+            self._num_passes, self._complete = 0, False
+
+    def _begin_pass(self, by_hand: bool) -> None:
+        if self._num_passes == 0:
+            self._adds_to_old = by_hand and self._has_old
+        elif self._num_passes == 1:
+            self._clear_stale(self._usage.not_yet_used())  # to which this pass may add
+        # Counts passes at stage 3, which `engine.forward` does, too; several may follow one forward.
+        self._optimizer.clear_backward_seen_flag()
+        self._num_passes += 1
+
+    def before_shared_backward(self) -> None:
+        """Say that a backward pass follows that may reach parameters of this engine, among others."""
+        if not self._complete:
+            self.engine.set_gradient_accumulation_boundary(False)
+        if self._num_passes == 1:
+            self._clear_stale(self._usage.not_yet_used())
+        self._optimizer.clear_backward_seen_flag()
+        self._optimizer.backward_prologue()
+        self._optimizer.enter_backward()
+        self.engine._running_engine_backward = True  # or it would end the pass by itself
+        self._usage.is_announced = True
+        self._usage.was_reached = False
+
+    def after_shared_backward(self) -> None:
+        """Say that the backward pass has ended. *Collective* if it reached parameters of this engine.
+
+        Raises:
+            ConfigurationError: it did, and the window was taken to be complete.
+        """
+        self.engine._running_engine_backward = False
+        self._usage.is_announced = False
+        if not self._usage.was_reached:
+            self._optimizer.exit_backward()
+            return
+        if self._complete:
+            self._refuse_more()
+        self.engine._backward_epilogue()
+        if self._num_passes == 0:
+            self._adds_to_old = self._has_old
+        self._num_passes += 1
+
+    def _refuse_more(self) -> NoReturn:
+        raise ConfigurationError(
+            "A backward pass followed after gradients of the same step were read, or clipped by value. ZeRO averages "
+            "gradients once per step: read and clip them after the last backward pass, just before optimizer.step()."
+        )
 
     def after_backward(self) -> None:
         """Say that the backward pass has ended."""
@@ -111,19 +196,38 @@ class PartitionedGradients:
                         self._optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
         self.engine.allreduce_gradients()
 
-    def step(self) -> None:
-        """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*."""
+    def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
+        """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*.
+
+        Args:
+            loss: what the closure returned, which the optimizer's `step` gets by a closure of its own.
+            arguments: others for the optimizer's `step`, by name.
+
+        Raises:
+            ConfigurationError: gradients came in a backward pass nobody announced.
+        """
         if self._usage.has_unannounced:
             raise ConfigurationError(
                 "Gradients came by loss.backward(), of which ZeRO knows nothing: ranks would not average them. Call "
                 "self.manual_backward(loss) instead."
             )
-        if self._num_passes == 0:
-            return  # manual optimization: a step without a backward pass changes nothing
+        if self._num_passes == 0:  # by a step that returned no loss: torch's optimizers leave everything as it is
+            self._users.before_step()
+            self._users.after_step()
+            self._optimizer.clip_grad = 0.0
+            return
+        if self._adds_to_old:
+            raise ConfigurationError(
+                "The gradients of the last step were not zeroed, and in one process those of this step would have been "
+                "added to them. ZeRO keeps none: call optimizer.zero_grad() after each step, or before its first "
+                "self.manual_backward(...)."
+            )
         self._users.before_step()
         self._writes.settle()
-        self.engine.step()
-        self._writes.forget()
+        self.engine.set_gradient_accumulation_boundary(True)
+        with self.step_arguments.passed(loss, arguments or {}):
+            self.engine.step()
+        self._writes.forget(self._usage.concerns)
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
@@ -132,6 +236,7 @@ class PartitionedGradients:
             for partition in self._optimizer.single_partition_of_fp32_groups:
                 partition.grad.zero_()
         self._optimizer.clip_grad = 0.0
+        self._has_old = True
         self._close()
 
     def _discard(self) -> None:
@@ -147,6 +252,7 @@ class PartitionedGradients:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of a window whose step has not come."""
+        self._has_old = False
         if self._num_passes:
             self._discard()
 
@@ -154,6 +260,7 @@ class PartitionedGradients:
         self._complete = self._is_closed = False
         self._usage.forget_window()
         self._num_passes = 0
+        self._adds_to_old = False
 
     # Clipping
 

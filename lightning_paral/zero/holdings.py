@@ -38,6 +38,14 @@ class Holdings:
         self._usage: Usage | None = None
         self._stored: dict[Partition, list[tuple[Run, Tensor]]] = {}
 
+    def of(self, optimizer: Any) -> "Holdings":
+        """Return what this rank holds of `optimizer`: of the only one there is."""
+        return self
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether the optimizer trains `parameter`, or did when the run began."""
+        return id(parameter) in self._partition_of
+
     # Weights
 
     def weight(self, parameter: Parameter) -> Tensor:

@@ -19,27 +19,34 @@ _OFFLOADABLE = (
 )
 
 
-def check_one(optimizers: list[Any], module: LightningModule) -> Optimizer:
-    """Return the only optimizer.
+def is_none(optimizer: Any) -> bool:
+    """Whether `optimizer` is what Lightning puts in the place of one where `configure_optimizers` returns `None`."""
+    return type(optimizer).__name__ == "_MockOptimizer" and type(optimizer).__module__.startswith("lightning.")
+
+
+def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
+    """Return the optimizers, all of which ZeRO can partition; `None` if `configure_optimizers` returned that.
 
     Raises:
-        ConfigurationError: there is none, there are several, or it is one that ZeRO cannot partition.
+        ConfigurationError: there are none in a list, or one is of a kind that ZeRO cannot partition.
     """
     name = type(module).__name__
-    if len(optimizers) != 1:
+    if len(optimizers) == 1 and is_none(optimizers[0]):
+        return None
+    if not optimizers:
         raise ConfigurationError(
-            f"{name}.configure_optimizers returned {len(optimizers)} optimizers, and ZeRO partitions one. Merge them "
-            "into one optimizer with a parameter group each, or choose paral_ddp."
+            f"{name}.configure_optimizers returned a list without an optimizer. Return an optimizer, or None to run "
+            "without one."
         )
-    (optimizer,) = optimizers
-    if not isinstance(optimizer, Optimizer):
+    others = [type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, Optimizer)]
+    if others:
         raise ConfigurationError(
-            f"{name}.configure_optimizers returned no optimizer, but training under ZeRO is the partitioning of one. "
-            "Return an optimizer, or use trainer.validate, test or predict."
+            f"{name}.configure_optimizers returned {others[0]}, which is not a torch.optim.Optimizer. "
+            "ZeRO divides the state of one: return one, or train with paral_ddp."
         )
-    if isinstance(optimizer, LBFGS):
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
-    return optimizer
+    return optimizers
 
 
 def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:

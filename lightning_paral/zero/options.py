@@ -9,6 +9,7 @@ import torch
 
 from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.option_types import check_at_least
 from lightning_paral.zero import nvme, settings
 
 
@@ -39,6 +40,10 @@ class ZeROOptions:
 
     def __post_init__(self) -> None:
         check_stage(self.stage, self.offload_optimizer, self.offload_parameters)
+        check_at_least("ParalZeROStrategy", "reduce_bucket_numel", self.reduce_bucket_numel, 1)
+        check_at_least(
+            "ParalZeROStrategy", "gather_bucket_numel", self.gather_bucket_numel, 0 if self.stage == 3 else 1
+        )
         settings.merge(self.section(pin_memory=False), self.users_config.get("zero_optimization", {}))
 
     def section(self, pin_memory: bool) -> dict[str, Any]:

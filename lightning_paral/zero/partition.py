@@ -169,6 +169,9 @@ def _whole_on_host(parameter: Any) -> Tensor:
     return whole
 
 
+# DeepSpeed makes them where they are missing: a module inside another root would go on calling an engine that is gone.
+_OF_THE_ENGINE = {"pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"}
+_ATTRIBUTES = ("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -182,10 +185,12 @@ def _restore_contents(part: Module, contents: tuple[set[str], dict[str, set[int]
         installed = getattr(part, name)
         for key in set(installed) - kept:
             del installed[key]
+    for name in _OF_THE_ENGINE & set(vars(part)) - names:
+        delattr(part, name)
     if not unpartition:
         return
     for name in set(vars(part)) - names:
-        if name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters")):
+        if name.startswith(_ATTRIBUTES):
             delattr(part, name)
     if type(part._parameters) is not kind:
         plain = kind(part._parameters.items())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
@@ -17,7 +17,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import PartitionedGradients
+from lightning_paral.zero.joint import JointGradients
 from lightning_paral.zero.scaling import DynamicLossScale, scale_losses
+
+Gradients = TypeVar("Gradients", PartitionedGradients, JointGradients)
 
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
 
@@ -29,23 +32,24 @@ class ZeROPrecision(DeepSpeedPrecision):
     """
 
     device_type = "cpu"
-    gradients: PartitionedGradients | None = None
+    gradients: PartitionedGradients | JointGradients | None = None
     """Those of the current fit."""
     loss_scale: DynamicLossScale | None = None
-    """That of the current fit, under fp16 autocast."""
+    """That of the last fit, under fp16 autocast."""
 
-    def start_fit(self, gradients: PartitionedGradients) -> PartitionedGradients:
+    def start_fit(self, gradients: Gradients) -> Gradients:
         """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
+        self.loss_scale = None
         if self.precision == "16-mixed":
             self.loss_scale = DynamicLossScale()
-            scale_losses(gradients.engine, self.loss_scale)
+            for each in gradients.each:
+                scale_losses(each.engine, self.loss_scale)
         self.gradients = gradients
         return gradients
 
     def end_fit(self) -> None:
-        """Let go of what belongs to the fit."""
+        """Let go of the gradients. The loss scale stays: checkpoints may be saved after the fit."""
         self.gradients = None
-        self.loss_scale = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, empty where there is none."""
@@ -91,33 +95,47 @@ class ZeROPrecision(DeepSpeedPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
-        assert self.gradients is not None
+        if self.gradients is None:
+            self._leave_out_backward(model)
+            return
+        if isinstance(self.gradients, JointGradients):
+            self.gradients.backward(tensor, lambda loss: model.backward(loss, *args, **kwargs))
+            return
         engine = self.gradients.engine
         automatic = model.automatic_optimization
-        self.gradients.before_backward(ends_window=automatic and not model.trainer.fit_loop._should_accumulate())
+        self.gradients.before_backward(
+            ends_window=automatic and not model.trainer.fit_loop._should_accumulate(), by_hand=not automatic
+        )
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
+            self.gradients.take_back_empty_pass()
         else:
             engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()
+
+    def _leave_out_backward(self, model: LightningModule) -> None:
+        # There is no optimizer. Nothing would use the gradients, and at stage 3 they have no place.
+        if not model.automatic_optimization:
+            raise ConfigurationError(
+                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are divided "
+                "for an optimizer, and are not in parameter.grad: return the optimizer, or train with paral_ddp."
+            )
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run `closure`, the hooks, then the step of the partitioned optimizer. *Collective*."""
-        assert self.gradients is not None
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
             raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
         closure_result = closure()
-        if model.automatic_optimization and closure_result is None:
-            raise ConfigurationError(
-                "training_step returned None, but under ZeRO all ranks have to run every backward pass together. "
-                "Return a loss that is zero, such as `0 * sum(outputs)`, to skip a batch."
-            )
-        self.gradients.end_window()
+        if self.gradients is None:
+            self._after_closure(model, optimizer)
+            return closure_result
+        gradients = self.gradients.of(optimizer)
+        gradients.end_window()
         self._after_closure(model, optimizer)
-        self.gradients.step()
+        gradients.step(closure_result, kwargs)
         if self.loss_scale is not None:
             self.loss_scale.grow()
         return closure_result
@@ -129,10 +147,9 @@ class ZeROPrecision(DeepSpeedPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip by value now, or by the global norm in the step that follows. *Collective*."""
-        assert self.gradients is not None
-        if clip_val is None or clip_val <= 0:
+        if clip_val is None or clip_val <= 0 or self.gradients is None:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self.gradients.clip_by_value(float(clip_val))
+            self.gradients.of(optimizer).clip_by_value(float(clip_val))
         else:
-            self.gradients.clip_by_norm(float(clip_val))
+            self.gradients.of(optimizer).clip_by_norm(float(clip_val))

@@ -1,28 +1,45 @@
 """Whole tensors of which every rank holds a part, for hooks of the user's. *Collective*, all of them."""
 
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.ended import read_whole_run
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import PartitionedGradients
+from lightning_paral.zero.joint import JointGradients
 from lightning_paral.zero.writes import Writes
 
 
 class WholeReads:
     """What the strategy lets hooks read, whatever a rank holds of it."""
 
-    _gradients: PartitionedGradients | None = None
+    _gradients: PartitionedGradients | JointGradients | None = None
     """Those of the fit, while there is one."""
     _writes: Writes | None = None
     """What code of the user's writes to parameters, while there is a run."""
+    optimizers: list[Optimizer]
 
-    def gradient_norm(self) -> Tensor:
+    if TYPE_CHECKING:
+
+        @property
+        def root_device(self) -> torch.device:
+            """This rank's device."""
+
+    def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the global 2-norm of the gradients before they are clipped by norm. *Collective* over the world.
+
+        Args:
+            optimizer: of whose parameters; by default of all that have gradients now.
 
         Raises:
             GradientsNotReadyError: not between the last backward pass of a step and the step itself.
         """
-        return self._fit_gradients().norm()
+        gradients = self._fit_gradients()
+        return gradients.norm() if optimizer is None else gradients.of(optimizer).norm()
 
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
         """Return the gradient of `parameter`, averaged over the ranks, fp32, `None` if frozen. *Collective*.
@@ -53,6 +70,10 @@ class WholeReads:
         """
         import deepspeed
 
+        if self._gradients is None:  # after the fit
+            kept = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
+            if kept:
+                return read_whole_run(kept[0], self.root_device)
         self._fit_gradients()
         try:
             state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
@@ -62,7 +83,7 @@ class WholeReads:
             raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
         return state
 
-    def _fit_gradients(self) -> PartitionedGradients:
+    def _fit_gradients(self) -> PartitionedGradients | JointGradients:
         if self._gradients is None:
             raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
         return self._gradients

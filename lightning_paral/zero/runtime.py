@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from lightning_paral.compat.collectives import rename_in
 from lightning_paral.errors import ConfigurationError
 
 MINIMUM_VERSION = "0.19.8"
@@ -35,12 +36,36 @@ def check_installed() -> None:
 
 
 def choose_accelerator(device: torch.device) -> None:
-    """Make DeepSpeed use the Trainer's kind of device, whatever else this machine has. Does not import it.
+    """Make DeepSpeed use the Trainer's kind of device, whatever else this machine has. Imports it.
 
     Raises:
         ConfigurationError: DeepSpeed was imported before and has settled on another kind.
     """
-    wanted = "cuda" if device.type == "cuda" else "cpu"
+    check_accelerator(device)
+    before = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = _kind(device)  # read once, and remembered
+    try:
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator()
+    finally:
+        if before is None:
+            del os.environ["DS_ACCELERATOR"]
+        else:
+            os.environ["DS_ACCELERATOR"] = before
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def check_accelerator(device: torch.device) -> None:
+    """Check that DeepSpeed can use the Trainer's kind of device. Does not import it.
+
+    Raises:
+        ConfigurationError: DeepSpeed was imported before and has settled on another kind.
+    """
+    wanted = _kind(device)
     settled = _settled_accelerator()
     if settled is not None and settled != wanted:
         raise ConfigurationError(
@@ -48,7 +73,6 @@ def choose_accelerator(device: torch.device) -> None:
             f"{settled!r}, for the whole process. Make the Trainer before anything imports deepspeed, or set "
             f"DS_ACCELERATOR={wanted} in the environment."
         )
-    os.environ["DS_ACCELERATOR"] = wanted
 
 
 def _settled_accelerator() -> str | None:
@@ -83,9 +107,10 @@ def rank_variables_as_before() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def join_deepspeed(level: int) -> None:
-    """Let DeepSpeed use the default process group. *Collective* over it."""
+def join_deepspeed(level: int, device: torch.device) -> None:
+    """Let DeepSpeed use the default process group, for `device`. *Collective* over the group."""
     with quiet_deepspeed(level):
+        choose_accelerator(device)
         import deepspeed
         from deepspeed.ops import op_builder  # noqa: F401
     # TorchBackend compiles shared-memory collectives for CPU as soon as they could be, used by inference only.
@@ -98,6 +123,7 @@ def join_deepspeed(level: int) -> None:
         deepspeed.comm.comm.cdb = GlooBackend("gloo", deepspeed.comm.comm.default_pg_timeout, None)
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+    rename_in(deepspeed.comm.comm.cdb)
     _agree_on_counters()
 
 
@@ -126,6 +152,10 @@ def leave_deepspeed() -> None:
     if hasattr(comm.cdb, "abandon"):
         comm.cdb.abandon()
     comm.cdb = None
+    made = (groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, *groups._ALL_TO_ALL_GROUP.values())
+    for group in made:
+        if group in dist.distributed_c10d._world.pg_map:  # else it went with an earlier default group
+            dist.destroy_process_group(group)
     groups._WORLD_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     groups._ALL_TO_ALL_GROUP = {}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.zero.config_keys import check_keys
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """What `Trainer(precision=...)` may be under ZeRO."""
@@ -18,6 +19,9 @@ _OWNED = {
     "optimizer": "return the optimizer from configure_optimizers",
     "scheduler": "return the scheduler from configure_optimizers",
 }
+
+_PRECISION_OF = {"fp16": "16-true", "bf16": "bf16-true", "bfloat16": "bf16-true", "torch_autocast": "bf16-mixed"}
+"""What to say to the Trainer for a section of DeepSpeed's."""
 
 # Whatever the user says instead is as good.
 _DEFAULTS: dict[str, Any] = {
@@ -43,6 +47,7 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
         raise ConfigurationError(
             f"deepspeed_config has to be a dict or a JSON file of one, not {type(config).__name__}."
         )
+    check_keys(config)
     for key, remedy in _OWNED.items():
         if config.get(key, "auto") != "auto":  # "auto" is how configurations written for others leave it open
             raise ConfigurationError(
@@ -63,6 +68,26 @@ def precision_section(precision: str) -> dict[str, Any]:
     if precision == "16-true":
         return {"fp16": {"enabled": True}}
     return {}
+
+
+def check_precision(precision: str, users: Mapping[str, Any]) -> None:
+    """Raise a `ConfigurationError` if the user's DeepSpeed configuration asks for another precision than the Trainer.
+
+    Args:
+        precision: what `Trainer(precision=...)` says.
+        users: the user's DeepSpeed configuration.
+    """
+    ours = precision_section(precision)
+    for section, wanted in _PRECISION_OF.items():
+        value = users.get(section)
+        enabled = value.get("enabled") if isinstance(value, Mapping) else None
+        given = ours.get("bf16" if section == "bfloat16" else section, {}).get("enabled", False)
+        if enabled not in (None, "auto", given):
+            remedy = f"Set Trainer(precision={wanted!r}) for it" if enabled else "Leave the precision to the Trainer"
+            raise ConfigurationError(
+                f"deepspeed_config has {section}.enabled={enabled!r}, but Trainer(precision={precision!r}) says "
+                f"otherwise. {remedy}, and take {section!r} out of deepspeed_config."
+            )
 
 
 def fill_in(section: dict[str, Any], stage: int, num_elements: int, on_cuda: bool) -> dict[str, Any]:
@@ -91,6 +116,8 @@ def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> 
         name = f"{path}.{key}" if path else key
         if isinstance(value, Mapping) and isinstance(merged.get(key, {}), Mapping):
             merged[key] = merge(merged.get(key, {}), value, name)
+        elif key in merged and value == "auto":
+            continue
         elif key in merged and merged[key] != value and key != "lower_precision_safe_modules":
             raise ConfigurationError(
                 f"deepspeed_config sets {name}={value!r}, but the strategy's arguments and the Trainer say "

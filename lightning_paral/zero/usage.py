@@ -33,12 +33,15 @@ class Usage:
         self, parameters: Named, partitions: Iterable[Partition], device: torch.device, *, find_unused: bool
     ) -> None:
         self._parameters = list(parameters)
+        self._ids = {id(parameter) for _, parameter in self._parameters}
         self._partitions = list(partitions)
         self._device = device
         self._find_unused = find_unused
         self._used: set[int] = set()
         self.is_announced = False
         """Whether a backward pass that the strategy knows of is under way."""
+        self.was_reached = False
+        """Whether a gradient came in the backward pass that is under way, or was last."""
         self.has_unannounced = False
         """Whether gradients came in another one."""
         self._num_steps = 0
@@ -53,13 +56,23 @@ class Usage:
 
     def _note(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
+        self.was_reached = True
         if not self.is_announced:
             self.has_unannounced = True
+
+    def concerns(self, parameter: Parameter) -> bool:
+        """Whether the optimizer trains `parameter`."""
+        return id(parameter) in self._ids
 
     def end(self) -> None:
         """Note nothing more."""
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a parameter has a gradient in this window, on this rank."""
+        return bool(self._used)
 
     def not_yet_used(self) -> Named:
         """Return the parameters without a gradient in this window so far, on this rank."""

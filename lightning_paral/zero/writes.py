@@ -232,11 +232,15 @@ class Writes:
         """Let `adopt` take over what is written from now on."""
         self._adopt = adopt
 
-    def forget(self) -> None:
-        """Let go of copies that the optimizer's step has made old."""
+    def forget(self, concerns: Callable[[Any], bool]) -> None:
+        """Let go of copies that a step has made old, of an optimizer that `concerns` the parameters it trains."""
+
+        def is_old(copy: _Copy) -> bool:
+            return copy.parameter.requires_grad and concerns(copy.parameter)
+
         copies = [*self._aliased, *self._gathered.values()]
         self._gathered = {}
-        self._aliased = [copy for copy in copies if not copy.parameter.requires_grad and copy.is_held_elsewhere]
+        self._aliased = [copy for copy in copies if not is_old(copy) and copy.is_held_elsewhere]
 
     def accept(self) -> None:
         """Take what the parameters hold now for what DeepSpeed keeps: a checkpoint was loaded."""

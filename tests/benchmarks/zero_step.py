@@ -38,8 +38,7 @@ def steps_by_name(stage: int, dataset: StandardLibrary, num_steps: int) -> list[
 
 
 def steps_by_hand(stage: int, dataset: StandardLibrary, num_steps: int) -> list[float]:
-    runtime.choose_accelerator(torch.device("cpu"))
-    runtime.join_deepspeed(level=40)
+    runtime.join_deepspeed(level=40, device=torch.device("cpu"))
     import deepspeed
 
     model = GPT()

@@ -29,7 +29,7 @@ def fit_all(units: str) -> list[Any]:
 @pytest.mark.parametrize("units", UNITS)
 def test_every_combination_of_options_equals_one_process(on_ranks, units: str) -> None:
     expected = fit_regression(NUM_STEPS, 3, 1)
-    ranks = on_ranks(4, fit_all, units, timeout=120)
+    ranks = on_ranks(4, fit_all, units, timeout=300)
     for number, options in enumerate(COMBINATIONS):
         print(options)  # shown where the assertion fails
         assert_same_fit([fits[number] for fits in ranks], expected)

@@ -45,7 +45,7 @@ class Trouble(Regression):
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         if batch_idx == 2 and dist.get_rank() == 1:
             if self.kind == "sleep":
-                time.sleep(8)
+                time.sleep(40)
             raise ValueError("the reason why rank 1 failed")
 
 
@@ -71,11 +71,11 @@ def rank_one_fails() -> object:
 
 
 def rank_one_sleeps() -> object:
-    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(timeout=timedelta(seconds=3)))
+    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(timeout=timedelta(seconds=12)))
 
 
 def rank_one_sleeps_in_ring() -> object:
-    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(all_reduce="ring", timeout=timedelta(seconds=3)))
+    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(all_reduce="ring", timeout=timedelta(seconds=12)))
 
 
 def nobody_else_comes() -> object:

@@ -35,7 +35,7 @@ def save_all(folder: str) -> None:
 @pytest.fixture(scope="module")
 def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory, deepspeed_operators: None) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    rank_pool.run(2, save_all, str(folder), timeout=120)
+    rank_pool.run(2, save_all, str(folder), timeout=300)
     return folder
 
 

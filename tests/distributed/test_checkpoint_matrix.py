@@ -18,7 +18,7 @@ def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
     """Checkpoints saved in the midst of an epoch on 2 ranks, by strategy, and the losses of the runs that went on."""
     folder = tmp_path_factory.mktemp("matrix")
     others = [label for label in STRATEGIES if label != "dp"]
-    ranks = rank_pool.run(2, save_under, str(folder), others, timeout=120)
+    ranks = rank_pool.run(2, save_under, str(folder), others, timeout=300)
     (process,) = rank_pool.run(1, save_under, str(folder), ["dp"])  # two threads
     return folder, process | {label: mean_losses([losses[label] for losses in ranks]) for label in others}
 
@@ -36,7 +36,7 @@ def test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run(
 ) -> None:
     folder, uninterrupted = saved
     num_processes = 1 if target == "dp" else world_size
-    ranks = on_ranks(num_processes, resume_from_all, str(folder), target, world_size, timeout=120)
+    ranks = on_ranks(num_processes, resume_from_all, str(folder), target, world_size, timeout=300)
     for source, expected in uninterrupted.items():
         found = mean_losses([losses[source] for losses in ranks])
         assert list(found) == list(range(SAVED_AFTER, NUM_BATCHES))

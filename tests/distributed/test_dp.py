@@ -483,12 +483,6 @@ class Lazy(Scores):
         self.hidden = nn.LazyLinear(6)
 
 
-class TrainedBuffer(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.zeros(1, requires_grad=True))
-
-
 class FromIterator(Scores):
     def training_step(self, dataloader_iter: Any) -> None:
         raise AssertionError
@@ -501,7 +495,6 @@ class FromIterator(Scores):
         (CompiledInPlace, "hidden is compiled.*paral_ddp"),
         (Scripted, "hidden is a ScriptModule.*paral_ddp"),
         (Lazy, "hidden.weight has no shape yet.*Run a batch"),
-        (TrainedBuffer, "buffer shift requires a gradient.*parameter"),
         (FromIterator, "training_step takes `dataloader_iter`"),
     ],
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -44,6 +44,10 @@ class Normalised(Tied):
         self.norm = nn.BatchNorm1d(4)
 
 
+class Eight(Precision):
+    precision = "8-true"
+
+
 def never(name: str, module: nn.Module) -> bool:
     return False
 
@@ -74,7 +78,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),
     "foreach": (InOneCall, {}, {}, ["AdamW(foreach=True)", "0-dimensional"]),
     "SyncBatchNorm": (Normalised, {}, {"sync_batchnorm": True}, ["sync_batchnorm", "CUDA"]),
-    "fp64": (Tied, {}, {"plugins": [DoublePrecision()]}, ["64-true", "bf16-mixed"]),
+    "own precision": (Tied, {}, {"plugins": [Eight()]}, ["Eight (precision='8-true')", "64-true, bf16-mixed"]),
     "fp16 on CPU": (Tied, {}, {"plugins": [MixedPrecision("16-mixed", "cpu")]}, ["needs CUDA", "bf16-mixed"]),
     "no blocks": (
         Contrastive,

@@ -87,7 +87,7 @@ def run_snippet(path: Path, text: str) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert process.returncode == 0, process.stdout + process.stderr
 

@@ -196,8 +196,8 @@ def resume_in_memory(folder: str) -> Losses:
 
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_checkpoints_read_each_group_on_nvme_once(on_ranks, tmp_path: Path, form: str) -> None:
-    saved = on_ranks(2, save_from_nvme, str(tmp_path), form, timeout=120)
-    resumed = on_ranks(2, resume_on_nvme, str(tmp_path), form, timeout=120)
+    saved = on_ranks(2, save_from_nvme, str(tmp_path), form, timeout=300)
+    resumed = on_ranks(2, resume_on_nvme, str(tmp_path), form, timeout=300)
 
     for _, num_read, num_written in saved:
         assert (num_read, num_written) == ({"save": 2}, {})
@@ -224,7 +224,7 @@ print("losses", *fit_twice(1, lambda: on_nvme(sys.argv[1])).losses)
 
 
 def losses_of(process: "subprocess.Popen[str]") -> Tensor:
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     (line,) = [line for line in out.splitlines() if line.startswith("losses")]
     return torch.tensor([float(loss) for loss in line.split()[1:]])

@@ -1,5 +1,6 @@
 """The command `paral`, in this process and on one device."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_paral import STRATEGIES, ParalDDPStrategy
+from lightning_paral import STRATEGIES, ParalDDPStrategy, __version__
 from lightning_paral.cli import main
 from lightning_paral.config import Sampling
 
@@ -140,6 +141,25 @@ def test_strategies_prints_the_table(monkeypatch, capsys) -> None:
     for entry in STRATEGIES:
         assert entry.name in printed
         assert entry.strategy.__name__ in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_version_names_what_a_report_needs(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["paral", "--version"])
+
+    main()
+
+    assert re.fullmatch(
+        rf"lightning_paral {__version__} \(Python 3\.\S+, lightning \S+, torch {re.escape(torch.__version__)}, "
+        r"deepspeed \S+\)\n",
+        capsys.readouterr().out,
+    )
+
+
+def test_bar_of_the_example_ends_with_its_run() -> None:
+    trainer = yaml.safe_load((ROOT / "configs/gpt.yaml").read_text())["trainer"]
+
+    assert trainer["limit_train_batches"] == trainer["max_steps"]
 
 
 def test_unknown_command_shows_the_known_ones(monkeypatch) -> None:

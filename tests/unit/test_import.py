@@ -14,6 +14,6 @@ print(torch.cuda.is_initialized())
 
 
 def test_import_is_light_and_makes_no_cuda_context() -> None:
-    printed = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, check=True, timeout=120)
+    printed = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, check=True, timeout=300)
 
     assert printed.stdout.splitlines() == ["[]", "False"]

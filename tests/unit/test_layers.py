@@ -26,9 +26,11 @@ LAYERS = (
     "comm",
     "launcher",
     "process_group",
-    "compat",
+    "failure",
     "config",
+    "compat",
     "_version",
+    "compat",
     "errors",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -121,7 +121,7 @@ def test_deepspeed_settled_on_another_accelerator() -> None:
         "try: choose_accelerator(torch.device('cuda', 0))\n"
         "except ValueError as error: print(error)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert "has settled on 'cpu'" in result.stdout
     assert "DS_ACCELERATOR=cuda" in result.stdout
 

@@ -1,0 +1,116 @@
+"""A module's own `state_dict` and `load_state_dict`: called as Lightning calls them, whatever ranks hold."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torchmetrics import Metric
+
+from lightning_paral.checkpoint.load_hooks import run_own_load_hooks, without_load_hooks
+from lightning_paral.errors import CheckpointError
+
+
+def saves_its_own(module: Module) -> bool:
+    """Whether `module` or a part of it has a `state_dict` of its own."""
+    return any(
+        type(part).state_dict is not Module.state_dict and not isinstance(part, Metric) for part in module.modules()
+    )
+
+
+def loads_its_own(module: Module) -> bool:
+    """Whether `module` has a `load_state_dict` of its own; torch calls no part's."""
+    return type(module).load_state_dict is not Module.load_state_dict
+
+
+def own_state_dict(module: Module, held: Callable[[Parameter], Tensor]) -> dict[str, Any]:
+    """Return `module.state_dict()`, in which parameters are what `held` returns of them.
+
+    What overrides of it then do to these tensors has to work on parts; names can be added, changed and deleted.
+
+    Raises:
+        CheckpointError: it returned something else than a dict with names.
+    """
+
+    def save(part: Module, own: Callable[..., Any], destination: Any, prefix: str, _: Any) -> None:
+        before = set(destination)
+        own(destination, prefix, True)
+        for name in destination.keys() - before:
+            value = destination[name]
+            if isinstance(value, Parameter):
+                destination[name] = held(value)
+            elif isinstance(value, Tensor):
+                destination[name] = value.detach()
+
+    with _shadowed(module, "_save_to_state_dict", save):
+        state = module.state_dict()
+    if not isinstance(state, Mapping) or any(not isinstance(name, str) for name in state):
+        raise CheckpointError(
+            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, not a dict of tensors by name, "
+            "which a checkpoint has to have. Return one."
+        )
+    return dict(state) if not hasattr(state, "_metadata") else state  # type: ignore[return-value]
+
+
+def load_its_own(
+    module: Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+    left_out: Collection[str],
+    fill: Callable[[Parameter, Tensor], bool],
+) -> None:
+    """Call `module.load_state_dict(state_dict, strict=strict)`, in which `fill` takes what it can.
+
+    Args:
+        module: has a `load_state_dict` of its own.
+        state_dict: as it was saved.
+        strict: passed on.
+        left_out: names that are not missing.
+        fill: puts a tensor into a parameter and returns `True`, or `False` for one that torch can load.
+    """
+    filled = set()
+
+    def load(part: Module, own: Callable[..., Any], state: Any, prefix: str, about: Any, *rest: Any) -> None:
+        run_own_load_hooks(part, state, prefix, about, *rest)
+        missing, errors = rest[1], rest[3]
+        done = set()
+        for name, parameter in part._parameters.items():
+            saved = state.get(prefix + name)
+            if parameter is None or not isinstance(saved, Tensor):
+                continue
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if tuple(saved.shape) != shape:
+                errors.append(f"{prefix + name} has shape {tuple(saved.shape)}, and in the module {shape}.")
+                done.add(prefix + name)
+            elif id(parameter) in filled or fill(parameter, saved):
+                filled.add(id(parameter))
+                done.add(prefix + name)
+        with without_load_hooks(part, recurse=False):
+            own({name: value for name, value in state.items() if name not in done}, prefix, about, *rest)
+        missing[:] = [name for name in missing if name not in done and name not in left_out]
+
+    with _shadowed(module, "_load_from_state_dict", load), torch.no_grad():
+        module.load_state_dict(state_dict, strict=strict)
+
+
+@contextmanager
+def _shadowed(module: Module, name: str, method: Callable[..., None]) -> Iterator[None]:
+    """Call `method(part, own, ...)` in the place of `own`, which is the method `name` of each part of `module`.
+
+    Methods of instances, for torch calls these two on each part, inside what users override.
+    """
+    parts = list(module.modules())
+    before = [vars(part).get(name) for part in parts]
+    try:
+        for part in parts:
+            vars(part)[name] = partial(method, part, getattr(part, name))
+        yield
+    finally:
+        for part, kept in zip(parts, before, strict=True):
+            vars(part).pop(name, None)
+            if kept is not None:
+                vars(part)[name] = kept

@@ -1,0 +1,38 @@
+"""Let Lightning's `load_from_checkpoint` read folders.
+
+Replaces `pl_load` in `lightning.pytorch.core.saving`, a private function by which `_load_from_checkpoint` reads what is
+at a path, and which reads files only: `IsADirectoryError` for every sharded checkpoint, Lightning's own included. There
+is no public place for it: `load_from_checkpoint` takes no `CheckpointIO`. (Lightning 2.6.6, `core/saving.py`.)
+"""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+_MARK = "_reads_folders"
+_NAME = "pl_load"
+
+
+def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, Any]]) -> None:
+    """Let `saving`, the module `core.saving` of Lightning, read folders, too. Doing it twice changes nothing.
+
+    Args:
+        saving: `lightning.pytorch.core.saving`, or that of `pytorch_lightning`.
+        is_folder: whether a path or URL is that of a folder.
+        read: called with the path, `map_location` and `weights_only`; returns the checkpoint.
+
+    Raises:
+        AttributeError: this Lightning reads checkpoints another way.
+    """
+    load = getattr(saving, _NAME)
+    if hasattr(load, _MARK):
+        return
+
+    @wraps(load)
+    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if is_folder(path_or_url):
+            return read(path_or_url, map_location=map_location, weights_only=weights_only)
+        return load(path_or_url, map_location=map_location, weights_only=weights_only)
+
+    setattr(load_any, _MARK, True)
+    setattr(saving, _NAME, load_any)

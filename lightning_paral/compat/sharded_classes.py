@@ -1,0 +1,59 @@
+"""Classes of sharded modules: under the names of the user's own, and of any class that Python lets a module have."""
+
+from typing import Any, NoReturn
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+from torch.nn import Module
+
+
+def prepare_class(module: Module) -> None:
+    """Make the class that `fully_shard` gives `module`, in torch's stead.
+
+    torch's own is called `FSDPLinear` in every message. It cannot be made where `Generic` or another class without
+    `__dict__` is the first base (`object layout differs`), where `__init_subclass__` wants arguments, and is made known
+    to metaclasses and `__init_subclass__` that keep registers of classes.
+    """
+    original = type(module)
+    if original not in cls_to_fsdp_cls and not issubclass(original, FSDPModule):
+        cls_to_fsdp_cls[original] = _sharded_class(original)
+
+
+class _Unannounced:
+    """Keeps the `__init_subclass__` of a user's class from being called."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def _sharded_class(original: type[Module]) -> type:
+    class Meta(type(original)):  # type: ignore[misc]
+        def __new__(mcs, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+            return type.__new__(mcs, name, bases, attributes)
+
+        def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+            type.__init__(cls, name, bases, attributes)
+
+        def mro(cls) -> list[type]:
+            # `original` is the first base, for its layout; FSDPModule's methods come first all the same.
+            return [cls, _Unannounced, FSDPModule, *original.__mro__]
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # `type(container)(...)` makes the user's, as torch's own class does: ModuleList indexes itself so.
+        return original(*args, **kwargs)
+
+    attributes = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__new__": new,
+        "__deepcopy__": _refuse_deepcopy,
+    }
+    sharded: type = Meta(original.__name__, (original, FSDPModule), attributes)
+    return sharded
+
+
+def _refuse_deepcopy(*_: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy.")  # in torch's words, which are explained

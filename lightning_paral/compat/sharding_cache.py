@@ -1,0 +1,12 @@
+"""DTensor's cache of sharding propagation, which outlives the groups that its meshes are made of."""
+
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget the meshes it has seen.
+
+    Results of operations get the mesh of the first operation of their kind (torch 2.13), and meshes find their groups
+    by name. After the default group was replaced those names mean nothing, or other groups.
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -1,0 +1,29 @@
+"""BatchNorm over the samples of all ranks: `Trainer(sync_batchnorm=True)`."""
+
+import torch
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_paral.errors import ConfigurationError
+
+
+def check_sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
+    """Raise a `ConfigurationError` if BatchNorm is to be synchronized where torch has none that is."""
+    if not isinstance(layer_sync, TorchSyncBatchNorm) or device.type != "cpu":
+        return
+    if any(isinstance(part, _BatchNorm) for part in module.modules()):
+        raise ConfigurationError(
+            "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
+        )
+
+
+def sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
+    """Replace the BatchNorm layers inside `module` by those that normalize over all ranks, if that was asked for.
+
+    Raises:
+        ConfigurationError: torch has none for the device.
+    """
+    check_sync_batchnorm(module, layer_sync, device)
+    if layer_sync is not None:
+        layer_sync.apply(module)

@@ -1,0 +1,142 @@
+"""What is called as Lightning's Trainer or registry is, and cannot run our strategies: Fabric and `pytorch_lightning`.
+
+The packages `pytorch_lightning` and `lightning_fabric` are the old names of `lightning.pytorch` and `lightning.fabric`,
+with classes of their own: an object of one is none of the other.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import Strategy
+
+from lightning_paral.errors import ConfigurationError
+
+_IN_LIGHTNING = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+_FABRIC = (
+    "{given} is a strategy of Lightning's Trainer, and Fabric has no Trainer: there is nothing that would call its "
+    "hooks. Use lightning.pytorch.Trainer(strategy={given}), or with Fabric one of Fabric's own strategies: 'ddp', "
+    "'fsdp', 'deepspeed'."
+)
+_PYTORCH_LIGHTNING = (
+    "{given} is a strategy of the package lightning, but this Trainer comes from pytorch_lightning, the same code "
+    "under its old name, with classes that do not fit those of lightning. Import everything from there: `import "
+    "lightning.pytorch as pl`. Where a library imports pytorch_lightning, call "
+    "lightning_paral.replace_pytorch_lightning() at the top of the script, before that library is imported."
+)
+_OTHERS = {
+    "pytorch_lightning.strategies": ("StrategyRegistry", _PYTORCH_LIGHTNING),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", _FABRIC),
+}
+"""By module: its registry of strategies, and what to say to one of ours."""
+
+
+def refuse_namesakes(names: Sequence[str]) -> None:
+    """Let Fabric and `pytorch_lightning` refuse strategies of ours in our words; the latter once it is imported.
+
+    Args:
+        names: what our strategies are selected by.
+    """
+    _refuse(STRATEGY_REGISTRY, names, _FABRIC)
+    for finder in [finder for finder in sys.meta_path if type(finder).__name__ == _AfterImport.__name__]:
+        sys.meta_path.remove(finder)  # of an earlier call
+
+    def refuse_in(module: ModuleType) -> None:
+        registry, sentence = _OTHERS[module.__name__]
+        _refuse(getattr(module, registry), names, sentence)
+
+    awaited = set()
+    for name in _OTHERS:
+        if name in sys.modules and sys.modules[name].__name__ == name:
+            refuse_in(sys.modules[name])
+        elif name not in sys.modules:
+            awaited.add(name)
+    sys.meta_path.insert(0, _AfterImport(awaited, refuse_in))
+
+
+def replace_pytorch_lightning() -> None:
+    """Make `import pytorch_lightning` import `lightning.pytorch`, and `lightning_fabric` `lightning.fabric`.
+
+    For libraries that still use the old names: their modules and callbacks then fit Lightning's Trainer and our
+    strategies. Call it at the top of the script, before such a library is imported. Calling it again changes nothing.
+
+    Raises:
+        ConfigurationError: one of the old packages has been imported already.
+    """
+    if any(isinstance(finder, _InLightning) for finder in sys.meta_path):
+        return
+    for name in _IN_LIGHTNING:
+        if name in sys.modules:
+            raise ConfigurationError(
+                f"replace_pytorch_lightning() comes too late: {name} has been imported already. Call it at the top of "
+                "the script, right after `import lightning_paral`."
+            )
+    sys.meta_path.insert(0, _InLightning())
+
+
+class _Refusing(list[str]):
+    """Names of strategies; asking whether a strategy of ours is among them is an error."""
+
+    def __init__(self, known: Iterable[str], ours: Sequence[str], sentence: str) -> None:
+        super().__init__(known)
+        self._ours = ours
+        self._sentence = sentence
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._ours or (isinstance(name, str) and name.startswith("paral_")):
+            raise ConfigurationError(self._sentence.format(given=repr(name)))
+        kind = name if isinstance(name, type) else type(name)
+        if issubclass(kind, Strategy) and any(base.__module__.startswith("lightning_paral.") for base in kind.__mro__):
+            raise ConfigurationError(self._sentence.format(given=f"{kind.__name__}()"))
+        return super().__contains__(name)
+
+
+def _refuse(registry: Any, ours: Sequence[str], sentence: str) -> None:
+    registry.available_strategies = lambda: _Refusing(registry, ours, sentence)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function with each of some modules once it has been imported, by whomever."""
+
+    def __init__(self, names: set[str], then: Callable[[ModuleType], None]) -> None:
+        self._names = names
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of another finder, whose loader calls the function after it has run the module."""
+        if fullname not in self._names:
+            return None
+        self._names.discard(fullname)
+        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            run, then = spec.loader.exec_module, self._then
+
+            def run_then(module: ModuleType) -> None:
+                run(module)
+                then(module)
+
+            spec.loader.exec_module = run_then  # type: ignore[method-assign]
+        return spec
+
+
+class _InLightning(MetaPathFinder, Loader):
+    """Finds modules of the old packages in `lightning`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for a module of an old package."""
+        return ModuleSpec(fullname, self) if fullname.partition(".")[0] in _IN_LIGHTNING else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of `lightning` in the place of `module`."""
+        package, dot, rest = module.__name__.partition(".")
+        sys.modules[module.__name__] = importlib.import_module(f"{_IN_LIGHTNING[package]}{dot}{rest}")

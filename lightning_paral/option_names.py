@@ -1,0 +1,80 @@
+"""What a keyword that a class does not have was meant to be: a misspelt one, another class's, or another package's."""
+
+import difflib
+from collections.abc import Collection
+
+_OF_CLASS: dict[str, set[str]] = {}
+
+_ELSEWHERE = {
+    "ParalFSDPStrategy": {
+        "auto_wrap_policy": "units=..., with classes, their names, or a function of name and module",
+        "activation_checkpointing_policy": "activation_checkpointing=ActivationCheckpointing(units=...)",
+        "cpu_offload": "offload=True",
+        "mixed_precision": "Trainer(precision=...), and reduce_dtype=...",
+        "sharding_strategy": "reshard_after_forward=False for SHARD_GRAD_OP, replicate=... for HYBRID_SHARD, and "
+        "paral_ddp for NO_SHARD",
+        "device_mesh": "replicate=...",
+        "data_parallel_size": "replicate=...",
+        "state_dict_type": "checkpoint='full' or 'sharded'",
+        "save_distributed_checkpoint": "checkpoint='full' or 'sharded'",
+        "use_orig_params": "nothing: FSDP2 always keeps the parameters",
+        "sync_module_states": "nothing: all ranks begin with rank 0's values",
+        "backward_prefetch": "prefetch=...",
+        "forward_prefetch": "prefetch=...",
+        "limit_all_gathers": "prefetch=...",
+        "start_method": "nothing: the script is run again for each further rank",
+    },
+    "ParalZeROStrategy": {
+        "offload_params": "offload_parameters='cpu'",
+        "offload_params_device": "offload_parameters='cpu' or 'nvme'",
+        "offload_param": "offload_parameters='cpu' or 'nvme'",
+        "offload_optimizer_device": "offload_optimizer='cpu' or 'nvme'",
+        "nvme_path": "offload_optimizer=Offload('nvme', path=...)",
+        "remote_device": "offload_parameters='cpu' or 'nvme'",
+        "config": "deepspeed_config=...",
+        "zero_optimization": "deepspeed_config={'zero_optimization': {...}}",
+        "zero_stage": "stage=...",
+        "reduce_bucket_size": "reduce_bucket_numel=...",
+        "allgather_bucket_size": "gather_bucket_numel=...",
+        "contiguous_gradients": "deepspeed_config={'zero_optimization': {'contiguous_gradients': ...}}",
+        "logging_batch_size_per_gpu": "nothing: the loader's batch size counts",
+        "cpu_checkpointing": "activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True)",
+        "partition_activations": "activation_checkpointing=ActivationCheckpointing(...)",
+        "initial_scale_power": "deepspeed_config={'fp16': {...}}",
+        "load_full_weights": "nothing: every checkpoint is loaded",
+        "start_method": "nothing: the script is run again for each further rank",
+    },
+    "ParalDPStrategy": {
+        "timeout": "paral_ddp, which joins processes; under paral_dp there is one",
+        "process_group_backend": "paral_ddp, which joins processes; under paral_dp there is one",
+    },
+}
+"""By class: options of Lightning's strategies and of DeepSpeed that are written in another way here."""
+
+
+def remember_options(owner: str, options: Collection[str]) -> None:
+    """Let messages of other classes say that `options` are options of `owner`."""
+    _OF_CLASS.setdefault(owner, set()).update(options)
+
+
+def explain_unknown_option(owner: str, option: str) -> str:
+    """Say that `owner` has no such option, and which of its own or of another class's may be meant."""
+    return f"{owner} has no option {option!r}.{_hint(owner, option, _OF_CLASS[owner])}"
+
+
+def _hint(owner: str, option: str, known: Collection[str]) -> str:
+    instead = _ELSEWHERE.get(owner, {}).get(option)
+    if instead is not None:
+        return f" Use {instead}."
+    near = difflib.get_close_matches(option, sorted(known), n=3, cutoff=0.7)
+    if not near and len(option) > 3:
+        near = [name for name in sorted(known) if option in name or name in option]
+    if near:
+        return f" Did you mean {' or '.join(near[:3])}?"
+    others = [name for name, options in sorted(_OF_CLASS.items()) if option in options and name.startswith("Paral")]
+    if others:
+        return f" It is an option of {' and of '.join(others)}."
+    return f" It has: {', '.join(sorted(set(known) - _SET_BY_THE_TRAINER))}."
+
+
+_SET_BY_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "checkpoint_io"}

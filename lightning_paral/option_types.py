@@ -1,0 +1,211 @@
+"""Options are checked as they are given: first their names, then their types, before anything is made of them."""
+
+import dataclasses
+import inspect
+import numbers
+import reprlib
+import typing
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
+from functools import cache, wraps
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union
+
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.option_names import explain_unknown_option, remember_options
+
+Init = TypeVar("Init", bound=Callable[..., None])
+Class = TypeVar("Class", bound=type)
+
+_REMEDIES = {
+    ("ParalFSDPStrategy", "offload"): "FSDP offloads to the host's memory: offload=True. For NVMe there is "
+    "ParalZeROStrategy(stage=3, offload_optimizer=Offload('nvme', path=...)).",
+    (
+        "ParalFSDPStrategy",
+        "units",
+    ): "Give 'auto', a class, its name, a list of these, or a function of a name and a module.",
+    ("", "timeout"): "Give a timedelta, or a number of seconds.",
+    ("", "accelerator"): "It belongs to the Trainer: Trainer(accelerator=..., strategy=...).",
+    ("", "parallel_devices"): "They belong to the Trainer: Trainer(devices=..., strategy=...).",
+    ("", "precision_plugin"): "It belongs to the Trainer: Trainer(precision=..., strategy=...).",
+    ("", "deepspeed_config"): "Give a dict or a JSON file of one.",
+    ("", "logging_level"): "Give a level of the module logging, such as logging.INFO.",
+}
+"""What to give instead, where that is more than the types say, by class (empty for all) and option."""
+
+
+def checked_options(init: Init) -> Init:
+    """Let a constructor refuse keywords that it does not have, and values of other types than its annotations say.
+
+    Raises:
+        ConfigurationError: by the constructor, naming the nearest option, or the types that the option takes.
+    """
+    signature = inspect.signature(init)
+    owner = init.__qualname__.split(".")[0]
+    parameters = {name: parameter for name, parameter in signature.parameters.items() if name != "self"}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    num_positional = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
+    remember_options(owner, named)
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > num_positional:
+            raise ConfigurationError(
+                f"{owner} got {len(args)} values without a name, and takes {num_positional or 'none'} so. Name the "
+                f"options: {owner}({named[num_positional]}=...)."
+            )
+        for option in kwargs:
+            if option not in parameters and not takes_any:
+                raise ConfigurationError(explain_unknown_option(owner, option))
+        types = _types_of(init)
+        for option, value in {**dict(zip(named, args, strict=False)), **kwargs}.items():
+            if option in types:
+                check_type(owner, option, value, types[option])
+        init(self, *args, **kwargs)
+
+    return typing.cast(Init, checked)
+
+
+def checked_dataclass(cls: Class) -> Class:
+    """Let a dataclass of options refuse what `checked_options` does; goes above `@dataclass`."""
+    init = vars(cls)["__init__"]
+    init.__qualname__ = f"{cls.__name__}.__init__"
+    cls.__init__ = checked_options(init)  # type: ignore[misc]
+    return cls
+
+
+@cache
+def _types_of(init: Callable[..., None]) -> dict[str, Any]:
+    types = typing.get_type_hints(init)
+    for name, parameter in inspect.signature(init).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            types.pop(name, None)
+    return types
+
+
+def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
+    """Raise a `ConfigurationError` if `value` is nothing that `annotation` allows.
+
+    Args:
+        owner: the name of the class that has the option.
+        option: its name.
+        value: what was given for it.
+        annotation: a class, `None`, `Literal`, `Callable`, a collection, or a union of these.
+    """
+    if allows(annotation, value):
+        return
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    if any(value is kind and dataclasses.is_dataclass(kind) for kind in _members(annotation)):
+        raise ConfigurationError(
+            f"{owner}({option}={name}): this is the class itself. Give an object of it: {option}={name}(...)."
+        )
+    given = f"the class {name}" if isinstance(value, type) else _with_article(name)
+    if isinstance(value, list | tuple | set) and value:
+        given += f" of {type(next(iter(value))).__name__}"
+    remedy = _REMEDIES.get((owner, option)) or _REMEDIES.get(("", option)) or f"Give {_either(_words(annotation))}."
+    if isinstance(value, float) and value.is_integer() and allows(annotation, int(value)):
+        remedy = f"Give {int(value)}, an integer."
+    raise ConfigurationError(f"{owner}({option}={reprlib.repr(value)}): {option} cannot be {given}. {remedy}")
+
+
+def check_at_least(owner: str, option: str, value: float | None, least: float) -> None:
+    """Raise a `ConfigurationError` if the number `value` is smaller than `least`, or none; `None` is fine."""
+    if value is not None and not value >= least:
+        raise ConfigurationError(f"{owner}({option}={value!r}): {option} has to be at least {least}.")
+
+
+def as_timeout(timeout: timedelta | float) -> timedelta:
+    """Return a number of seconds as the `timedelta` it stands for.
+
+    Raises:
+        ConfigurationError: it is not longer than zero.
+    """
+    try:
+        duration = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (ValueError, OverflowError):  # not a number, or endless
+        duration = timedelta(0)
+    if duration <= timedelta(0):
+        raise ConfigurationError(
+            f"timeout={timeout!r} has to be longer than zero and finite: a timedelta, or a number of seconds."
+        )
+    return duration
+
+
+def allows(annotation: Any, value: object) -> bool:
+    """Whether `value` is of a type that `annotation` names. Which of a literal's values it is, is not looked at."""
+    return any(_allows_one(kind, value) for kind in _members(annotation))
+
+
+def _allows_one(kind: Any, value: object) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or kind is object:
+        return True
+    if origin is Literal:
+        return any(type(value) is type(choice) for choice in arguments)
+    if origin is type:
+        return isinstance(value, type) and all(issubclass(value, base) for base in arguments if isinstance(base, type))
+    if origin is Callable or kind is Callable:
+        return callable(value)
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
+    if origin is not None and issubclass(origin, Collection):
+        plain = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+        return plain and all(allows(arguments[0], element) for element in typing.cast(Collection[Any], value))
+    return _is_instance(origin or kind, value)
+
+
+def _is_instance(kind: type, value: object) -> bool:
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if isinstance(value, kind):
+        return True
+    # What merely behaves like the class of another package is taken for one; a plain value never does.
+    of_others = not dataclasses.is_dataclass(kind) and kind.__module__.startswith(("lightning.", "torch"))
+    return of_others and not isinstance(value, type) and type(value).__module__ != "builtins"
+
+
+def _members(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) in (Union, UnionType):
+        return [kind for member in typing.get_args(annotation) for kind in _members(member)]
+    return [NoneType if annotation is None else annotation]
+
+
+def _words(annotation: Any) -> list[str]:
+    words: list[str] = []
+    for kind in _members(annotation):
+        origin = typing.get_origin(kind)
+        if origin is Literal:
+            words += [repr(choice) for choice in typing.get_args(kind)]
+        elif origin is type:
+            words.append("a class")
+        elif origin is Callable:
+            words.append("a function")
+        elif origin is not None and issubclass(origin, Mapping):
+            words.append("a dict")
+        elif origin is not None and issubclass(origin, Collection):
+            words.append("a list")
+        elif dataclasses.is_dataclass(kind):
+            words.append(f"{kind.__name__}(...)")  # type: ignore[union-attr]
+        else:
+            words.append(_PLAIN.get(kind) or _with_article(kind.__name__))
+    return sorted(dict.fromkeys(words), key="None".__eq__)
+
+
+_PLAIN: dict[Any, str] = {
+    bool: "True or False",
+    float: "a number",
+    int: "an integer",
+    str: "a string",
+    timedelta: "a timedelta",
+    NoneType: "None",
+}
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
+def _either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

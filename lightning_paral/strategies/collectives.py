@@ -1,0 +1,166 @@
+"""What ranks do together during a run, and after an exception in it: then some of them may be elsewhere."""
+
+import warnings
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_paral.checkpoint.ranks import Ranks, all_ranks
+from lightning_paral.failure import Meeting, meet, new_run_name
+from lightning_paral.launcher import CheckedSubprocessLauncher
+from lightning_paral.process_group import name_timeout, release_process_group
+
+
+class Collectives(ParallelStrategy):
+    """Mixin, placed before the Lightning base.
+
+    After an exception the ranks that had one look for the others once, when they first need them. If all are here, they
+    go on in a group of its own, so that callbacks can save. Otherwise nothing is waited for, and nothing is written.
+    """
+
+    _run: str = ""
+    """The name of the run, from its beginning to its end."""
+    _meeting: Meeting | None = None
+    _timeout: timedelta | None
+
+    def _begin_run(self) -> None:
+        """Have a name for the run, by which ranks find each other after an exception. *Collective* over the world."""
+        self._meeting = None
+        self._run = self.broadcast(new_run_name())
+        assert self.lightning_module is not None
+        for callback in self.lightning_module.trainer.checkpoint_callbacks:
+            if getattr(callback, "save_on_exception", True):
+                vars(callback)["on_exception"] = partial(self._save_on_exception, callback)
+
+    def _end_run(self) -> None:
+        """Forget the run. After a failure on several ranks, which may be anywhere, the process group goes with it."""
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            trainer = self.lightning_module.trainer
+            for callback in trainer.checkpoint_callbacks:
+                vars(callback).pop("on_exception", None)
+            if trainer.state.status == TrainerStatus.INTERRUPTED:
+                if self.world_size > 1:
+                    release_process_group()
+                if isinstance(self._launcher, CheckedSubprocessLauncher):
+                    self._launcher.end_children()
+        self._run, self._meeting = "", None
+
+    @property
+    def _is_failing(self) -> bool:
+        """Whether an exception has ended the run, which is not torn down yet."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def _meet(self) -> Meeting:
+        """Return whether all ranks are here, as they are unless there was an exception."""
+        if not self._is_failing or not dist.is_initialized():
+            return Meeting(all_here=True)
+        if self._meeting is None:
+            assert self._timeout is not None
+            self._meeting = meet(self._run, self._timeout)
+        return self._meeting
+
+    def _ranks(self) -> Ranks:
+        """Return the ranks that save together."""
+        return all_ranks(self._meet().group)
+
+    @property
+    def _saves_in_background(self) -> bool:
+        return bool(self._run) and not self._is_failing
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save; where ranks failed alone, write nothing and say so. *Collective* over the world."""
+        if self._meet().all_here:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self._warn_of_others(f"{filepath} was not saved")
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but where the one that takes its place was not saved."""
+        if self._meet().all_here:
+            super().remove_checkpoint(filepath)
+
+    def _save_on_exception(
+        self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
+    ) -> None:
+        """Let `callback` save, if that is possible. The exception that is raised stays the one that ended the run."""
+        try:
+            if self._meet().all_here:
+                type(callback).on_exception(callback, trainer, module, exception)
+            else:
+                self._warn_of_others(f"{type(callback).__name__} saved no checkpoint")
+        except Exception as error:
+            rank_zero_warn(f"{type(callback).__name__} could not save on {type(exception).__name__}: {error}")
+
+    def _warn_of_others(self, what: str) -> None:
+        # Not by rank 0 only: it may be elsewhere.
+        warnings.warn(
+            f"{what} on rank {self.global_rank}: the run failed on some of its {self.world_size} ranks only, and all "
+            "of them have to save together.",
+            stacklevel=2,
+        )
+
+    def _reachable(self) -> Meeting | None:
+        """Return where the ranks of the run meet, `None` if there is no process group of theirs or not all are here."""
+        meeting = self._meet()
+        if not dist.is_initialized() or not meeting.all_here or dist.get_world_size() != self.world_size:
+            return None
+        return meeting
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. *Collective*; does nothing without a process group, and where ranks failed alone."""
+        meeting = self._reachable()
+        if meeting is None:
+            return
+        on_cuda = self.root_device.type == "cuda" and meeting.group is None
+        dist.barrier(group=meeting.group, device_ids=[self.root_device.index] if on_cuda else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s `obj`. *Collective*; returns `obj` itself where ranks failed alone."""
+        meeting = self._reachable()
+        if meeting is None:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=meeting.group)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce `tensor` over the ranks, in place, and return it; anything but a tensor is returned as it is.
+
+        *Collective* over `group` (all ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA run,
+        and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts with
+        it the samples behind what is logged. Where ranks failed alone, `tensor` stays as it is.
+        """
+        meeting = self._reachable() if isinstance(tensor, Tensor) else None
+        if meeting is None:
+            return tensor
+        average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+        if average:
+            operation = dist.ReduceOp.SUM  # gloo has no AVG
+        else:
+            operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        if group is None and meeting.group is not None:
+            on_host = tensor.cpu()
+            dist.all_reduce(on_host, op=operation, group=meeting.group)
+            tensor.copy_(on_host)
+        else:
+            dist.all_reduce(tensor, op=operation, group=group)
+        if average:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor / dist.get_world_size(group)
+            tensor.div_(dist.get_world_size(group))
+        return tensor
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Name the timeout in the message of a collective that ran into it."""
+        super().on_exception(exception)
+        if self._timeout is not None:
+            name_timeout(exception, self._timeout, f"{type(self).__name__}(timeout=...)")

@@ -1,0 +1,42 @@
+"""Warnings of others, about others, in our runs: nobody who reads them could do anything about them."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+
+class Noise(NamedTuple):
+    """A warning, by what it says and by the module that it is about."""
+
+    message: str
+    category: type[Warning]
+    module: str
+
+
+NOISE = (
+    # Lightning 2.6.6 with torch 2.13, for each of its loaders.
+    Noise(r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning, r"(pytorch_)?lightning\b"),
+    # DeepSpeed 0.19.8 with torch 2.13, while it is imported.
+    Noise(r"`torch\.jit\.script_method` is deprecated", DeprecationWarning, r"torch\.jit\b"),
+)
+
+
+@contextmanager
+def noise_left_out() -> Iterator[None]:
+    """Leave out the warnings of `NOISE`, and only those, until the context ends.
+
+    The filters are the process's. What others add to them, or reset, in the meantime stays so.
+    """
+    added = []
+    for noise in NOISE:
+        before = list(warnings.filters)
+        warnings.filterwarnings("ignore", noise.message, noise.category, noise.module)
+        if warnings.filters[0] not in before:  # else it is the user's own, and stays
+            added.append(warnings.filters[0])
+    try:
+        yield
+    finally:
+        for each in added:
+            with suppress(ValueError):  # somebody has reset the filters
+                warnings.filters.remove(each)  # type: ignore[attr-defined]

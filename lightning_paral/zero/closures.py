@@ -1,0 +1,97 @@
+"""What an optimizer's `step` gets: Lightning's caller gives it a closure and more, DeepSpeed calls it without."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+
+from lightning_paral.errors import ConfigurationError
+
+
+class Evaluated:
+    """A closure that was evaluated before the step, as gradients are divided by then. It returns what it did return.
+
+    Args:
+        result: that.
+        kind: of the optimizer, for messages.
+    """
+
+    def __init__(self, result: Any, kind: type[Optimizer]) -> None:
+        self._result = result
+        self._kind = kind
+        self.was_called = False
+
+    def __call__(self) -> Any:
+        """Return the result.
+
+        Raises:
+            ConfigurationError: it was asked for before in this step: that means another forward and backward.
+        """
+        if self.was_called:
+            raise ConfigurationError(
+                f"{self._kind.__name__}.step evaluates its closure more than once: it needs several backward passes "
+                "per step, which ZeRO cannot do. Train with paral_ddp, or choose an optimizer that needs one."
+            )
+        self.was_called = True
+        return self._result
+
+
+def closure_for(optimizer: Optimizer, result: Any) -> dict[str, Evaluated]:
+    """Return the argument by which `optimizer.step` gets a closure that returns `result`; none if it takes none."""
+    if not _takes_closure(type(optimizer).step):
+        return {}
+    return {"closure": Evaluated(result, type(optimizer))}
+
+
+@cache
+def _takes_closure(step: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(step).parameters
+    return "closure" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+class StepArguments:
+    """The arguments of the steps of one engine.
+
+    Args:
+        engines: DeepSpeed's optimizer, whose inner ones get the arguments.
+    """
+
+    def __init__(self, engines: Any) -> None:
+        self._result: Any = None
+        self._others: dict[str, Any] | None = None
+        for name in ("optimizer", "backup_optimizer"):
+            inner = getattr(engines, name, None)
+            if isinstance(inner, Optimizer):
+                inner.step = self._with_arguments(inner)  # type: ignore[method-assign]
+
+    @contextmanager
+    def passed(self, result: Any, others: dict[str, Any]) -> Iterator[None]:
+        """Let steps inside this context get a closure that returns `result`, and `others` by name."""
+        self._result, self._others = result, others
+        try:
+            yield
+        finally:
+            self._result = self._others = None
+
+    def _with_arguments(self, optimizer: Optimizer) -> Callable[..., Any]:
+        step = optimizer.step
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            if self._others is None or args:
+                return step(*args, **kwargs)
+            closure = closure_for(optimizer, self._result)
+            result = step(**(closure | self._others | kwargs))
+            # Without a result there was no closure: manual optimization.
+            if self._result is not None and not all(each.was_called for each in closure.values()):
+                raise MisconfigurationException(
+                    "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your "
+                    "`optimizer_step` hook? It could also happen because the `optimizer.step(optimizer_closure)` call "
+                    "did not execute it internally."
+                )
+            return result
+
+        return stepping

@@ -1,0 +1,1 @@
+"""Lightning's public features, and what comes of each under every strategy."""

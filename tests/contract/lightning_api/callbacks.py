@@ -1,0 +1,355 @@
+"""Every callback in `lightning.pytorch.callbacks`."""
+
+import json
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.contract.lightning_api.arguments import metrics_of
+from tests.contract.lightning_api.rows import ALL, row
+from tests.contract.lightning_api.run import OfRankZero, Run, plain
+from tests.contract.user_code.models import Supervised, validated
+
+
+class Scheduled(Supervised):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@row("`BackboneFinetuning`", columns=ALL)
+def backbone(run: Run) -> dict[str, Any]:
+    class Head(Supervised):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+    finetuning = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.5)
+    found = run.fit(Head, callbacks=[finetuning], max_epochs=3)
+    return found | {"groups": [group["lr"] for group in run.last.optimizers[0].param_groups]}
+
+
+@row("`BaseFinetuning`, of one's own")
+def finetuning(run: Run) -> dict[str, Any]:
+    class Mine(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.backbone.stem)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.backbone.stem, optimizer, lr=0.01)
+
+    return run.fit(callbacks=[Mine()], max_epochs=2)
+
+
+@row("`BasePredictionWriter`")
+def writer(run: Run) -> dict[str, Any]:
+    written: list[Any] = []
+
+    class Writer(BasePredictionWriter):
+        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
+            written.extend(zip(indices, prediction.tolist(), strict=True))
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            (batches,) = indices
+            for each, prediction in zip(batches, predictions, strict=True):
+                written.extend(zip(each, prediction.tolist(), strict=True))
+
+    class Predicting(Supervised):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0]).sum(dim=1)
+
+    loader = torch.utils.data.DataLoader(run.data()["train_dataloaders"].dataset, 12)
+    run.trainer(callbacks=[Writer("batch_and_epoch")]).predict(run.module(Predicting), loader)
+    return {"written, by sample": sorted(run.of_all_ranks(written))}
+
+
+@row("`BatchSizeFinder`", reference="ddp", names="BatchSizeFinder|batch size")
+def batch_size_finder(run: Run) -> dict[str, Any]:
+    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=4)
+    module = run.module(WithLoader)
+    found = run.fit(module, loaders=None, callbacks=[finder])
+    return {"batch size": module.batch_size, "weights": found["weights"]}
+
+
+class WithLoader(Supervised):
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(64, 5, generator=generator)
+        dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :3])
+        return torch.utils.data.DataLoader(dataset, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+@row("`DeviceStatsMonitor`")
+def device_stats(run: Run) -> dict[str, Any]:
+    logger = CSVLogger(run.folder)
+    found = run.fit(callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=logger, log_every_n_steps=1)
+    text = "".join(path.read_text() for path in run.folder.glob("**/metrics.csv"))
+    return found | {"logged": OfRankZero(text.count("cpu_percent") > 0)}
+
+
+@row("`EarlyStopping`")
+def early_stopping(run: Run) -> dict[str, Any]:
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    found = run.fit(loaders=validated, callbacks=[stopping], max_epochs=6)
+    return found | {"stopped": (stopping.stopped_epoch, stopping.wait_count), "best": float(stopping.best_score)}
+
+
+@row("`EMAWeightAveraging`", columns=ALL)
+def ema(run: Run) -> dict[str, Any]:
+    found = run.fit(loaders=validated, callbacks=[EMAWeightAveraging(decay=0.5)], max_epochs=2)
+    run_saved(run, "ema.ckpt")
+    return found
+
+
+def run_saved(run: Run, name: str) -> None:
+    run.last.save_checkpoint(run.folder / name)
+
+
+@row("`WeightAveraging`", columns=ALL)
+def averaging(run: Run) -> dict[str, Any]:
+    class Late(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return step_idx is not None and step_idx >= 2
+
+    return run.fit(loaders=validated, callbacks=[Late()], max_epochs=2)
+
+
+@row("`StochasticWeightAveraging`", columns=ALL)
+def swa(run: Run) -> dict[str, Any]:
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+    return run.fit(loaders=validated, callbacks=[averaging], max_epochs=3)
+
+
+@row("`GradientAccumulationScheduler`", columns=ALL)
+def accumulation(run: Run) -> dict[str, Any]:
+    return run.fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=2)
+
+
+@row("`LambdaCallback`, `Callback`")
+def lambdas(run: Run) -> dict[str, Any]:
+    called: list[Any] = []
+    names = ("setup", "on_fit_start", "on_train_epoch_end", "on_fit_end", "teardown")
+    hooks = {name: lambda *args, name=name, **kwargs: called.append(name) for name in names}
+    return run.fit(callbacks=[LambdaCallback(**hooks)]) | {"called": called}
+
+
+@row("`LearningRateFinder`", columns=ALL)
+def rate_finder(run: Run) -> dict[str, Any]:
+    class Rated(Supervised):
+        lr = 0.05
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    module = run.module(Rated)
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=4, early_stop_threshold=None)
+    found = run.fit(module, callbacks=[finder])
+    assert finder.optimal_lr is not None
+    return found | {"lr": module.lr, "tried": finder.optimal_lr.results["lr"]}
+
+
+@row("`LearningRateMonitor(log_momentum=True, log_weight_decay=True)`", columns=ALL)
+def rate_monitor(run: Run) -> dict[str, Any]:
+    monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    logger = CSVLogger(run.folder)
+    found = run.fit(Scheduled, callbacks=[monitor], logger=logger, log_every_n_steps=1, max_epochs=2)
+    return found | {"file": metrics_of(run), "lrs": monitor.lrs}
+
+
+@row("`ModelCheckpoint`: best, last, top k", columns=ALL, covers=("Checkpoint",))
+def checkpoint(run: Run) -> dict[str, Any]:
+    saving = ModelCheckpoint(run.folder / "kept", "{epoch}-{step}", "val_loss", save_top_k=2, save_last=True)
+    found = run.fit(loaders=validated, callbacks=[saving], enable_checkpointing=True, max_epochs=3)
+    assert isinstance(saving, Checkpoint)
+    names = sorted(path.name for path in (run.folder / "kept").iterdir())
+    return (
+        found
+        | {
+            "files": OfRankZero(names),
+            "best": (str(saving.best_model_path).replace(str(run.folder), ""), float(saving.best_model_score)),
+            "saved": run.saved(saving.best_model_path).value["state_dict"] if run.rank == 0 else found["weights"],
+        }
+        | {"saved": OfRankZero(run.saved(run.folder / "kept" / "last.ckpt").value)}
+    )
+
+
+@row("`ModelCheckpoint(every_n_train_steps=2, save_weights_only=True)`")
+def every_n_steps(run: Run) -> dict[str, Any]:
+    saving = ModelCheckpoint(run.folder / "kept", every_n_train_steps=2, save_top_k=-1, save_weights_only=True)
+    found = run.fit(callbacks=[saving], enable_checkpointing=True)
+    names = sorted(path.name for path in (run.folder / "kept").iterdir())
+    return found | {"files": OfRankZero(names), "saved": run.saved(run.folder / "kept" / names[0])}
+
+
+class Failing(Supervised):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 2:
+            raise ArithmeticError("of the user")
+        return super().training_step(batch, batch_idx)
+
+
+@row("`ModelCheckpoint(save_on_exception=True)`", columns=ALL)
+def on_exception(run: Run) -> dict[str, Any]:
+    saving = ModelCheckpoint(run.folder / "kept", save_on_exception=True)
+    try:
+        run.fit(Failing, callbacks=[saving], enable_checkpointing=True)
+        raised = "nothing"
+    except ArithmeticError as error:
+        raised = str(error)
+    names = sorted(path.name for path in (run.folder / "kept").iterdir())
+    return {"raised": raised, "files": OfRankZero(names), "saved": run.saved(run.folder / "kept" / names[0])}
+
+
+@row("`OnExceptionCheckpoint`", columns=ALL)
+def exception_checkpoint(run: Run) -> dict[str, Any]:
+    try:
+        run.fit(Failing, callbacks=[OnExceptionCheckpoint(run.folder, "failed")], enable_checkpointing=True)
+        raised = "nothing"
+    except ArithmeticError as error:
+        raised = str(error)
+    return {"raised": raised, "saved": run.saved(run.folder / "failed.ckpt")}
+
+
+@row("`ModelPruning`")
+def pruning(run: Run) -> dict[str, Any]:
+    def parameters(module: Any) -> Any:
+        return [(module.head, "weight"), (module.backbone.stem, "weight")]
+
+    class Late(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            (pruning,) = [each for each in trainer.callbacks if isinstance(each, ModelPruning)]
+            pruning._parameters_to_prune = parameters(module)
+
+    made = ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=True)
+    return run.fit(callbacks=[Late(), made])
+
+
+@row("`ModelSummary(max_depth=2)`")
+def summary(run: Run) -> dict[str, Any]:
+    printed: list[Any] = []
+
+    class Kept(ModelSummary):
+        @staticmethod
+        def summarize(summary_data: Any, total: int, trained: int, size: float, *args: Any, **kwargs: Any) -> None:
+            printed.append((dict(summary_data)["Name"], dict(summary_data)["Params"], total, trained, size))
+
+    return run.fit(callbacks=[Kept(max_depth=2)], enable_model_summary=True) | {"printed": OfRankZero(printed)}
+
+
+@row("`RichModelSummary`, `RichProgressBar`")
+def rich(run: Run) -> dict[str, Any]:
+    callbacks = [RichModelSummary(), RichProgressBar()]
+    return run.fit(loaders=validated, callbacks=callbacks, enable_model_summary=True, enable_progress_bar=True)
+
+
+@row("`TQDMProgressBar`, `ProgressBar`", covers=("ProgressBar",))
+def bar(run: Run) -> dict[str, Any]:
+    seen: list[Any] = []
+
+    class Bar(TQDMProgressBar):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, module, *args)
+            seen.append((self.total_train_batches, sorted(self.get_metrics(trainer, module))))
+
+    class Shown(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("shown", loss, prog_bar=True)
+            return loss
+
+    assert issubclass(Bar, ProgressBar)
+    return run.fit(Shown, loaders=validated, callbacks=[Bar()], enable_progress_bar=True) | {"seen by the bar": seen}
+
+
+@row("`SpikeDetection`", reference="ddp")
+def spikes(run: Run) -> dict[str, Any]:
+    detection = SpikeDetection(warmup=1, exclude_batches_path=run.folder / f"skip-{run.rank}.json")
+    return run.fit(callbacks=[detection])
+
+
+@row("`ThroughputMonitor`")
+def throughput(run: Run) -> dict[str, Any]:
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    logger = CSVLogger(run.folder)
+    found = run.fit(callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    header = [path.read_text().splitlines()[0] for path in run.folder.glob("**/metrics.csv")]
+    return found | {"logged": OfRankZero("device/batches_per_sec" in "".join(header))}
+
+
+@row("`Timer`")
+def timer(run: Run) -> dict[str, Any]:
+    timer = Timer(duration={"seconds": 0}, interval="step")
+    found = run.fit(callbacks=[timer], max_epochs=3)
+    return {"steps": found["steps"], "elapsed": timer.time_elapsed() > 0}
+
+
+@row("a callback with state, over a resume")
+def state(run: Run) -> dict[str, Any]:
+    class Stateful(Callback):
+        def __init__(self) -> None:
+            self.steps, self.order = 0, []
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.steps += 1
+
+        def setup(self, *args: Any, **kwargs: Any) -> None:
+            self.order.append(("setup", self.steps))
+
+        def on_fit_start(self, *args: Any) -> None:
+            self.order.append(("on_fit_start", self.steps))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.steps = state["steps"]
+            self.order.append(("load_state_dict", self.steps))
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["user_own"] = json.dumps(self.steps)
+
+        def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            self.order.append(("on_load_checkpoint", checkpoint["user_own"]))
+
+    class Saving(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(run.folder / "x.ckpt")
+
+    run.fit(callbacks=[Stateful(), Saving()])
+    second = Stateful()
+    found = run.fit(callbacks=[second], max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
+    return found | {"order": plain(second.order), "steps of it": second.steps}

@@ -1,0 +1,278 @@
+"""What LightningModule offers: logging, optimization by hand, hyper-parameters, loading, export."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics import MeanSquaredError
+
+from tests.contract.lightning_api.rows import ALL, RANKS, row
+from tests.contract.lightning_api.run import Run, plain
+from tests.contract.lightning_api.running import Saving
+from tests.contract.user_code.models import Supervised, validated
+
+
+class Manual(Supervised):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+@row("manual optimization: `manual_backward`, `clip_gradients`, `lr_schedulers()`", columns=ALL)
+def manual(run: Run) -> dict[str, Any]:
+    return run.fit(Manual, max_epochs=2)
+
+
+class Adversarial(LightningModule):
+    """Lightning's example of a GAN, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 5))
+        self.discriminator = nn.Sequential(nn.Linear(5, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+        self.seen: list[Any] = []
+
+    def forward(self, z: Any) -> Any:
+        return self.generator(z)
+
+    def judged(self, x: Any, real: bool) -> Any:
+        found = self.discriminator(x)
+        return nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, float(real)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = self.judged(self(batch[0]), real=True)
+        self.log("generator", loss, sync_dist=True)
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        other = (self.judged(batch[0], real=True) + self.judged(self(batch[0]).detach(), real=False)) / 2
+        self.log("discriminator", other, sync_dist=True)
+        self.manual_backward(other)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.generator, self.discriminator)]
+
+
+@row("several optimizers, `toggle_optimizer`: Lightning's GAN", columns=ALL)
+def gan(run: Run) -> dict[str, Any]:
+    return run.fit(Adversarial, max_epochs=2, callbacks=[Saving(run, "x.ckpt")])
+
+
+@row("`self.log`: `reduce_fx`, `sync_dist`, `batch_size`, `prog_bar`; `self.log_dict`")
+def log(run: Run) -> dict[str, Any]:
+    class Logging(Supervised):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            self.log("mean", loss, sync_dist=True, batch_size=len(batch[0]), prog_bar=True)
+            self.log("sum", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+            self.log("max", batch[0].max(), reduce_fx="max", sync_dist=True)
+            self.log("min", batch[0].min(), reduce_fx="min", sync_dist=True)
+            self.log_dict({"a": loss, "b": loss.square().sqrt()}, on_step=False, on_epoch=True, sync_dist=True)
+
+    return {"metrics": run.fit(Logging, loaders=validated)["metrics"]}
+
+
+@row("`self.log` of a torchmetrics metric")
+def metric(run: Run) -> dict[str, Any]:
+    class Measuring(Supervised):
+        def __init__(self) -> None:
+            super().__init__()
+            self.error = MeanSquaredError()
+            self.trained = MeanSquaredError()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trained(self(batch[0]).detach(), batch[1])
+            self.log("trained", self.trained, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.error(self(batch[0]), batch[1])
+            self.log("error", self.error)
+
+    found = run.fit(Measuring, loaders=validated, max_epochs=2)
+    return {"metrics": found["metrics"], "weights": found["weights"]}
+
+
+@row("`self.all_gather`", columns=RANKS, reference="ddp")
+def all_gather(run: Run) -> dict[str, Any]:
+    class Gathering(Supervised):
+        def on_validation_epoch_end(self) -> None:
+            found = self.all_gather({"rank": torch.tensor(self.global_rank), "two": [torch.ones(2)]})
+            self.seen.append(plain(found))
+
+    return run.fit(Gathering, loaders=validated)
+
+
+class Hyper(Supervised):
+    def __init__(self, lr: float = 0.05, loss_function: Any = None, options: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+@row("`save_hyperparameters`, `load_from_checkpoint`", columns=ALL)
+def hyperparameters(run: Run) -> dict[str, Any]:
+    found = run.fit(lambda: Hyper(lr=0.1, options={"a": [1, 2]}), callbacks=[Saving(run, "x.ckpt")])
+    loaded = Hyper.load_from_checkpoint(run.folder / "x.ckpt", map_location="cpu")
+    return found | {"hparams": dict(loaded.hparams), "loaded": plain(loaded.state_dict())}
+
+
+@row("`save_hyperparameters` with a module among the arguments")
+def module_among(run: Run) -> dict[str, Any]:
+    found = run.fit(lambda: Hyper(loss_function=nn.MSELoss()), callbacks=[Saving(run, "x.ckpt")])
+    loaded = Hyper.load_from_checkpoint(run.folder / "x.ckpt", map_location="cpu", weights_only=False)
+    return found | {"loss": type(loaded.hparams.loss_function).__name__, "loaded": plain(loaded.state_dict())}
+
+
+@row("`save_hyperparameters(ignore=..., logger=False)`, `self.hparams` changed")
+def ignored(run: Run) -> dict[str, Any]:
+    class Ignoring(Supervised):
+        def __init__(self, width: int = 7, name: str = "x") -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="name", logger=False)
+            self.hparams.width = 8
+
+    found = run.fit(Ignoring, callbacks=[Saving(run, "x.ckpt")])
+    return found | {"hparams": dict(Ignoring.load_from_checkpoint(run.folder / "x.ckpt").hparams)}
+
+
+@row("`self.freeze`, `self.unfreeze`")
+def freezing(run: Run) -> dict[str, Any]:
+    class Freezing(Supervised):
+        def on_validation_start(self) -> None:
+            self.freeze()
+
+        def on_validation_end(self) -> None:
+            self.unfreeze()
+
+    return run.fit(Freezing, loaders=validated, max_epochs=2, num_sanity_val_steps=0)
+
+
+@row("`strict_loading = False`")
+def not_strict(run: Run) -> dict[str, Any]:
+    class Partial(Supervised):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = False
+            self.register_buffer("extra", torch.zeros(2))
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            return {name: value for name, value in state.items() if not name.endswith("extra")}
+
+    run.fit(Partial, callbacks=[Saving(run, "x.ckpt")])
+    return run.fit(Partial, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
+
+
+@row("`state_dict()` without arguments, `load_state_dict` renaming old keys")
+def own_states(run: Run) -> dict[str, Any]:
+    class Renaming(Supervised):
+        def state_dict(self) -> Any:
+            return {name.replace("head", "old_head"): value for name, value in super().state_dict().items()}
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+            renamed = {name.replace("old_head", "head"): value for name, value in state_dict.items()}
+            return super().load_state_dict(renamed, strict)
+
+    run.fit(Renaming, callbacks=[Saving(run, "x.ckpt")])
+    return run.fit(Renaming, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
+
+
+@row("`example_input_array`, `to_torchscript` after `fit`")
+def exported(run: Run) -> dict[str, Any]:
+    module = run.module(Supervised)
+    module.example_input_array = torch.ones(2, 5)
+    found = run.fit(module, enable_model_summary=True)
+    script = module.to_torchscript(method="trace")
+    return found | {"output": script(torch.ones(1, 5)).detach()}
+
+
+@row("the module by itself after `fit`: call, `state_dict`, `torch.save`, `deepcopy`")
+def by_itself(run: Run) -> dict[str, Any]:
+    import copy
+
+    module = run.module(Supervised)
+    found = run.fit(module)
+    torch.save(module.state_dict(), run.folder / f"weights-{run.rank}.pt")
+    loaded = Supervised()
+    loaded.load_state_dict(torch.load(run.folder / f"weights-{run.rank}.pt"))
+    copied = copy.deepcopy(module)
+    inputs = torch.ones(2, 5)
+    return found | {"outputs": [plain(each.eval()(inputs)) for each in (module, loaded, copied)]}
+
+
+@row("`training_step` returning a dict, `None`")
+def outputs(run: Run) -> dict[str, Any]:
+    class Returning(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "extra": torch.ones(2)}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append((sorted(outputs), float(outputs["extra"].mean())))
+
+    return run.fit(Returning)
+
+
+@row("`training_step` returning `None`", names="None", reference="ddp")
+def nothing(run: Run) -> dict[str, Any]:
+    class Nothing(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else self.loss(batch)
+
+    return run.fit(Nothing)
+
+
+@row("`configure_optimizers` returning `None`")
+def no_optimizer(run: Run) -> dict[str, Any]:
+    class Still(Supervised):
+        def configure_optimizers(self) -> None:
+            return None
+
+    return run.fit(Still)
+
+
+@row("`configure_optimizers`: a dict with `monitor`, `frequency`, `interval`", columns=ALL)
+def plateau(run: Run) -> dict[str, Any]:
+    class Plateau(Supervised):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    found = run.fit(Plateau, loaders=validated, max_epochs=3)
+    return found | {"lr": run.last.optimizers[0].param_groups[0]["lr"]}
+
+
+@row("an iterator in the step: `training_step(self, dataloader_iter)`")
+def iterator(run: Run) -> dict[str, Any]:
+    class Drawing(Supervised):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    return run.fit(Drawing)

@@ -1,0 +1,55 @@
+"""A row of the contract: one public feature of Lightning, used as its documentation shows it."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.contract.lightning_api.run import Run
+
+ALL = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
+ENOUGH = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
+"""For what is no matter of optimizers: stage 1 differs from stage 2 in nothing else."""
+RANKS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
+"""For what one process does not have."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One feature, used under every strategy."""
+
+    label: str
+    """Unique and short: what the user writes."""
+    theme: str
+    """The file it is in."""
+    scenario: Callable[[Run], dict[str, Any]]
+    """Uses the feature on one rank; returns what came of it, by name. See `comparing` for how values are compared."""
+    columns: tuple[str, ...] = ENOUGH
+    reference: str = "auto"
+    """What it may equal beside one process: `"ddp"`, Lightning's own at the same number of ranks."""
+    tolerance: float = 1e-5
+    covers: tuple[str, ...] = ()
+    """Names of the public interface it stands for, where the label does not have them."""
+    names: str = ""
+    """What a refusal has to name, as a regular expression."""
+    patience: float = 60.0
+    """Seconds after which a cell counts as hanging."""
+    of_one_rank: bool = False
+    """The error is one rank's own: whatever started the ranks ends the others, as for any exception."""
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(label: str, **options: Any) -> Callable[[Any], Any]:
+    """Register the decorated scenario as a row."""
+    file = sys._getframe(1).f_code.co_filename
+
+    def register(scenario: Any) -> Any:
+        assert label not in ROWS, label
+        assert "|" not in label, label
+        ROWS[label] = Row(label, Path(file).stem, scenario, **options)
+        return scenario
+
+    return register

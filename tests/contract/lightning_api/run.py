@@ -1,0 +1,149 @@
+"""What a row has at hand on one rank: a Trainer with the strategy, small modules and data, and what to compare."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_paral.checkpoint.loading import look
+from tests.contract.user_code.models import Loaders, Supervised, regression
+from tests.models import quiet_trainer
+
+SEED = 3
+OF_CHECKPOINT = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks")
+
+
+@dataclass
+class Mean:
+    """A value of which the mean over the ranks is compared."""
+
+    value: Any
+
+
+@dataclass
+class OfRankZero:
+    """A value that is compared on rank 0 only: a file, or what is printed."""
+
+    value: Any
+
+
+class Losses(Callback):
+    """Records the loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self.losses.append(float(loss))
+
+
+@dataclass
+class Run:
+    """A cell, on one rank."""
+
+    strategy: Callable[[], Any]
+    folder: Path
+    """The same on all ranks."""
+    num_devices: int
+    last: Trainer = field(init=False)
+    """The Trainer of the last fit."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are; one under DP."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def trainer(self, **options: Any) -> Trainer:
+        """Return a Trainer with the strategy of the cell; one epoch, quiet, unless `options` say otherwise."""
+        own = {"devices": self.num_devices, "strategy": self.strategy(), "default_root_dir": self.folder}
+        return quiet_trainer(**({"max_epochs": 1} | own | options))
+
+    def module(self, make: Callable[..., Any] = Supervised, *arguments: Any, **options: Any) -> Any:
+        """Return a module with the same values in all cells."""
+        torch.manual_seed(SEED)
+        return make(*arguments, **options)
+
+    def data(self, loaders: Loaders = regression) -> dict[str, Any]:
+        """Return what `fit` gets: this rank's share of global batches."""
+        return loaders(self.rank, self.num_ranks)
+
+    def of_all_ranks(self, values: list[Any]) -> list[Any]:
+        """Return the lists of all ranks, joined. *Collective*."""
+        if not dist.is_initialized():
+            return values
+        lists: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(lists, values)
+        return [value for each in lists for value in each]
+
+    def fit(
+        self,
+        make: Callable[[], LightningModule] | LightningModule = Supervised,
+        loaders: Loaders | None = regression,
+        callbacks: Any = (),
+        how: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Fit, and return losses, weights and metrics.
+
+        Args:
+            make: makes the module, or is it.
+            loaders: what `fit` gets; `None` where the module or `how` has them.
+            callbacks: of the Trainer.
+            how: further arguments of `fit`.
+            options: of the Trainer.
+        """
+        module = make if isinstance(make, LightningModule) else self.module(make)
+        losses = Losses()
+        self.last = trainer = self.trainer(callbacks=[*callbacks, losses], **options)
+        torch.manual_seed(SEED)
+        trainer.fit(module, **({} if loaders is None else self.data(loaders)), **(how or {}))
+        return {
+            "losses": Mean(losses.losses),
+            "weights": plain(dict(module.state_dict())),
+            "metrics": Mean({name: float(value) for name, value in trainer.callback_metrics.items()}),
+            "steps": (trainer.global_step, trainer.current_epoch),
+            "seen": plain(getattr(module, "seen", [])),
+        }
+
+    def saved(self, path: Path | str) -> OfRankZero:
+        """Return what a checkpoint holds, whatever its form."""
+        if self.rank:
+            return OfRankZero(None)
+        _, checkpoint = look(path, weights_only=False)
+        kept = {key: value for key, value in checkpoint.items() if key in OF_CHECKPOINT or key.startswith("user_")}
+        for optimizer in kept.get("optimizer_states", []):
+            for group in optimizer["param_groups"]:
+                group.pop("param_names", None)  # ours have it beside what torch writes
+        return OfRankZero(_elsewhere(plain(kept), str(self.folder)))
+
+
+def _elsewhere(values: Any, folder: str) -> Any:
+    """Return a nest of containers without the name of a folder."""
+    return tree_map_only(str, lambda text: text.replace(folder, ""), values)
+
+
+def plain(values: Any) -> Any:
+    """Return a copy of a nest of containers with whole tensors on the CPU. *Collective* where there are shards."""
+    return tree_map_only(Tensor, _whole, values)
+
+
+def _whole(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().cpu().clone()

@@ -1,0 +1,84 @@
+"""The table in docs/lightning.md: what is expected of every cell, in words and for the test."""
+
+import re
+from pathlib import Path
+
+from tests.contract.lightning_api.rows import ALL, ROWS
+from tests.contract.user_code.outcomes import Outcome
+
+PATH = Path(__file__).parents[3] / "docs" / "lightning.md"
+TITLES = {
+    "arguments": "Arguments of the Trainer",
+    "running": "Running: fit, validate, test, predict, resume",
+    "callbacks": "Callbacks",
+    "loggers": "Loggers and profilers",
+    "tuning": "Tuner",
+    "modules": "LightningModule",
+    "hooks": "Hooks",
+    "data": "Data",
+}
+INTRODUCTION = """\
+# What of Lightning works under which strategy
+
+Each row is a public feature of Lightning, each column a strategy, at two ranks or two devices. A cell says what comes
+of it:
+
+- **equal**: losses, weights, metrics, files, and what the feature is for are those of one process with the same global
+  batches, up to rounding.
+- **as ddp**: they are those of Lightning's `ddp` at two ranks, where one process has no such thing, or another.
+- **refused**: an error says so and names what it is about; the footnote has its first sentence.
+- **open**: neither, which is a defect.
+
+An empty cell is not run: `paral_zero1` where its optimizer has no part in the feature, in which it is `paral_zero2`;
+`paral_dp`, which is one process, where the feature is about ranks. Loggers that need other packages are not run: to a
+strategy they are all alike. `docs/user-code.md` has what may stand in modules and callbacks.
+
+`tests/contract/test_lightning_api.py` runs every cell. `python -m tests.contract.lightning_api --write` writes this
+page.
+"""
+OPEN, NOT_RUN = "open", ""
+
+
+def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
+    """Write the page from the outcomes of all cells."""
+    notes: dict[str, int] = {}
+    lines = [INTRODUCTION]
+    for theme, title in TITLES.items():
+        lines += [f"## {title}", "", "| | " + " | ".join(f"`{label}`" for label in ALL) + " |"]
+        lines += ["|---" * (len(ALL) + 1) + "|"]
+        for row in ROWS.values():
+            if row.theme == theme:
+                words = [_word(outcomes.get((row.label, column)), notes) for column in ALL]
+                lines += [f"| {row.label} | " + " | ".join(words) + " |"]
+        lines += [""]
+    lines += [f"[^{number}]: {note}" for note, number in notes.items()]
+    PATH.parent.mkdir(exist_ok=True)
+    PATH.write_text("\n".join(lines) + "\n")
+
+
+def read() -> dict[tuple[str, str], tuple[str, str]]:
+    """Return what the page says of each cell: the word, and the footnote's text."""
+    text = PATH.read_text()
+    notes = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", text, flags=re.MULTILINE))
+    said: dict[tuple[str, str], tuple[str, str]] = {}
+    for line in text.splitlines():
+        if not line.startswith("| ") or line.startswith("| |"):
+            continue
+        label, *words = [cell.strip() for cell in line.split("|")[1:-1]]
+        for column, cell in zip(ALL, words, strict=True):
+            if cell:
+                word, _, number = cell.partition(" [^")
+                said[label, column] = (word, notes.get(number.rstrip("]"), ""))
+    return said
+
+
+def word(outcome: Outcome) -> str:
+    """Return what the page calls an outcome."""
+    return outcome.kind if outcome.is_allowed else OPEN
+
+
+def _word(outcome: Outcome | None, notes: dict[str, int]) -> str:
+    if outcome is None:
+        return NOT_RUN
+    note = f" [^{notes.setdefault(outcome.reason, len(notes) + 1)}]" if outcome.kind == "refused" else ""
+    return word(outcome) + note

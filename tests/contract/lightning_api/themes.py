@@ -1,0 +1,12 @@
+"""Importing this registers the rows of all themes."""
+
+from tests.contract.lightning_api import (  # noqa: F401
+    arguments,
+    callbacks,
+    data,
+    hooks,
+    loggers,
+    modules,
+    running,
+    tuning,
+)
