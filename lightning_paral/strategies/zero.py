@@ -413,9 +413,10 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
                 self._writes.end(settle=not self._failed)
             if self._users_optimizer is not None:
                 self._users_optimizer.show_state()
-                vars(self._lightning_optimizers[0]).pop("zero_grad", None)
-            if self._holdings is not None:
-                self._keep_optimizer(self._holdings)
+                for wrapper in self._lightning_optimizers:
+                    vars(wrapper).pop("zero_grad", None)
+            if self._gradients is not None:  # the setup has succeeded
+                self._keep_optimizer()
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
@@ -430,13 +431,18 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             super().teardown()
             self._folders.leave(self.lightning_module)
 
-    def _keep_optimizer(self, holdings: Holdings) -> None:
-        (optimizer,) = self.optimizers
+    def _keep_optimizer(self) -> None:
         assert self.lightning_module is not None
+        assert self._holdings is not None
+        assert self._users_optimizer is not None
+        optimizer = self._users_optimizer.optimizer
         if "offload_optimizer" in self._options.on_nvme:
             self._ended.lose(optimizer, "it was on NVMe")
-        else:
-            self._ended.keep(optimizer, self.lightning_module, holdings.optimizer_state(), {})
+            return
+        try:
+            self._ended.keep(optimizer, self.lightning_module, self._holdings.optimizer_state(), {})
+        except Exception as error:  # told to those who ask for the state; others have a run to end
+            self._ended.lose(optimizer, str(error))
 
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:
