@@ -476,11 +476,12 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         try:
             if self._writes is not None:
                 self._writes.end(settle=not self._failed)
-            for users, wrapped in zip(self._users_optimizers, self._lightning_optimizers, strict=False):
+            for users in self._users_optimizers:
                 users.show_state()
+            for wrapped in self._lightning_optimizers:
                 vars(wrapped).pop("zero_grad", None)
-            if self._holdings is not None:
-                self._keep_optimizers(self._holdings)
+            if self._gradients is not None:  # the setup has succeeded
+                self._keep_optimizers()
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
@@ -495,14 +496,19 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             super().teardown()
             self._folders.leave(self.lightning_module)
 
-    def _keep_optimizers(self, holdings: Holdings | JointHoldings) -> None:
+    def _keep_optimizers(self) -> None:
         assert self.lightning_module is not None
-        for optimizer in self.optimizers:
+        assert self._holdings is not None
+        for users in self._users_optimizers:
+            optimizer = users.optimizer
             if "offload_optimizer" in self._options.on_nvme:
                 self._ended.lose(optimizer, "it was on NVMe")
-            else:
-                state = holdings.of(optimizer).optimizer_state()
+                continue
+            try:
+                state = self._holdings.of(optimizer).optimizer_state()
                 self._ended.keep(optimizer, self.lightning_module, state, {})
+            except Exception as error:  # told to those who ask for the state; others have a run to end
+                self._ended.lose(optimizer, str(error))
 
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:
