@@ -13,7 +13,7 @@ from lightning_paral.config import Offload
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import GradientsNotReadyError
 from tests.models import Regression, quiet_trainer, regression_data
-from tests.several_models import GAN, KINDS, ActorCritic, Fitted, Plain, Toggled, fit
+from tests.several_models import KINDS, ActorCritic, Fitted, Plain, Toggled, fit
 from tests.zero_models import assert_same_fit
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -145,7 +145,7 @@ class Reading(Plain):
 
 def read(strategy: str | None, num_ranks: int) -> dict[str, Tensor]:
     model = Reading()
-    fit(model, num_ranks, **({} if strategy is None else {"strategy": strategy_of(strategy)}))
+    fit(model, num_ranks, 2, **({} if strategy is None else {"strategy": strategy_of(strategy)}))
     return {name: value.detach().clone() for name, value in model.seen.items()}
 
 
@@ -160,7 +160,7 @@ def test_gradients_and_states_are_read_by_optimizer(on_ranks, strategy: str) -> 
 # What is refused
 
 
-class SharedParameter(GAN):
+class SharedParameter(Plain):
     def configure_optimizers(self) -> Any:
         shared = self.discriminator[0].parameters()
         return [torch.optim.SGD(each, lr=0.1) for each in (self.discriminator.parameters(), shared)]
