@@ -26,6 +26,7 @@ LAYERS = (
     "launcher",
     "process_group",
     "config",
+    "compat",
     "_version",
     "errors",
 )
