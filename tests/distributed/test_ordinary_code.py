@@ -325,14 +325,24 @@ def watch_parameters(num_ranks: int, **options: Any) -> Any:
     return num_seen, seen, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def watch_parameters_on_rank(strategy: str, options: dict[str, Any]) -> Any:
+def watch_parameters_on_rank(strategy: Any, options: dict[str, Any]) -> Any:
     return watch_parameters(2, strategy=strategy, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["each step", "accumulating"])
-def test_hooks_of_parameters_see_and_change_under_fsdp_what_they_do_under_ddp(on_ranks, options: Any) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("paral_fsdp", {}),
+        ("paral_fsdp_offload", {"accumulate_grad_batches": 2}),
+        (ParalFSDPStrategy(accumulate="unsharded", units=[nn.Linear]), {"accumulate_grad_batches": 2}),
+    ],
+    ids=["each step", "accumulating", "unsharded"],
+)
+def test_hooks_of_parameters_see_and_change_under_fsdp_what_they_do_under_ddp(
+    on_ranks, strategy: Any, options: Any
+) -> None:
     for found, expected in zip(
-        on_ranks(2, watch_parameters_on_rank, "paral_fsdp", options),
+        on_ranks(2, watch_parameters_on_rank, strategy, options),
         on_ranks(2, watch_parameters_on_rank, "paral_ddp", options),
         strict=True,
     ):
