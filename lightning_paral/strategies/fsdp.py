@@ -118,7 +118,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
-        check_at_least("ParalFSDPStrategy", "replicate", replicate, 1)
         if not isinstance(reshard_after_forward, bool):
             check_at_least("ParalFSDPStrategy", "reshard_after_forward", reshard_after_forward, 1)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_paral.data.position import Position
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
+from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.process_group import (
     backend_for,
@@ -83,7 +85,9 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
         super()._configure_launcher()
         if type(self._launcher).__name__ == "_SubprocessScriptLauncher":
             assert self.cluster_environment is not None
-            self._launcher = CheckedSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = CheckedSubprocessLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, partial(check_before_launch, self)
+            )
 
     def _check_checkpoint_io(self) -> None:
         io = self._checkpoint_io
