@@ -127,8 +127,10 @@ def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
+    """Print nothing; forget what the Trainer set for the whole process."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_paral")]
     levels = [logger.level for logger in loggers]
+    environment = dict(os.environ)
     deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -138,6 +140,8 @@ def _quiet() -> Iterator[None]:
             with redirect_stdout(io.StringIO()):
                 yield
     finally:
+        os.environ.clear()
+        os.environ.update(environment)  # of a seed, say
         torch.use_deterministic_algorithms(deterministic)
         torch.backends.cudnn.benchmark = benchmark
         for logger, level in zip(loggers, levels, strict=True):

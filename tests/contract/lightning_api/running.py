@@ -6,9 +6,8 @@ import signal
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
-from torch import nn
 
 from lightning_paral import ParalError
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
@@ -234,18 +233,17 @@ def collectives(run: Run) -> dict[str, Any]:
     return run.fit(Asking)
 
 
-@row("`isolate_rng`, `seed_everything(workers=True)`")
+@row("`seed_everything(workers=True)`: the same run twice", columns=LIGHT)
 def seeded(run: Run) -> dict[str, Any]:
-    from lightning.pytorch import seed_everything
+    def once() -> dict[str, Any]:
+        seed_everything(5, workers=True, verbose=False)
+        module = Supervised()
+        dataset = regression(0, 1)["train_dataloaders"].dataset
+        run.trainer(max_epochs=2).fit(module, torch.utils.data.DataLoader(dataset, 5, shuffle=True))
+        return plain(dict(module.state_dict()))
 
-    seed_everything(5, workers=True, verbose=False)
-    return run.fit(nn_dropout_free)
-
-
-def nn_dropout_free() -> LightningModule:
-    module = Supervised()
-    module.extra = nn.Identity()
-    return module
+    first, second = once(), once()
+    return {"same": [name for name in first if not torch.equal(first[name], second[name])]}
 
 
 @row("a checkpoint that is not there", columns=LIGHT, names="not|No such")

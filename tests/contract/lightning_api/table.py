@@ -11,6 +11,7 @@ TITLES = {
     "arguments": "Arguments of the Trainer",
     "running": "Running: fit, validate, test, predict, resume",
     "callbacks": "Callbacks",
+    "checkpoints": "Callbacks that save",
     "loggers": "Loggers and profilers",
     "tuning": "Tuner",
     "modules": "LightningModule",

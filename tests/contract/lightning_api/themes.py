@@ -3,6 +3,7 @@
 from tests.contract.lightning_api import (  # noqa: F401
     arguments,
     callbacks,
+    checkpoints,
     data,
     hooks,
     loggers,
