@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.process_group import check_port_is_free
 
 _GRACE_SECONDS = 10.0  # for the other ranks to report what they failed of
@@ -19,7 +19,22 @@ log = logging.getLogger(__name__)
 
 
 class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
-    """Starts one process per further local rank by running the user's script again."""
+    """Starts one process per further local rank by running the user's script again.
+
+    Args:
+        cluster_environment, num_processes, num_nodes: as Lightning's launcher takes them.
+        check: called with the Trainer before any process is started; raises where a run would fail in each of them.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        check: Callable[[Trainer], None] | None = None,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._check = check
 
     _children: "Sequence[subprocess.Popen[Any]]" = ()
     """Those of a run that failed in this process."""
@@ -33,15 +48,17 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         if not environment.creates_processes_externally and environment.node_rank() == 0:
             check_port_is_free(environment)
-            if trainer is not None and trainer.lightning_module is not None:
-                check_before_launch(trainer.strategy, trainer)
+            if trainer is not None and self._check is not None:
+                self._check(trainer)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             # Lightning's observer kills this process as soon as it sees one of the others fail; but it has an error to
-            # tell, and perhaps a checkpoint to save together with the others.
-            self._children, self.procs[:] = list(self.procs), []
-            atexit.register(self.end_children)
+            # tell, and perhaps a checkpoint to save together with the others. They may even go on together, where the
+            # script catches the error.
+            if self.procs:
+                self._children, self.procs[:] = list(self.procs), []
+                atexit.register(self._end_children)
             raise
 
     def kill(self, signum: Any) -> None:
@@ -49,17 +66,15 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         for process in (*self.procs, *self._children):
             process.send_signal(signum)
 
-    def end_children(self) -> None:
-        """After a failure, wait a little for the processes this launcher started, then end those that are left."""
-        atexit.unregister(self.end_children)
-        children, self._children = self._children, []
+    def _end_children(self) -> None:
+        """Wait a little for the processes this launcher started, then end those that are left."""
         deadline = time.monotonic() + _GRACE_SECONDS
         for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
-            for process in children:
+            for process in self._children:
                 if end is not None and process.poll() is None:
                     log.info("Ending process %d, which outlived the failure of local rank 0.", process.pid)
                     end(process)
-            for process in children:
+            for process in self._children:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(0.1, deadline - time.monotonic()))
             deadline = time.monotonic() + 1.0

@@ -181,15 +181,16 @@ def join_process_group(
 
 
 def is_first_to_say(message: str) -> bool:
-    """Whether no other rank of this host has asked this for the same message; true where the ranks cannot be asked."""
+    """Whether this process is the first of its host to ask this for `message`; true where others cannot be asked."""
     if not _stores:
         return True
     said = re.sub(r"\brank \d+", "rank", message)
+    me = str(os.getpid())
     key = f"lightning_paral/said/{socket.gethostname()}/{hashlib.sha256(said.encode()).hexdigest()}"
     try:
         store, _ = list(_stores.values())[-1]
         store.set_timeout(timedelta(seconds=5))
-        return int(store.add(key, 1)) == 1
+        return bool(store.compare_set(key, "", me) == me.encode())
     except (dist.DistError, RuntimeError):  # its rank has ended
         return True
 

@@ -55,7 +55,11 @@ class _BriefHook:
 
 def inner_error(error: BaseException) -> ParalError | None:
     """Return the error of ours that a parser put its own words around, `None` if there is none."""
-    if not isinstance(error, ValueError):
+    trace = list(traceback.walk_tb(error.__traceback__))
+    parser = sys.modules.get("jsonargparse")
+    if not isinstance(error, ValueError) or parser is None or not trace:
+        return None
+    if not trace[-1][0].f_code.co_filename.startswith(str(Path(str(parser.__file__)).parent)):
         return None
     seen: BaseException | None = error
     while seen is not None:

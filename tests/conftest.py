@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_paral.process_group import release_process_group
 from tests.rank_pool import RankPool
 
 
@@ -77,5 +78,6 @@ def _environment_as_before() -> Iterator[None]:
     before = dict(os.environ)
     rank_zero_only.rank = 0  # strategies set it when they are made, to what the environment of their test says
     yield
+    release_process_group()  # which stays after a fit
     os.environ.clear()
     os.environ.update(before)

@@ -76,7 +76,8 @@ class Averages:
     def end(self) -> None:
         """Let go of the shards: the fit ends."""
         self._shards = None
-        self._inner.module = Module()
+        for name in list(self._inner.module._parameters):
+            delattr(self._inner.module, name)
 
     # As AveragedModel
 
@@ -116,10 +117,10 @@ class Averages:
                     "Averages of weights are kept as shards, and the fit ended before they became the weights of the "
                     "module: they are gone. Save during the fit, by ModelCheckpoint(save_on_exception=True)."
                 )
-            return self._module.state_dict()
+            return self._with_averaged_buffers(self._module.state_dict())
         if self._swapped:
-            return self._named(self._shards, self._shards.current(), {})
-        return self._named(self._shards, list(self._inner.module.parameters()), self._averaged_buffers())
+            return self._named(self._shards, self._shards.current())
+        return self._with_averaged_buffers(self._named(self._shards, list(self._inner.module.parameters())))
 
     @torch.no_grad()
     def complete(self, weights: dict[str, Any]) -> dict[str, Any]:
@@ -127,28 +128,28 @@ class Averages:
         shards = self._shards
         if shards is None or not self._swapped:
             return weights
-        put_aside = self._named(shards, list(self._inner.module.parameters()), self._averaged_buffers())
+        put_aside = self._with_averaged_buffers(self._named(shards, list(self._inner.module.parameters())))
         numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
         named = self._module.named_parameters(remove_duplicate=False)
         have_masters = {name for name, parameter in named if shards.has_master(numbers[id(parameter)])}
         return {name: value if name in have_masters else put_aside.get(name, value) for name, value in weights.items()}
 
-    def _named(self, shards: WeightShards, values: list[Tensor], buffers: dict[Any, Tensor]) -> dict[str, Any]:
-        """Return what the module's `state_dict` does, with `values` of the parameters and `buffers` by their place."""
+    def _named(self, shards: WeightShards, values: list[Tensor]) -> dict[str, Any]:
+        """Return what the module's `state_dict` does, with `values` of the parameters."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
 
         def held(parameter: Parameter) -> Tensor:
             number = numbers[id(parameter)]
             return shards.as_saved(number, values[number].detach())
 
-        state = held_state_dict(self._module, held, self._save_frozen)
+        return held_state_dict(self._module, held, self._save_frozen)
+
+    def _with_averaged_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
+        buffers = {_place(own): average for own, average in self._buffers()}
         for name, value in state.items():
             if isinstance(value, Tensor) and not is_divided(value) and value.numel():
                 state[name] = buffers.get(_place(value), value)
         return state
-
-    def _averaged_buffers(self) -> dict[Any, Tensor]:
-        return {_place(own): average for own, average in self._buffers()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

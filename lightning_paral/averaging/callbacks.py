@@ -71,13 +71,25 @@ class AveragingCallbacks:
                 )
             callback._average_model.attach(shards, shares_buffers=shares_buffers)
 
-    def take_loaded(self) -> bool:
-        """Make averages of the weights that were just loaded; return whether the weights themselves may lie beside."""
+    @property
+    def are_in_state_dict(self) -> bool:
+        """Whether checkpoints have averages where weights are, and weights beside them."""
+        return bool(self._of_weights)
+
+    @property
+    def are_attached(self) -> bool:
+        """Whether the module has been divided."""
+        return all(averages.is_attached for averages in self._of_weights)
+
+    def take_current(self) -> None:
+        """Make the averages that are saved in place of weights of the weights as they are now."""
+        for averages in self._of_weights:
+            averages.take_current()
+
+    @property
+    def _of_weights(self) -> list[Averages]:
         found: list[Any] = [each._average_model for each in self._callbacks if isinstance(each, WeightAveraging)]
-        averages = [each for each in found if isinstance(each, Averages) and each.is_attached]
-        for each in averages:
-            each.take_current()
-        return bool(averages)
+        return [averages for averages in found if isinstance(averages, Averages)]
 
     def end(self) -> None:
         """Give Lightning's classes back as they were; averages are the module's weights, or gone."""

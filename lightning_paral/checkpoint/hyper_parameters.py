@@ -132,7 +132,7 @@ def _new(kind: type, *args: Any) -> Any:
 
 def _class_before(kind: type) -> type:
     """Return the class that a module had before `fully_shard` gave it one of its own."""
-    return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+    return next(base for base in kind.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
 
 
 def _without_engine(state: dict[str, Any], kind: type) -> dict[str, Any]:
@@ -165,6 +165,7 @@ def _is_of_engine(value: Any) -> bool:
         return _is_of_engine(value.__func__) or _is_of_engine(value.__self__)
     if type(value).__name__ == "_WrappedHook":  # torch's, around hooks that are given the module
         return _is_of_engine(value.hook)
+    where: tuple[str | None, ...]
     if isinstance(value, FunctionType):
         # They differ for what is decorated: engines decorate their hooks, and methods of users.
         where = (value.__module__, value.__globals__.get("__name__"))

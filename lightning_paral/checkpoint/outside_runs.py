@@ -50,7 +50,7 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
 def _device(map_location: Any) -> torch.device:
     """Return where `map_location` puts what lies for the host."""
     if callable(map_location):
-        found = map_location(torch.UntypedStorage(0), "cpu")
+        found = map_location(torch.empty(0).untyped_storage(), "cpu")
         return torch.device("cpu") if found is None else found.device
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")

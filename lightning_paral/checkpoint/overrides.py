@@ -52,7 +52,7 @@ def own_state_dict(module: Module, held: Callable[[Parameter], Tensor]) -> dict[
             f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, not a dict of tensors by name, "
             "which a checkpoint has to have. Return one."
         )
-    return dict(state) if not hasattr(state, "_metadata") else state  # type: ignore[return-value]
+    return dict(state) if not hasattr(state, "_metadata") else state
 
 
 def load_its_own(

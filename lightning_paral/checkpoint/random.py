@@ -9,13 +9,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_paral.checkpoint.ranks import Ranks
 
 
-def collect_states(ranks: Ranks) -> list[dict[str, Any]]:
-    """Return every rank's states, in types that can be loaded safely. *Collective*."""
+def current_states() -> dict[str, Any]:
+    """Return this rank's states, in types that can be loaded safely."""
     states = _collect_rng_states(include_cuda=torch.cuda.is_available())
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
         states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
-    return ranks.gather(states)
+    return states
 
 
 def restore_states(states: list[dict[str, Any]], ranks: Ranks) -> None:

@@ -69,7 +69,7 @@ def _refusal(name: object, what: str) -> str:
         f"{name} holds an object of {what!r}. Making it would run code, so it was not loaded. If you trust the "
         f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before; "
         "CheckpointOptions(weights_only=False), in the command `paral` --trust, trusts everything in it, as does "
-        "weights_only=False given to load_from_checkpoint."
+        "weights_only=False given to trainer.fit (validate, test, predict) and load_from_checkpoint."
     )
 
 

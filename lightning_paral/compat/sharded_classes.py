@@ -8,15 +8,32 @@ from torch.nn import Module
 
 
 def prepare_class(module: Module) -> None:
-    """Make the class that `fully_shard` gives `module`, in torch's stead.
+    """Make the class that `fully_shard` gives `module`, in torch's stead (torch 2.8 to 2.13).
 
     torch's own is called `FSDPLinear` in every message. It cannot be made where `Generic` or another class without
-    `__dict__` is the first base (`object layout differs`), where `__init_subclass__` wants arguments, and is made known
-    to metaclasses and `__init_subclass__` that keep registers of classes.
+    `__dict__` is the first base (`object layout differs`) or where `__init_subclass__` wants arguments, and is noticed
+    by metaclasses and `__init_subclass__` that keep registers of classes.
     """
     original = type(module)
     if original not in cls_to_fsdp_cls and not issubclass(original, FSDPModule):
-        cls_to_fsdp_cls[original] = _sharded_class(original)
+        attributes = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__deepcopy__": _refuse_deepcopy,
+        }
+        cls_to_fsdp_cls[original] = _in_torchs_way(original, attributes) or _unnoticed(original, attributes)
+
+
+def _in_torchs_way(original: type[Module], attributes: dict[str, Any]) -> type | None:
+    if type(original) is not type or any("__init_subclass__" in vars(base) for base in original.__mro__[:-1]):
+        return None
+    sharded = type(original.__name__, (FSDPModule, original), dict(attributes))
+    try:
+        object.__new__(original).__class__ = sharded
+    except TypeError:  # another layout
+        return None
+    return sharded
 
 
 class _Unannounced:
@@ -28,7 +45,7 @@ class _Unannounced:
         pass
 
 
-def _sharded_class(original: type[Module]) -> type:
+def _unnoticed(original: type[Module], attributes: dict[str, Any]) -> type:
     class Meta(type(original)):  # type: ignore[misc]
         def __new__(mcs, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
             return type.__new__(mcs, name, bases, attributes)
@@ -44,14 +61,7 @@ def _sharded_class(original: type[Module]) -> type:
         # `type(container)(...)` makes the user's, as torch's own class does: ModuleList indexes itself so.
         return original(*args, **kwargs)
 
-    attributes = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "__new__": new,
-        "__deepcopy__": _refuse_deepcopy,
-    }
-    sharded: type = Meta(original.__name__, (original, FSDPModule), attributes)
+    sharded: type = Meta(original.__name__, (original, FSDPModule), attributes | {"__new__": new})
     return sharded
 
 

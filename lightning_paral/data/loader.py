@@ -107,7 +107,7 @@ def with_iteration(
 def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
     """Return a class that looks like `original` and iterates through `iterate`."""
 
-    class Changed(original):  # type: ignore[valid-type, misc]
+    class Changed(original):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Any]:
             def restart() -> Iterator[Any]:
                 batches: Iterator[Any] = super(Changed, self).__iter__()

@@ -41,6 +41,12 @@ class Belongings:
         for module in modules:
             self._parts[module].release()
 
+    def original(self, module: Module, name: str) -> Parameter:
+        """Return the parameter that `module` had before under `name`."""
+        parameter = self._parts[module]._parameters[name]
+        assert parameter is not None
+        return parameter
+
     def seal(self) -> None:
         """Take what each submodule has gained up to now for ours, to be taken away again."""
         for part in self._parts.values():

@@ -10,6 +10,7 @@ from lightning_paral.fsdp.assignment import ShardedData
 from lightning_paral.fsdp.guards import refuse_hook
 from lightning_paral.fsdp.newton_schulz import WholeNewtonSchulz
 from lightning_paral.fsdp.operations import handlers, set_items
+from lightning_paral.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.fsdp.whole_values import CONVERSIONS
 
 
@@ -35,16 +36,18 @@ class DTensorSemantics:
     While installed, on any DTensor divided by rows: `tensor.data = value` arrives; random operations draw what one
     process draws; writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`)
     arrive in the rows that this rank holds; numbers are read from all ranks' parts, and outside of steps operations
-    take whole tensors beside DTensors. Hooks on sharded parameters, which would never be called, are refused, and
+    take whole tensors beside DTensors. Hooks on sharded parameters go where they are called, or are refused, and
     Muon orthogonalises whole matrices.
 
     Args:
         params: the `FSDPParam`s.
         in_step: whether a step is running.
+        hooks: those of parameters that are called.
     """
 
-    def __init__(self, params: list[Any], in_step: Callable[[], bool]) -> None:
+    def __init__(self, params: list[Any], in_step: Callable[[], bool], hooks: ParameterHooks) -> None:
         self._params = params
+        self._hooks = hooks
         self._by_id: dict[int, Any] = {}
         registered = DTensor._op_dispatcher._custom_op_handlers
         self._ours = handlers(in_step)
@@ -52,8 +55,9 @@ class DTensorSemantics:
         registered.update(self._ours)
         attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items, "__deepcopy__": _deepcopy}
         attributes |= CONVERSIONS
-        for kind in ("register_hook", "register_post_accumulate_grad_hook"):
-            attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
+        attributes["register_hook"] = self._registering(DTensor.register_hook)
+        kind = "register_post_accumulate_grad_hook"
+        attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
         self._before = {name: vars(DTensor).get(name) for name in attributes}
         for name, value in attributes.items():
             setattr(DTensor, name, value)
@@ -67,6 +71,13 @@ class DTensorSemantics:
             # FSDP2 may have put other objects in their places.
             self._by_id = {id(param.sharded_param): param for param in self._params}
         return None
+
+    def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def register_hook(tensor: Any, hook: Any) -> Any:
+            param = self._param_of(tensor)
+            return register(tensor, hook) if param is None else self._hooks.register(param, tensor.requires_grad, hook)
+
+        return register_hook
 
     def _refusing(self, kind: str, register: Callable[..., Any]) -> Callable[..., Any]:
         def refuse_for_parameters(tensor: Any, hook: Any) -> Any:

@@ -1,6 +1,7 @@
 """Writes to parameters while they are gathered: they are brought back to the shards before the gathered are let go."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.assignment import check_assigned
 from lightning_paral.fsdp.guards import refuse_hook
+from lightning_paral.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.fsdp.rows import like, own_rows
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
@@ -27,6 +29,7 @@ class GatheredParameter(Parameter):
     _name: str
     _is_of_another: Callable[[Tensor, Tensor], bool]
     _sharded: Callable[[], Any]
+    _register_hook: Callable[[bool, Any], Any]
     _gathered: Tensor
     _seen: int
     _alias: Tensor | None = None
@@ -87,11 +90,11 @@ class GatheredParameter(Parameter):
         self._alias, self._assigned, self._seen = None, False, self._version
 
     def register_hook(self, hook: Any) -> Any:
-        """Refuse: it would see the gradient of this rank alone."""
-        refuse_hook(self._name, "register_hook")
+        """Register a hook that stays with the parameter after the run."""
+        return self._register_hook(self.requires_grad, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refuse likewise."""
+        """Refuse: what it sees in `grad` is not what is kept there."""
         refuse_hook(self._name, "register_post_accumulate_grad_hook")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -111,12 +114,18 @@ class WatchedGroup:
         group: the `FSDPParamGroup`.
         is_of_another: whether a tensor shares memory with a gathered parameter other than that given first.
         in_hooks: whether hooks run while parameters are gathered: a step has ended, and its backward pass is to come.
+        gradient_hooks: those of parameters.
     """
 
     def __init__(
-        self, group: Any, is_of_another: Callable[[Tensor, Tensor], bool], in_hooks: Callable[[], bool]
+        self,
+        group: Any,
+        is_of_another: Callable[[Tensor, Tensor], bool],
+        in_hooks: Callable[[], bool],
+        gradient_hooks: ParameterHooks,
     ) -> None:
         self._group = group
+        self._gradient_hooks = gradient_hooks
         self._in_hooks = in_hooks
         self._is_of_another = is_of_another
         self._watched: list[tuple[Any, GatheredParameter]] = []
@@ -138,6 +147,8 @@ class WatchedGroup:
             if not self._began:  # FSDP makes them once
                 self._began = True
                 self._watched = [(param, self._watch(param)) for param in self._group.fsdp_params if _is_plain(param)]
+                for param in self._group.fsdp_params:
+                    self._gradient_hooks.attach(param)
 
         return to_unsharded
 
@@ -154,6 +165,7 @@ class WatchedGroup:
         whole.__class__ = GatheredParameter
         whole._name, whole._is_of_another = str(param._param_fqn), self._is_of_another
         whole._sharded = lambda: param.sharded_param if self._in_hooks() else None
+        whole._register_hook = partial(self._gradient_hooks.register, param)
         whole._gathered, whole._seen = _DATA.__get__(whole), whole._version
         watched: GatheredParameter = whole
         return watched

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.errors import ConfigurationError
@@ -17,12 +18,12 @@ _INSTEAD = (
 
 
 def check_user_hooks(module: Module) -> None:
-    """Raise a `ConfigurationError` if a parameter of `module` has hooks."""
+    """Raise a `ConfigurationError` if a parameter of `module` has hooks that cannot be called."""
     for name, parameter in module.named_parameters():
-        for kind, attribute in (
-            ("register_hook", "_backward_hooks"),
-            ("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
-        ):
+        kinds = {"register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+        if isinstance(parameter, DTensor):
+            kinds["register_hook"] = "_backward_hooks"
+        for kind, attribute in kinds.items():
             hooks = getattr(parameter, attribute, None)
             if hooks:
                 hook = next(iter(hooks.values()))

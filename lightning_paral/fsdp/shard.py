@@ -30,6 +30,7 @@ from lightning_paral.fsdp.dtensors import DTensorSemantics
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
 from lightning_paral.fsdp.gathered import WatchedGroup, groups_of
 from lightning_paral.fsdp.guards import Registrations
+from lightning_paral.fsdp.parameter_hooks import ParameterHooks, originals_of
 from lightning_paral.fsdp.precision import match_inputs
 from lightning_paral.fsdp.replicated import (
     AveragedGradients,
@@ -157,10 +158,13 @@ class ShardedModule:
         def is_of_another(param: Tensor, value: Tensor) -> bool:
             return any(group.shares_memory(param, value) for group in watched)
 
-        watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward) for group in groups]
         params = [param for group in groups for param in group.fsdp_params]
+        originals = originals_of(params, self._belongings.original)
+        present = {*originals.values(), *self.root.parameters()}
+        hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
+        watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward, hooks) for group in groups]
         self._end_assignments = watch_assignments(self.replicated)
-        self._semantics = DTensorSemantics(params, lambda: self.calls.are_running)
+        self._semantics = DTensorSemantics(params, lambda: self.calls.are_running, hooks)
         self._registrations = Registrations(self.root, params)
 
     def _fill_what_is_sharded(self) -> None:

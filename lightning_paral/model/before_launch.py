@@ -16,7 +16,7 @@ def check_before_launch(strategy: Any, trainer: Trainer) -> None:
     A module that is built later, in `configure_model` or `setup`, is checked then, in every rank.
     """
     module = strategy.lightning_module
-    if trainer.state.fn != TrainerFn.FITTING or _is_built_later(module, trainer):
+    if module is None or trainer.state.fn != TrainerFn.FITTING or _is_built_later(module, trainer):
         return
     checkpointing = getattr(strategy, "_activation_checkpointing", None)
     if checkpointing is not None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -21,7 +21,7 @@ from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
 from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
 from lightning_paral.checkpoint.plan import tensors_in
-from lightning_paral.checkpoint.random import restore_states
+from lightning_paral.checkpoint.random import current_states, restore_states
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
@@ -42,6 +42,8 @@ class PortableCheckpoint(Strategy):
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
+    _states_of_fit: dict[str, Any] | None = None
+    """Random states at the end of the last fit: what comes after it draws numbers that a resumed fit does not."""
     _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
     _restores_after_setup: bool | None = None
     """Of one run, from `setup` on."""
@@ -80,9 +82,15 @@ class PortableCheckpoint(Strategy):
         return all_ranks()
 
     @property
-    def _saves_in_background(self) -> bool:
-        """Whether somebody waits for a save in the background, and tells of its failure: `teardown` does."""
+    def _is_running(self) -> bool:
+        """Whether a run is between its beginning and its teardown."""
         return True
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Whether a save may go on in the background: `teardown` is to come, to wait for it and tell of its failure."""
+        assert self.lightning_module is not None
+        return self._is_running and self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` to `filepath`, all of it or nothing. *Collective* over the world during a run.
@@ -99,8 +107,8 @@ class PortableCheckpoint(Strategy):
         if storage_options is not None:
             raise StorageOptionsError(
                 f"`Trainer.save_checkpoint(..., storage_options=...)` was given {storage_options!r:.100}, and "
-                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp and "
-                "paral_dp a `CheckpointIO` of your own receives them."
+                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp "
+                "and paral_dp a `CheckpointIO` of your own receives them."
             )
         ranks = self._ranks()
         if ranks.world_size != self.lightning_module.trainer.world_size:  # after the run, without its process group
@@ -116,7 +124,9 @@ class PortableCheckpoint(Strategy):
         state = checkpoint.get(type(self.precision_plugin).__qualname__)
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
-        checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks)
+        fitting = self._is_running and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        states = None if fitting else self._states_of_fit
+        checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, states)
         if self._default_form == "sharded":
             with_whole_modules(checkpoint, self.lightning_module.parameters(), self._whole, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
@@ -223,11 +233,14 @@ class PortableCheckpoint(Strategy):
             remove_at(without_scheme(filepath))
 
     def teardown(self) -> None:
-        """Wait for a save in the background.
+        """Wait for a save in the background, and remember the random states of a fit for saves after it.
 
         Raises:
             CheckpointError: it failed.
         """
+        module = self.lightning_module
+        if module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._states_of_fit = current_states()
         saver, self._saver = self._saver, None
         self._restores_after_setup = None
         try:

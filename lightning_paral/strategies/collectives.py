@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.failure import Meeting, meet, new_run_name
-from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.process_group import name_timeout, release_process_group
 
 
@@ -45,11 +44,8 @@ class Collectives(ParallelStrategy):
             trainer = self.lightning_module.trainer
             for callback in trainer.checkpoint_callbacks:
                 vars(callback).pop("on_exception", None)
-            if trainer.state.status == TrainerStatus.INTERRUPTED:
-                if self.world_size > 1:
-                    release_process_group()
-                if isinstance(self._launcher, CheckedSubprocessLauncher):
-                    self._launcher.end_children()
+            if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
+                release_process_group()
         self._run, self._meeting = "", None
 
     @property
@@ -73,8 +69,8 @@ class Collectives(ParallelStrategy):
         return all_ranks(self._meet().group)
 
     @property
-    def _saves_in_background(self) -> bool:
-        return bool(self._run) and not self._is_failing
+    def _is_running(self) -> bool:
+        return bool(self._run)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save; where ranks failed alone, write nothing and say so. *Collective* over the world."""

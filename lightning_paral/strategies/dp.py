@@ -149,7 +149,7 @@ class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
         super().setup_environment()
 
     @property
-    def _saves_in_background(self) -> bool:
+    def _is_running(self) -> bool:
         return self._step is not None
 
     # Model wrapping: none. Steps are run by `ParallelStep`, and the module stays what it is.

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -38,12 +39,14 @@ from lightning_paral.fsdp.recovery import gather_after_failure, gather_over
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
 from lightning_paral.fsdp.whole import whole
+from lightning_paral.fsdp.zeroing import zero_shards_too
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import Explanation, explain, explained
 from lightning_paral.model.optimized import check_averaged
+from lightning_paral.model.pretrained import was_loaded
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -115,7 +118,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
-        check_at_least("ParalFSDPStrategy", "replicate", replicate, 1)
         if not isinstance(reshard_after_forward, bool):
             check_at_least("ParalFSDPStrategy", "reshard_after_forward", reshard_after_forward, 1)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
@@ -212,6 +214,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
             if self.world_size > 1:
                 check_averaged(self.optimizers, self.lightning_module)
+            zero_shards_too(self.lightning_module, self.optimizers, self._undo)
             self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
         self.setup_precision_plugin()
         self.barrier()
@@ -354,7 +357,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._load_averages(checkpoint, strict)
 
     def _is_divided(self) -> bool:
-        return self._deferred is not None or super()._is_divided()
+        module = self.lightning_module
+        assert module is not None
+        # What `from_pretrained` has mapped from files takes no memory, until it is loaded into.
+        is_mapped = is_overridden("configure_model", module) and any(map(was_loaded, module.parameters()))
+        return self._deferred is not None or is_mapped or super()._is_divided()
 
     def _whole(self, parameter: Parameter) -> Tensor:
         return whole(parameter)

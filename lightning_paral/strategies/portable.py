@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_paral.data.position import Position
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
+from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.process_group import (
     backend_for,
@@ -66,6 +68,8 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
     """Of a fit."""
     _averages: AveragingCallbacks | None = None
     """Of a fit."""
+    _loaded_averages: tuple[Mapping[str, Any], bool] | None = None
+    """A checkpoint that was loaded before the module was divided, and whether strictly."""
     _averaging_obstacle: str | None = None
     """Why weights cannot be averaged, and what to do."""
     _process_group_backend: str | None
@@ -83,7 +87,9 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
         super()._configure_launcher()
         if type(self._launcher).__name__ == "_SubprocessScriptLauncher":
             assert self.cluster_environment is not None
-            self._launcher = CheckedSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = CheckedSubprocessLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, partial(check_before_launch, self)
+            )
 
     def _check_checkpoint_io(self) -> None:
         io = self._checkpoint_io
@@ -186,15 +192,28 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
     def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
         if self._averages is not None:
             self._averages.attach(make_shards, shares_buffers=shares_buffers)
+            loaded, self._loaded_averages = self._loaded_averages, None
+            if loaded is not None:
+                self._load_averages(*loaded)
 
     def _load_averages(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Take what was loaded for the averages, and load the weights that the checkpoint has beside them."""
-        averages, self._averages = self._averages, None
-        try:
-            if averages is not None and averages.take_loaded() and CURRENT_KEY in checkpoint:
+        """Take what was loaded for the averages, and load the weights that the checkpoint has beside them.
+
+        Before the module is divided this waits until it is.
+        """
+        averages = self._averages
+        if averages is None or not averages.are_in_state_dict:
+            return
+        if not averages.are_attached:
+            self._loaded_averages = checkpoint, strict
+            return
+        averages.take_current()
+        if CURRENT_KEY in checkpoint:
+            self._averages = None
+            try:
                 self.load_model_state_dict({**checkpoint, "state_dict": checkpoint[CURRENT_KEY]}, strict)
-        finally:
-            self._averages = averages
+            finally:
+                self._averages = averages
 
     # Checkpoint
 
@@ -218,7 +237,7 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
         self._buffers = None
         if self._averages is not None:
             self._averages.end()
-            self._averages = None
+            self._averages = self._loaded_averages = None
         if self._injection is not None:
             self._injection.end()
         try:

@@ -29,6 +29,7 @@ from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explained import explain, explained
+from lightning_paral.model.optimized import check_averaged
 from lightning_paral.model.room import lack_of_room
 from lightning_paral.option_types import as_timeout, checked_options
 from lightning_paral.process_group import DEFAULT_TIMEOUT
@@ -43,7 +44,7 @@ from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders, new_run_name
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
-from lightning_paral.zero.joint import JointGradients, JointHoldings
+from lightning_paral.zero.joint import JointGradients, JointHoldings, join_gradients, join_holdings
 from lightning_paral.zero.masterless import fill, fill_all, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io
 from lightning_paral.zero.optimizer import check_kind, engines_optimizer
@@ -279,25 +280,20 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._setup_without_optimizer()
             return
         self._users_optimizers = users
+        optimizers = [each.optimizer for each in users]
         self.model, engines = self._make_engines(module, users)
         holdings = [Holdings(engine, module, of) for engine, of in zip(engines, users, strict=True)]
-        optimizers = [each.optimizer for each in users]
-        joint_holdings = JointHoldings(holdings, optimizers)
-        self._holdings = holdings[0] if len(users) == 1 else joint_holdings
+        self._holdings = join_holdings(holdings, optimizers)
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
-        all_gradients = []
-        for engine, of, held_ in zip(engines, users, holdings, strict=True):
-            usage = held_.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
-            all_gradients.append(PartitionedGradients(engine, of, self._writes, usage))
-        if len(users) == 1:
-            gradients = self._gradients = self._zero_precision.start_fit(all_gradients[0])
-        else:
-            joint = JointGradients(all_gradients, joint_holdings, optimizers)
-            self._gradients = self._zero_precision.start_fit(joint)
+        gradients = []
+        for engine, of, parts in zip(engines, users, holdings, strict=True):
+            usage = parts.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+            gradients.append(PartitionedGradients(engine, of, self._writes, usage))
+        self._gradients = self._zero_precision.start_fit(join_gradients(gradients, optimizers))
         self.optimizers = optimizers
-        for of, wrapped, gradients in zip(users, self._lightning_optimizers, all_gradients, strict=True):
-            of.hide_state(gradients.zero_grad)
-            vars(wrapped)["zero_grad"] = gradients.zero_grad  # it inherits torch's
+        for of, wrapped, each in zip(users, self._lightning_optimizers, gradients, strict=True):
+            of.hide_state(each.zero_grad)
+            vars(wrapped)["zero_grad"] = each.zero_grad  # it inherits torch's
         vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
@@ -328,6 +324,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         assert module is not None
         with true_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        check_averaged(optimizers, module)
         found = check_kind(optimizers, module)
         if found is None:
             self.optimizers = optimizers
@@ -471,19 +468,20 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         After a failure on several ranks, and where a host has no memory for a module that never was whole, the
         parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
         """
-        engines: list[Any] = (
-            [self.model, *(each.engine for each in self._gradients.each)] if self._gradients else [self.model]
-        )
+        engines: list[Any] = [self.model]
+        if self._gradients is not None:
+            engines += [each.engine for each in self._gradients.each]
         self.model = self.lightning_module
         self._zero_precision.end_fit()
         try:
             if self._writes is not None:
                 self._writes.end(settle=not self._failed)
-            for users, wrapped in zip(self._users_optimizers, self._lightning_optimizers, strict=False):
+            for users in self._users_optimizers:
                 users.show_state()
+            for wrapped in self._lightning_optimizers:
                 vars(wrapped).pop("zero_grad", None)
-            if self._holdings is not None:
-                self._keep_optimizers(self._holdings)
+            if self._gradients is not None:  # the setup has succeeded
+                self._keep_optimizers()
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
@@ -498,14 +496,19 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             super().teardown()
             self._folders.leave(self.lightning_module)
 
-    def _keep_optimizers(self, holdings: Holdings | JointHoldings) -> None:
+    def _keep_optimizers(self) -> None:
         assert self.lightning_module is not None
-        for optimizer in self.optimizers:
+        assert self._holdings is not None
+        for users in self._users_optimizers:
+            optimizer = users.optimizer
             if "offload_optimizer" in self._options.on_nvme:
                 self._ended.lose(optimizer, "it was on NVMe")
-            else:
-                state = holdings.of(optimizer).optimizer_state()
+                continue
+            try:
+                state = self._holdings.of(optimizer).optimizer_state()
                 self._ended.keep(optimizer, self.lightning_module, state, {})
+            except Exception as error:  # told to those who ask for the state; others have a run to end
+                self._ended.lose(optimizer, str(error))
 
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:

@@ -49,6 +49,7 @@ class PartitionedGradients:
         self._complete = False
         self._is_closed = False
         self._num_passes = 0
+        self._has_linked_states = False
         self._has_old = False
         """Whether, in one process, the gradients of the last step would still be there."""
         self._adds_to_old = False
@@ -64,6 +65,10 @@ class PartitionedGradients:
     def each(self) -> list["PartitionedGradients"]:
         """Those of each optimizer."""
         return [self]
+
+    def concerns(self, parameter: Parameter) -> bool:
+        """Whether the optimizer trains `parameter`."""
+        return self._usage.concerns(parameter)
 
     @property
     def are_there(self) -> bool:
@@ -237,6 +242,7 @@ class PartitionedGradients:
         self.engine.set_gradient_accumulation_boundary(True)
         with self.step_arguments.passed(loss, arguments or {}):
             self.engine.step()
+        self._link_states()
         self._writes.forget(self._usage.concerns)
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
@@ -248,6 +254,13 @@ class PartitionedGradients:
         self._optimizer.clip_grad = 0.0
         self._has_old = True
         self._close()
+
+    def _link_states(self) -> None:
+        # DeepSpeed 0.19.8 steps group by group, and links parameters to their states once: after the first group.
+        if self.stage < 3 and not self._has_linked_states and self.engine.was_step_applied():
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+            self._has_linked_states = True
 
     def _discard(self) -> None:
         self._optimizer.zero_grad()

@@ -99,15 +99,11 @@ class JointGradients:
 
     Args:
         gradients: those of each engine.
-        holdings: what the engines hold.
         optimizers: the user's, in the same order.
     """
 
-    def __init__(
-        self, gradients: Sequence[PartitionedGradients], holdings: JointHoldings, optimizers: Sequence[Any]
-    ) -> None:
+    def __init__(self, gradients: Sequence[PartitionedGradients], optimizers: Sequence[Any]) -> None:
         self._all = list(gradients)
-        self._holdings = holdings
         self._optimizers = list(optimizers)
 
     @property
@@ -162,8 +158,8 @@ class JointGradients:
         Raises:
             ConfigurationError: no optimizer has it.
         """
-        for gradients, optimizer in zip(self._all, self._optimizers, strict=True):
-            if self._holdings.of(optimizer).has(parameter):
+        for gradients in self._all:
+            if gradients.concerns(parameter):
                 return gradients.full(parameter)
         if not parameter.requires_grad:
             return None
@@ -171,3 +167,15 @@ class JointGradients:
             "The gradient of a parameter that no optimizer has was asked for. Under ZeRO gradients are kept of what "
             "is trained only: give it to an optimizer in configure_optimizers."
         )
+
+
+def join_holdings(holdings: Sequence[Holdings], optimizers: Sequence[Any]) -> Holdings | JointHoldings:
+    """Return what the engines of the user's `optimizers` hold as one."""
+    return holdings[0] if len(holdings) == 1 else JointHoldings(holdings, optimizers)
+
+
+def join_gradients(
+    gradients: Sequence[PartitionedGradients], optimizers: Sequence[Any]
+) -> PartitionedGradients | JointGradients:
+    """Return the gradients of the engines of the user's `optimizers` as one."""
+    return gradients[0] if len(gradients) == 1 else JointGradients(gradients, optimizers)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
@@ -20,8 +20,6 @@ from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.joint import JointGradients
 from lightning_paral.zero.scaling import DynamicLossScale, scale_losses
 
-Gradients = TypeVar("Gradients", PartitionedGradients, JointGradients)
-
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
 
 
@@ -37,7 +35,7 @@ class ZeROPrecision(DeepSpeedPrecision):
     loss_scale: DynamicLossScale | None = None
     """That of the last fit, under fp16 autocast."""
 
-    def start_fit(self, gradients: Gradients) -> Gradients:
+    def start_fit(self, gradients: PartitionedGradients | JointGradients) -> PartitionedGradients | JointGradients:
         """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
         self.loss_scale = None
         if self.precision == "16-mixed":

@@ -55,7 +55,7 @@ class WholeReads:
 
         if self._writes is not None:
             self._writes.settle()
-        if self._gradients is not None and parameter.requires_grad:
+        if self._gradients is not None and any(each.concerns(parameter) for each in self._gradients.each):
             full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
             if full is not None:
                 return full.detach().clone()

@@ -1,8 +1,8 @@
 """Several optimizers under ZeRO: an engine for each, around its own parameters, and one forward for all.
 
 DeepSpeed's engine takes a module and one optimizer, and at stage 3 hangs hooks on the module that gather its parameters
-(DeepSpeed#1229). So the engines of several optimizers are each given a module that does nothing but hold the optimizer's
-parameters. The module that is trained has no engine at stages 1 and 2, and at stage 3 one that only gathers.
+(DeepSpeed#1229). So each optimizer's engine is given a module that does nothing but hold the optimizer's parameters.
+The module that is trained has no engine at stages 1 and 2, and at stage 3 one that only gathers.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +54,8 @@ def check_several(optimizers: Sequence[UsersOptimizer], options: ZeROOptions, pr
         )
     if precision == "16-true":
         raise ConfigurationError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and DeepSpeed scales the loss of fp16 weights "
-            'for each otherwise. Use Trainer(precision="bf16-true") or "16-mixed", or return one optimizer.'
+            f"configure_optimizers returned {len(optimizers)} optimizers, and with fp16 weights DeepSpeed would scale "
+            'the loss otherwise for each. Use Trainer(precision="bf16-true") or "16-mixed", or return one optimizer.'
         )
 
 
@@ -73,7 +73,7 @@ def build_engines(
     Args:
         module: whose parameters the optimizers have.
         optimizers: the user's, over different parameters.
-        sized_config: returns DeepSpeed's configuration for a module, of which it counts the parameters that are trained.
+        sized_config: returns DeepSpeed's configuration for a module, by the size of what is trained.
         device: of this rank.
         offload: whether optimizers run on the host.
         trust: whether optimizers pass that may not be elementwise.

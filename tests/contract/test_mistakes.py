@@ -146,7 +146,6 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalDDPStrategy, {"split": "globl"}, "split='globl' is not known. Choose from: 'batch', 'global'."),
     (ParalDDPStrategy, {"remainder": "pad"}, "remainder='pad' is not known. Choose from: 'drop', 'wrap'."),
     (ParalDDPStrategy, {"checkpoint": "shard"}, "form='shard') is not known. Choose 'full' or 'sharded'."),
-    (ParalFSDPStrategy, {"replicate": 0}, "replicate has to be at least 1."),
     (ParalFSDPStrategy, {"reshard_after_forward": 0}, "reshard_after_forward has to be at least 1."),
     (ParalFSDPStrategy, {"prefetch": -1}, "prefetch=-1 has to be at least 1"),
     (ParalFSDPStrategy, {"accumulate": "unshared"}, "Choose 'sharded' or 'unsharded'."),
@@ -230,6 +229,7 @@ TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
     ("paral_dp", {"num_nodes": 2}, "paral_dp is one process on one host, but num_nodes=2"),
     ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not train in on CPU. Use 'bf16-true'."),
     (lambda: ParalFSDPStrategy(replicate=3), {}, "replicate=3 does not divide the 2 ranks"),
+    (lambda: ParalFSDPStrategy(replicate=0), {}, "replicate=0 does not divide the 2 ranks. Choose one of 1, 2"),
     (lambda: ParalFSDPStrategy(reshard_after_forward=3), {}, "does not divide the 2 ranks that a copy of the model"),
     (lambda: ParalDDPStrategy(process_group_backend="glo"), {}, "needs 'glo', which this build of torch does not have"),
     (

@@ -112,12 +112,9 @@ CHANGES = {
         hooked_weight_norm, hooked_spectral_norm, pruned, tied, replaced, sparse,
     )
 }  # fmt: skip
-EQUAL = ("on_module", "weight_norm", "spectral_norm", "orthogonal", "parametrized", "hooked_weight_norm",
-         "hooked_spectral_norm", "pruned", "tied")  # fmt: skip
+EQUAL = ("on_parameter", "on_module", "weight_norm", "spectral_norm", "orthogonal", "parametrized",
+         "hooked_weight_norm", "hooked_spectral_norm", "pruned", "tied")  # fmt: skip
 REFUSED: dict[tuple[str, str], list[str]] = {
-    ("on_parameter", "__init__"): ["hidden.weight", "register_hook", "on_before_optimizer_step"],
-    ("on_parameter", "on_train_start"): ["hidden.weight", "register_hook", "on_before_optimizer_step"],
-    ("on_parameter", "training_step"): ["hidden.weight", "register_hook"],
     ("after_accumulation", "__init__"): ["hidden.weight", "register_post_accumulate_grad_hook", "<lambda>"],
     ("after_accumulation", "on_train_start"): ["hidden.weight", "register_post_accumulate_grad_hook"],
     ("pruned", "on_train_start"): ["'weight_orig'", "hidden (Linear)", "__init__"],

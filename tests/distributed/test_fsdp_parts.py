@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_paral import failure
 from lightning_paral.fsdp import recovery
 from lightning_paral.fsdp.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_paral.fsdp.mesh import make_mesh
@@ -110,13 +111,16 @@ def test_gradients_are_averaged_and_tensors_are_rank_zeros(on_ranks) -> None:
 
 def gather_alone() -> bool:
     mesh = make_mesh(CPU, 1)
-    patience, recovery.PATIENCE = recovery.PATIENCE, timedelta(seconds=0.5)
+    patience, failure.PATIENCE = failure.PATIENCE, timedelta(seconds=0.5)
     try:
-        found = None if dist.get_rank() else recovery.gather_after_failure(mesh, "a run")
+        if dist.get_rank():
+            dist.barrier()  # rank 1 comes too late, and is told so
+        meeting = failure.meet("a run", timedelta(seconds=30))
+        if not dist.get_rank():
+            dist.barrier()
     finally:
-        recovery.PATIENCE = patience
-    dist.barrier()
-    return found is None or found == "the run failed on some of its ranks only"
+        failure.PATIENCE = patience
+    return recovery.gather_after_failure(mesh, meeting) == "the run failed on some of its ranks only"
 
 
 def test_rank_that_failed_alone_does_not_wait_for_good(on_ranks) -> None:
@@ -125,7 +129,8 @@ def test_rank_that_failed_alone_does_not_wait_for_good(on_ranks) -> None:
 
 def gather_together() -> Tensor:
     mesh = make_mesh(CPU, 2)
-    gather = recovery.gather_after_failure(mesh, f"another run of {dist.get_world_size()}")
+    meeting = failure.meet(f"another run of {dist.get_world_size()}", timedelta(seconds=30))
+    gather = recovery.gather_after_failure(mesh, meeting)
     assert not isinstance(gather, str)
     return gather(distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Replicate(), Shard(0)]))
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,7 +16,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torchmetrics import Metric
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy
-from tests.fsdp_models import GAN, WIDTH, Tied
+from tests.fsdp_models import GAN, WIDTH, Block, Tied
 from tests.models import quiet_trainer
 from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
 
@@ -56,6 +57,35 @@ def fit_gan_on_rank(num_ranks: int) -> Any:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gan_under_ddp_trains_as_in_one_process(on_ranks, num_ranks: int) -> None:
     assert_same_fit(on_ranks(num_ranks, fit_gan_on_rank, num_ranks), fit_gan(1))
+
+
+class Wasserstein(GANWithTail):
+    """No toggling: losses reach into the other network. Two steps of the critic, with a penalty, to one."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        real = batch[0].float() / VOCABULARY
+        for_generator, for_critic = self.optimizers()
+        for _ in range(2):
+            between = (real + self.generate(real).detach()).requires_grad_(True)
+            slope = torch.autograd.grad(self.discriminator(between).sum(), between, create_graph=True)[0]
+            distance = self.discriminator(self.generate(real).detach()).mean() - self.discriminator(real).mean()
+            for_critic.zero_grad()
+            self.manual_backward(distance + slope.square().sum(dim=1).mean())
+            for_critic.step()
+        if batch_idx % 2:
+            for_generator.zero_grad()
+            loss = -self.discriminator(self.generate(real)).mean()
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            for_generator.step()
+
+
+def fit_wasserstein_on_rank() -> Any:
+    return fit(Wasserstein, NUM_BATCHES, 2, strategy="paral_ddp")
+
+
+def test_gan_without_toggling_under_ddp_trains_as_in_one_process(on_ranks) -> None:
+    assert_same_fit(on_ranks(2, fit_wasserstein_on_rank), fit(Wasserstein, NUM_BATCHES, 1))
 
 
 def fit_gan_without_finding_unused() -> str:
@@ -258,6 +288,69 @@ def test_backward_hooks_of_modules_see_under_fsdp_what_they_see_under_ddp(on_ran
         torch.testing.assert_close(seen, expected)
 
 
+class WatchesParameters(Tied):
+    """Parameters' hooks as an experiment tracker sets them, before the fit and in it; some change what they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for parameter in [self.embedding.weight, *self.blocks[0].parameters()]:
+            parameter.register_hook(self._see)
+        self.blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.removed = self.blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.0)
+
+    def on_train_start(self) -> None:
+        self.removed.remove()
+        self.blocks[2].norm.weight.register_hook(self._see)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        if not self.losses:
+            self.embedding.weight.register_hook(lambda gradient: gradient + 0.01)
+            self.embedding.weight.register_hook(self._see)
+        return super().loss(batch)
+
+    def _see(self, gradient: Tensor) -> None:
+        assert type(gradient) is Tensor
+        self.seen.append(gradient.clone())
+
+
+def watch_parameters(num_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(5)
+    model = WatchesParameters()
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, **options)
+    trainer.fit(model, token_loader(NUM_BATCHES, num_ranks))
+    num_seen = len(model.seen)
+    model.loss([torch.zeros(1, LENGTH, dtype=torch.int64)]).backward()  # hooks stay after the run
+    seen = sorted(model.seen, key=lambda gradient: (gradient.numel(), float(gradient.double().sum())))
+    return num_seen, seen, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def watch_parameters_on_rank(strategy: Any, options: dict[str, Any]) -> Any:
+    return watch_parameters(2, strategy=strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("paral_fsdp", {}),
+        ("paral_fsdp_offload", {"accumulate_grad_batches": 2}),
+        (ParalFSDPStrategy(accumulate="unsharded", units=[nn.Linear]), {"accumulate_grad_batches": 2}),
+    ],
+    ids=["each step", "accumulating", "unsharded"],
+)
+def test_hooks_of_parameters_see_and_change_under_fsdp_what_they_do_under_ddp(
+    on_ranks, strategy: Any, options: Any
+) -> None:
+    for found, expected in zip(
+        on_ranks(2, watch_parameters_on_rank, strategy, options),
+        on_ranks(2, watch_parameters_on_rank, "paral_ddp", options),
+        strict=True,
+    ):
+        assert found[0] == expected[0] == 9 * NUM_BATCHES
+        assert len(found[1]) > found[0]
+        torch.testing.assert_close(found[1:], expected[1:])
+
+
 # Precision under FSDP
 
 
@@ -266,7 +359,30 @@ def test_precision_of_weights_is_that_of_one_process(on_ranks, precision: str) -
     options = {"precision": precision, "gradient_clip_val": 0.05}
     tolerance = 1e-12 if precision == "64-true" else 2e-2
     fitted = on_ranks(2, fit_on_rank, Tied, 2, options | {"strategy": "paral_fsdp"})
-    assert_same_fit(fitted, fit(Tied, NUM_BATCHES, 1, **options), tolerance)
+    assert_same_weights(fitted, fit(Tied, NUM_BATCHES, 1, **options), tolerance)
+
+
+def assert_same_weights(ranks: Any, expected: Any, tolerance: float) -> None:
+    for _, weights in ranks:
+        torch.testing.assert_close(weights, expected[1], rtol=0.0, atol=tolerance)
+
+
+class BuiltLater(Tied):
+    """Built in `configure_model`, with values that are drawn unit by unit under FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+
+    def configure_model(self) -> None:
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+
+def test_double_precision_of_what_is_built_later_is_that_of_one_process(on_ranks) -> None:
+    options = {"precision": "64-true"}
+    fitted = on_ranks(2, fit_on_rank, BuiltLater, 2, options | {"strategy": "paral_fsdp"})
+    assert_same_weights(fitted, fit(BuiltLater, NUM_BATCHES, 1, **options), 1e-12)
 
 
 # Tensors that nothing averages
@@ -298,7 +414,7 @@ class TrainedOutside(TrainedBuffer):
         return torch.optim.SGD([*self.parameters(), *self.hidden_away[0].parameters()], lr=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
 def test_what_no_rank_averages_is_not_trained(on_ranks, strategy: str) -> None:
     options = {"strategy": strategy, "devices": 2}
     for message in on_ranks(2, _refusal_on_rank, TrainedBuffer, options):
@@ -385,3 +501,32 @@ def test_batchnorm_over_ranks_is_refused_where_torch_has_none(on_ranks, strategy
     for message in on_ranks(2, _refusal_on_rank, Normalizes, options):
         assert "sync_batchnorm=True" in message
         assert "CUDA" in message
+
+
+class Halves(LayerSync):
+    """Puts a layer in another's place for the fit, as the synchronization of batch normalization does."""
+
+    def apply(self, model: Any) -> Any:
+        model.before, model.norm = [model.norm], nn.LayerNorm(LENGTH)
+        return model
+
+    def revert(self, model: Any) -> Any:
+        (model.norm,) = model.before
+        return model
+
+
+class Synchronized(Normalizes):
+    def on_train_start(self) -> None:
+        assert isinstance(self.norm, nn.LayerNorm)
+
+
+def fit_with_layer_sync(strategy: str) -> list[str]:
+    torch.manual_seed(5)
+    model = Synchronized()
+    quiet_trainer(max_epochs=1, devices=2, strategy=strategy, plugins=[Halves()]).fit(model, token_loader(2, 2))
+    return [type(part).__name__ for part in model.children()]
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
+def test_layers_are_synchronized_during_the_fit_under_every_strategy(on_ranks, strategy: str) -> None:
+    assert on_ranks(2, fit_with_layer_sync, strategy) == [["BatchNorm1d"]] * 2

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral import ParalFSDPStrategy
+from lightning_paral.fsdp.gradients import gradient_norm
 from tests.models import GLOBAL_BATCH_SIZE, Regression, quiet_trainer, regression_data
 
 NUM_BATCHES = 2
@@ -76,3 +77,15 @@ def test_what_is_read_is_a_copy() -> None:
         models.append(kind())
         quiet_trainer(max_epochs=1, devices=2, strategy="paral_dp").fit(models[-1], regression_data(NUM_BATCHES, 1))
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
+
+
+def test_norm_counts_gradients_of_every_kind() -> None:
+    model = Regression()
+    model.table = torch.nn.Embedding(4, 2, sparse=True)
+    model.phase = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.cdouble))
+    model.double()
+    looked_up = model.table(torch.tensor([1, 1, 3])).square().sum()
+    (looked_up + model.phase.abs().square().sum() + model(torch.ones(2, 8, dtype=torch.double)).sum()).backward()
+    dense = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
+    expected = torch.cat([gradient.abs().flatten() for gradient in dense]).norm()
+    torch.testing.assert_close(gradient_norm(model.parameters()), expected, rtol=1e-12, atol=0.0)

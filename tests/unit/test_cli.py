@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_paral import STRATEGIES, ParalDDPStrategy, __version__
 from lightning_paral.cli import main
 from lightning_paral.config import Sampling
+from lightning_paral.process_group import release_process_group
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted((ROOT / "configs/strategies").glob("*.yaml"))
@@ -58,6 +59,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str, *arguments:
     monkeypatch.setattr(sys, "argv", ["paral", command, "--config", str(folder / "input.yaml"), *arguments])
     monkeypatch.chdir(ROOT)
     main()
+    release_process_group()  # as when the process ends
     assert not dist.is_initialized()
     return Witness.trainer
 

@@ -1,5 +1,6 @@
 """An error is said by one rank of a host, and by this process before others of it are ended."""
 
+import atexit
 import subprocess
 import sys
 
@@ -16,13 +17,15 @@ class BrokenStore:
     def set_timeout(self, timeout: object) -> None:
         pass
 
-    def add(self, key: str, amount: int) -> int:
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         raise RuntimeError("Connection reset by peer")
 
 
 def test_same_error_is_said_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_stores", {("localhost", 1, 0, 2): (HashStore(), 1)})
     assert is_first_to_say("failed on rank 0 of 2")
+    assert is_first_to_say("failed on rank 0 of 2")
+    monkeypatch.setattr(process_group.os, "getpid", lambda: 1)  # another process
     assert not is_first_to_say("failed on rank 1 of 2")
     assert is_first_to_say("failed for another reason")
 
@@ -36,12 +39,17 @@ def test_every_rank_speaks_where_the_others_cannot_be_asked(monkeypatch: pytest.
 
 def test_children_are_ended_out_of_sight_of_lightnings_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(atexit, "register", lambda end: None)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    started = CheckedSubprocessLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    started = CheckedSubprocessLauncher(LightningEnvironment(), num_processes=1, num_nodes=1)
     observed = started.procs
-    observed.append(child)
+    monkeypatch.setattr(started, "_call_children_scripts", lambda: observed.append(child))
 
-    started._end_children()
+    def fail() -> None:
+        raise ValueError("the reason")
 
+    with pytest.raises(ValueError, match="the reason"):
+        started.launch(fail)
     assert observed == []  # it kills this process as soon as a child in the list has failed
+    started._end_children()
     assert child.returncode

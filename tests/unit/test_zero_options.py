@@ -14,7 +14,7 @@ from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
 from lightning_paral.zero import runtime, settings
 from lightning_paral.zero.nvme import check_space
 from lightning_paral.zero.ops import load_operator
-from lightning_paral.zero.optimizer import check_one, engines_optimizer
+from lightning_paral.zero.optimizer import check_kind, engines_optimizer
 from lightning_paral.zero.options import check_precision
 from lightning_paral.zero.twin import UsersOptimizer
 from tests.models import Regression, quiet_trainer
@@ -149,19 +149,12 @@ class Optimized(Regression):
         return self.make(self)
 
 
-def test_several_optimizers() -> None:
-    module = Regression()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (module.hidden, module.out)]
-    with pytest.raises(ConfigurationError, match="returned 2 optimizers, and ZeRO partitions one"):
-        check_one(optimizers, module)
-
-
 def test_no_optimizer_and_lbfgs() -> None:
     module = Regression()
     with pytest.raises(ConfigurationError, match="LBFGS"):
-        check_one([torch.optim.LBFGS(module.parameters())], module)
+        check_kind([torch.optim.LBFGS(module.parameters())], module)
     with pytest.raises(ConfigurationError, match="returned object, which is not"):
-        check_one([object()], module)
+        check_kind([object()], module)
 
 
 def test_nothing_to_train() -> None:

@@ -1,0 +1,72 @@
+"""`parameter.register_hook` under FSDP2: hooks see the gradient of this rank's batch, whole, as under DDP."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_paral.fsdp.guards import refuse_hook
+
+
+class ParameterHooks:
+    """Keeps hooks with the parameters as they were before, and calls them where gathered ones get their gradients.
+
+    So hooks of before the run are called during it, those of the run stay with the parameters after it, and handles
+    remove them at any time.
+
+    Args:
+        originals: of each `FSDPParam`, the parameter that it was made of.
+        lost: parameters that have been replaced since the user's code could reach them, by name.
+    """
+
+    def __init__(self, originals: dict[Any, Parameter], lost: Iterable[tuple[str, Parameter]]) -> None:
+        self._originals = originals
+        self._attached: set[Any] = set()
+        for name, parameter in lost:
+            if parameter._backward_hooks:
+                refuse_hook(name, "register_hook, before it had values,")
+
+    def register(self, param: Any, requires_grad: bool, hook: Any) -> RemovableHandle:
+        """Register a hook of `param`, an `FSDPParam`, as `torch.Tensor.register_hook` does."""
+        original = self._originals[param]
+        if isinstance(original, DTensor):  # sharded by the user
+            refuse_hook(str(param._param_fqn), "register_hook")
+        original.requires_grad_(requires_grad)  # of parameters that are frozen torch refuses hooks
+        handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
+        self.attach(param)
+        return handle
+
+    def attach(self, param: Any) -> None:
+        """Call the hooks of `param`, if it has any, from when it has been gathered for the first time."""
+        whole: Tensor | None = getattr(param, "_unsharded_param", None)
+        original = self._originals[param]
+        if whole is None or param in self._attached or not original._backward_hooks:
+            return
+        if not isinstance(whole, Parameter) or isinstance(original, DTensor) or whole.is_inference():
+            refuse_hook(str(param._param_fqn), "register_hook")
+        self._attached.add(param)
+        trained = whole.requires_grad
+        whole.requires_grad_(True)
+        Tensor.register_hook(whole, partial(_call, original))  # type: ignore[no-untyped-call]
+        whole.requires_grad_(trained)
+
+
+def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
+    hooks: dict[int, Any] = original._backward_hooks or {}
+    seen = gradient.to(original.dtype)  # gathered in 16 bits, it comes in 16 bits
+    changed = False
+    for hook in tuple(hooks.values()):
+        result = hook(seen)
+        if result is not None:
+            seen, changed = result, True
+    return seen.to(gradient.dtype) if changed else None
+
+
+def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
+    """Return what `params`, `FSDPParam`s, were made of; `original(module, name)` tells."""
+    infos = {param: param._module_info for param in params}
+    return {param: original(info.module, info.param_name) for param, info in infos.items()}
