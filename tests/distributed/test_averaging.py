@@ -230,6 +230,46 @@ def test_saving_in_validation_has_averages_and_weights_in_their_places(on_ranks,
         assert_same_weights(resumed, weights)
 
 
+# Several optimizers
+
+
+class Alternating(Averaged):
+    """Two optimizers in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        hidden = [*self.hidden.parameters(), *self.first.parameters()]
+        others = [p for p in self.parameters() if p.requires_grad and all(p is not each for each in hidden)]
+        return torch.optim.AdamW(hidden, lr=1e-2), torch.optim.AdamW(others, lr=2e-2)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+def fit_alternating(label: str, num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:
+    torch.manual_seed(3)
+    module = Alternating()
+    strategy = STRATEGIES[label]() if label in STRATEGIES else label
+    callback = EMAWeightAveraging(decay=0.6)
+    trainer = quiet_trainer(devices=num_ranks, strategy=strategy, max_epochs=2, callbacks=[callback])
+    trainer.fit(module, regression_data(4, num_ranks), regression_data(2, num_ranks))
+    return {name: value.clone() for name, value in module.state_dict().items()}, module.validated
+
+
+@pytest.mark.parametrize("label", ["fsdp", "zero2", "zero3_partitioned"])
+def test_averages_of_what_two_optimizers_train(on_ranks, label: str) -> None:
+    weights, losses = fit_alternating("auto", 1)
+    for found in on_ranks(2, fit_alternating, label, 2):
+        assert_same_weights(found[0], weights)
+        assert found[1] == pytest.approx(losses, rel=TOLERANCE)
+
+
 # Buffers
 
 
@@ -263,22 +303,25 @@ def make_swa() -> StochasticWeightAveraging:
 
 def fit_swa(label: str, folder: str) -> Any:
     path = Path(folder, f"{label}.ckpt")
-    whole = fit(STRATEGIES[label](), 2, make_swa(), save_to=path, with_norm=True)
-    return whole, fit(STRATEGIES[label](), 2, make_swa(), resume_from=path, with_norm=True)
+    callback = make_swa()
+    whole = fit(STRATEGIES[label](), 2, callback, save_to=path, with_norm=True)
+    after = {name: value.clone() for name, value in callback.state_dict()["average_model_state"].items()}
+    return after, whole, fit(STRATEGIES[label](), 2, make_swa(), resume_from=path, with_norm=True)
 
 
 @pytest.fixture(scope="module")
 def swa_of_lightning(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("swa")
-    return folder / "lightning.ckpt", rank_pool.run(2, fit_swa, "lightning", str(folder))[0][0]
+    return folder / "lightning.ckpt", rank_pool.run(2, fit_swa, "lightning", str(folder))[0][:2]
 
 
 @pytest.mark.parametrize("label", ["ddp", *DIVIDED])
 def test_swa_is_that_of_ddp_with_its_pass_for_batch_norm(
     on_ranks, swa_of_lightning, tmp_path: Path, label: str
 ) -> None:
-    saved, (weights, losses) = swa_of_lightning
-    for whole, resumed in on_ranks(2, fit_swa, label, str(tmp_path), timeout=120):
+    saved, (averages, (weights, losses)) = swa_of_lightning
+    for after, whole, resumed in on_ranks(2, fit_swa, label, str(tmp_path), timeout=120):
+        assert_same_weights(after, averages)
         for found in (whole, resumed):
             assert_same_weights(found[0], weights)
             assert found[1] == pytest.approx(losses[-len(found[1]) :], rel=1e-4)
