@@ -439,6 +439,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         if "offload_optimizer" in self._options.on_nvme:
             self._ended.lose(optimizer, "it was on NVMe")
             return
+        if self._zero_precision.is_low:
+            self._ended.lose(optimizer, "it belongs to fp32 master copies of the weights, which went with the run")
+            return
         try:
             self._ended.keep(optimizer, self.lightning_module, self._holdings.optimizer_state(), {})
         except Exception as error:  # told to those who ask for the state; others have a run to end
