@@ -504,6 +504,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             if "offload_optimizer" in self._options.on_nvme:
                 self._ended.lose(optimizer, "it was on NVMe")
                 continue
+            if self._zero_precision.is_low:
+                self._ended.lose(optimizer, "it belongs to fp32 master copies of the weights, which went with the run")
+                continue
             try:
                 state = self._holdings.of(optimizer).optimizer_state()
                 self._ended.keep(optimizer, self.lightning_module, state, {})
