@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.zero.clamping import clamp_gradients
 from lightning_paral.zero.closures import StepArguments
 from lightning_paral.zero.twin import UsersOptimizer
 from lightning_paral.zero.usage import Named, Usage
@@ -294,34 +295,7 @@ class PartitionedGradients:
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
         self.end_window()
-        limit = max_value * self._loss_scale()
-        self._clamp(limit)
-
-    def _clamp(self, limit: float) -> None:
-        from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
-
-        optimizer = self._optimizer
-        if self.stage == 3 and self._offloaded:
-            for parameter in self._parameters():
-                # It may be on NVMe: what is read is not what is kept.
-                safe_set_local_grad(parameter, safe_get_local_grad(parameter).clamp_(-limit, limit))
-        elif self._offloaded:
-            for partition in optimizer.single_partition_of_fp32_groups:
-                partition.grad.clamp_(-limit, limit)
-            self._refresh_norms()
-        else:
-            for group in optimizer.averaged_gradients.values():
-                for gradient in group or ():
-                    gradient.clamp_(-limit, limit)
-
-    def _refresh_norms(self) -> None:
-        # Stages 1 and 2 with offload take norms while gradients arrive; clipping by norm may follow clipping by value.
-        optimizer = self._optimizer
-        for group, parameters in enumerate(optimizer.params_in_partition):
-            for parameter, gradient in zip(parameters, optimizer.offload_gradient_dict[group], strict=True):
-                index = optimizer.get_param_id(parameter)
-                if index in optimizer.norm_for_param_grads:
-                    optimizer.norm_for_param_grads[index] = gradient.double().norm(2)
+        clamp_gradients(self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded)
 
     # Reading
 
@@ -356,7 +330,3 @@ class PartitionedGradients:
 
     def _loss_scale(self) -> float:
         return float(self._optimizer.loss_scale)
-
-    def _parameters(self) -> list[Parameter]:
-        groups = self._optimizer.fp16_groups if self.stage == 3 else self._optimizer.bit16_groups
-        return [parameter for group in groups for parameter in group]
