@@ -241,8 +241,7 @@ def fit_saving(folder: str, ckpt_path: str | None = None) -> Any:
         max_epochs=2, devices=2, strategy="paral_fsdp", gradient_clip_val=0.5, callbacks=[SavesTheFirstEpoch(folder)]
     )
     trainer.fit(model, token_loader(3, 2), ckpt_path=ckpt_path)
-    with pytest.raises(ConfigurationError, match=r"during trainer\.fit"):
-        trainer.save_checkpoint(Path(folder, "late"))
+    trainer.save_checkpoint(Path(folder, "late"))
     return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
 
 
