@@ -24,7 +24,7 @@ from tests.contract.lightning_api.rows import ROWS, Row
 from tests.contract.lightning_api.run import Run
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.fitting import Raised
-from tests.contract.user_code.outcomes import Outcome, first_sentence, summary
+from tests.contract.user_code.outcomes import Outcome, first_sentence, summary, that_name_the_cause
 from tests.contract.user_code.refusals import CLEAR
 from tests.rank_pool import RankError, RankPool
 
@@ -65,6 +65,7 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
         except RankError as error:
             raised = [Raised(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("raised-*.json"))]
             if raised and row.of_one_rank:
+                raised = that_name_the_cause(raised, row.names)
                 return _judged(row, raised, len(raised))
             return Outcome("hangs", "; ".join(f"{each.kind}: {each.message}" for each in raised) or str(error))
     errors = [rank for rank in ranks if isinstance(rank, Raised)]

@@ -61,6 +61,7 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             except RankError as error:
                 raised = [Raised(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("raised-*.json"))]
                 if raised and row.of_one_rank:
+                    raised = that_name_the_cause(raised, row.names)
                     return _judged(row, raised, len(raised))
                 said = (f"{each.kind}: {each.message}" for each in raised)
                 return Outcome("hangs", "; ".join(said) or str(error))
@@ -104,6 +105,11 @@ def joined(ranks: list[Fit | Raised]) -> Fit:
     fits[0].metrics = mean_metrics(fits)
     fits[0].seen_by_rank = [rank.seen for rank in fits]
     return fits[0]
+
+
+def that_name_the_cause(raised: list[Raised], names: str) -> list[Raised]:
+    """Return the errors that match `names`, if any: where one rank fails, another may say only that it has gone."""
+    return [each for each in raised if re.search(names, each.message)] or raised
 
 
 def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
