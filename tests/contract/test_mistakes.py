@@ -170,7 +170,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         {"deepspeed_config": {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}},
         "'devic' in zero_optimization.offload_optimizer, which DeepSpeed does not know. Did you mean 'device'?",
     ),
-    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "It belongs into the section zero_optimization"),
+    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "It belongs in the section zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"fp16": {"enable": True}}}, "'enable' in fp16, which DeepSpeed does not"),
     (ParalZeROStrategy, {"deepspeed_config": {"aio": {"queue_dept": 8}}}, "Did you mean 'queue_depth'"),
     (
