@@ -20,8 +20,8 @@ from lightning_paral.errors import ConfigurationError
 class Averages:
     """Averages this rank's shards, in place of the `AveragedModel` of a callback. torch's own code does the averaging.
 
-    Created before the module is sharded; `attach` gives it the shards. After `end` the averages have become the
-    module's weights, and it refers to the module itself.
+    Created before the module is sharded; `attach` gives it the shards. After `end` it refers to the module itself: the
+    averages are its weights then, or are lost if the fit ended early.
 
     Args:
         module: the LightningModule.

@@ -20,7 +20,7 @@ from lightning_paral.process_group import name_timeout, release_process_group
 class Collectives(ParallelStrategy):
     """Mixin, placed before the Lightning base.
 
-    After an exception, a rank finds out once whether all ranks failed, when it first needs the others. If they did, they
+    After an exception, a rank finds out once whether all ranks failed, when it first needs the others. If all did, they
     go on in a new process group, so that callbacks can save. If not, no rank waits for others, and nothing is written.
     """
 
