@@ -52,7 +52,7 @@ def checked_options(init: Init) -> Init:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > num_positional:
             raise ConfigurationError(
-                f"{owner} got {len(args)} positional arguments, but takes {num_positional or 'none'}. Name the "
+                f"{owner} takes {num_positional or 'none'} of its options by position, but got {len(args)}. Name the "
                 f"options: {owner}({named[num_positional]}=...)."
             )
         for option in kwargs:

@@ -190,7 +190,9 @@ def test_options(make: Any, options: dict[str, Any], message: str) -> None:
 
 
 def test_options_without_a_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"takes none so\. Name the options: ActivationCheckpointing\(units="):
+    with pytest.raises(
+        ConfigurationError, match=r"by position, but got 1\. Name the options: ActivationCheckpointing\(units="
+    ):
         ActivationCheckpointing(["Block"])  # type: ignore[misc]
     with pytest.raises(ConfigurationError, match=r"accelerator='ring'.*It belongs to the Trainer"):
         ParalDDPStrategy("ring")  # type: ignore[arg-type]
