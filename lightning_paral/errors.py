@@ -22,8 +22,8 @@ class CheckpointError(ParalError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path; also what Lightning raises then."""
+    """There is no checkpoint at the path. It is a `FileNotFoundError`, too, as Lightning raises in this case."""
 
 
 class StorageOptionsError(ConfigurationError, TypeError):
-    """`storage_options` were given to what takes none; also what Lightning raises then."""
+    """`storage_options` were given where none are taken. It is a `TypeError`, too, as Lightning raises in this case."""

@@ -1,4 +1,4 @@
-"""After an exception: whether all ranks had one and are here, and a group on which those can go on."""
+"""After an exception: find out whether all ranks failed, and make a group in which they can go on."""
 
 import uuid
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ _ALL, _SOME = "all", "some"
 
 @dataclass(frozen=True)
 class Meeting:
-    """What ranks found that waited for each other after an exception."""
+    """The outcome of waiting for the other ranks after an exception."""
 
     all_here: bool
     group: dist.ProcessGroup | None = None
-    """Of all ranks, on gloo. The groups of before may have collectives in them that were begun on some ranks only."""
+    """A gloo group of all ranks. In earlier groups, collectives that only some ranks began may be pending."""
 
 
 def new_run_name() -> str:
@@ -29,8 +29,8 @@ def new_run_name() -> str:
 def meet(run: str, timeout: timedelta) -> Meeting:
     """Wait until all ranks call this, at most for `PATIENCE`.
 
-    Ranks that fail alone leave the others in a collective that never ends, so whether all come is asked of the store.
-    The first rank to know writes down the answer: one that comes too late would find all others to have been here.
+    A rank that fails alone leaves the others in a collective that never ends. So the ranks meet through the store, and
+    the first to know the outcome writes it there: a rank that came too late would find the keys of all the others.
 
     Args:
         run: a name that all ranks have for the run that failed.
@@ -52,5 +52,5 @@ def meet(run: str, timeout: timedelta) -> Meeting:
         if store.compare_set(f"{prefix}/found", "", found) != _ALL.encode():
             return Meeting(all_here=False)
         return Meeting(all_here=True, group=dist.new_group(backend="gloo", timeout=timeout))
-    except (dist.DistError, RuntimeError):  # the store went with its process
+    except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has ended
         return Meeting(all_here=False)

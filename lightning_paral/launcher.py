@@ -23,7 +23,7 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
 
     Args:
         cluster_environment, num_processes, num_nodes: as Lightning's launcher takes them.
-        check: called with the Trainer before any process is started; raises where a run would fail in each of them.
+        check: called with the Trainer before any process is started; raises if the run would fail in every process.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         self._check = check
 
     _children: "Sequence[subprocess.Popen[Any]]" = ()
-    """Those of a run that failed in this process."""
+    """Processes of a run that failed in this process."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other local ranks, then call `function` in this one.
@@ -53,9 +53,9 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
-            # Lightning's observer kills this process as soon as it sees one of the others fail; but it has an error to
-            # tell, and perhaps a checkpoint to save together with the others. They may even go on together, where the
-            # script catches the error.
+            # Lightning's observer kills this process as soon as another one fails. But this process still has to report
+            # its error, and perhaps to save a checkpoint together with the others. If the script catches the error,
+            # they may even go on together, so the others are not ended before this process exits.
             if self.procs:
                 self._children, self.procs[:] = list(self.procs), []
                 atexit.register(self._end_children)

@@ -1,7 +1,7 @@
-"""What is called as Lightning's Trainer or registry is, and cannot run our strategies: Fabric and `pytorch_lightning`.
+"""Refuse our strategies in Fabric and in `pytorch_lightning`, which cannot run them, and say what to use.
 
-The packages `pytorch_lightning` and `lightning_fabric` are the old names of `lightning.pytorch` and `lightning.fabric`,
-with classes of their own: an object of one is none of the other.
+The packages `pytorch_lightning` and `lightning_fabric` are `lightning.pytorch` and `lightning.fabric` under their old
+names, with classes of their own: an object of one package is no instance of the other's classes.
 """
 
 import importlib
@@ -19,13 +19,13 @@ from lightning_paral.errors import ConfigurationError
 
 _IN_LIGHTNING = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 _FABRIC = (
-    "{given} is a strategy of Lightning's Trainer, and Fabric has no Trainer: there is nothing that would call its "
-    "hooks. Use lightning.pytorch.Trainer(strategy={given}), or with Fabric one of Fabric's own strategies: 'ddp', "
+    "{given} is a strategy for Lightning's Trainer, and Fabric has no Trainer that would call the strategy's hooks. "
+    "Use lightning.pytorch.Trainer(strategy={given}), or with Fabric one of Fabric's own strategies: 'ddp', "
     "'fsdp', 'deepspeed'."
 )
 _PYTORCH_LIGHTNING = (
     "{given} is a strategy of the package lightning, but this Trainer comes from pytorch_lightning, the same code "
-    "under its old name, with classes that do not fit those of lightning. Import everything from there: `import "
+    "under its old name, with classes that do not fit those of lightning. Import everything from lightning: `import "
     "lightning.pytorch as pl`. Where a library imports pytorch_lightning, call "
     "lightning_paral.replace_pytorch_lightning() at the top of the script, before that library is imported."
 )
@@ -33,11 +33,11 @@ _OTHERS = {
     "pytorch_lightning.strategies": ("StrategyRegistry", _PYTORCH_LIGHTNING),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", _FABRIC),
 }
-"""By module: its registry of strategies, and what to say to one of ours."""
+"""By module: the name of its registry of strategies, and the message that refuses ours."""
 
 
 def refuse_namesakes(names: Sequence[str]) -> None:
-    """Let Fabric and `pytorch_lightning` refuse strategies of ours in our words; the latter once it is imported.
+    """Make Fabric, and `pytorch_lightning` once it is imported, refuse our strategies with a message that says why.
 
     Args:
         names: what our strategies are selected by.
@@ -101,7 +101,7 @@ def _refuse(registry: Any, ours: Sequence[str], sentence: str) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function with each of some modules once it has been imported, by whomever."""
+    """Calls a function with each of the named modules after it has been imported."""
 
     def __init__(self, names: set[str], then: Callable[[ModuleType], None]) -> None:
         self._names = names

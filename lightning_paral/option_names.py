@@ -1,4 +1,4 @@
-"""What a keyword that a class does not have was meant to be: a misspelt one, another class's, or another package's."""
+"""Explain unknown keywords: misspelt ones, those of another class, and those of other packages' strategies."""
 
 import difflib
 from collections.abc import Collection
@@ -17,12 +17,12 @@ _ELSEWHERE = {
         "data_parallel_size": "replicate=...",
         "state_dict_type": "checkpoint='full' or 'sharded'",
         "save_distributed_checkpoint": "checkpoint='full' or 'sharded'",
-        "use_orig_params": "nothing: FSDP2 always keeps the parameters",
-        "sync_module_states": "nothing: all ranks begin with rank 0's values",
+        "use_orig_params": "Leave it out: FSDP2 always keeps the parameters",
+        "sync_module_states": "Leave it out: all ranks begin with rank 0's values",
         "backward_prefetch": "prefetch=...",
         "forward_prefetch": "prefetch=...",
         "limit_all_gathers": "prefetch=...",
-        "start_method": "nothing: the script is run again for each further rank",
+        "start_method": "Leave it out: the script is run again for each further rank",
     },
     "ParalZeROStrategy": {
         "offload_params": "offload_parameters='cpu'",
@@ -37,23 +37,23 @@ _ELSEWHERE = {
         "reduce_bucket_size": "reduce_bucket_numel=...",
         "allgather_bucket_size": "gather_bucket_numel=...",
         "contiguous_gradients": "deepspeed_config={'zero_optimization': {'contiguous_gradients': ...}}",
-        "logging_batch_size_per_gpu": "nothing: the loader's batch size counts",
+        "logging_batch_size_per_gpu": "Leave it out: the loader's batch size counts",
         "cpu_checkpointing": "activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True)",
         "partition_activations": "activation_checkpointing=ActivationCheckpointing(...)",
         "initial_scale_power": "deepspeed_config={'fp16': {...}}",
-        "load_full_weights": "nothing: every checkpoint is loaded",
-        "start_method": "nothing: the script is run again for each further rank",
+        "load_full_weights": "Leave it out: every checkpoint is loaded",
+        "start_method": "Leave it out: the script is run again for each further rank",
     },
     "ParalDPStrategy": {
-        "timeout": "paral_ddp, which joins processes; under paral_dp there is one",
-        "process_group_backend": "paral_ddp, which joins processes; under paral_dp there is one",
+        "timeout": "paral_ddp, which has several processes; paral_dp has one",
+        "process_group_backend": "paral_ddp, which has several processes; paral_dp has one",
     },
 }
 """By class: options of Lightning's strategies and of DeepSpeed that are written in another way here."""
 
 
 def remember_options(owner: str, options: Collection[str]) -> None:
-    """Let messages of other classes say that `options` are options of `owner`."""
+    """Remember that `owner` has these `options`, for messages about it and about other classes."""
     _OF_CLASS.setdefault(owner, set()).update(options)
 
 
@@ -70,7 +70,7 @@ def explain_unknown_option(owner: str, option: str) -> str:
 def _hint(owner: str, option: str, known: Collection[str]) -> str:
     instead = _ELSEWHERE.get(owner, {}).get(option)
     if instead is not None:
-        return f" Use {instead}."
+        return f" {instead}." if instead.startswith("Leave it out") else f" Use {instead}."
     near = difflib.get_close_matches(option, sorted(known), n=3, cutoff=0.7)
     if not near and len(option) > 3:
         near = [name for name in sorted(known) if option in name or name in option]

@@ -1,4 +1,4 @@
-"""Options are checked as they are given: first their names, then their types, before anything is made of them."""
+"""Check options as they are given: first their names, then their types, before anything uses them."""
 
 import dataclasses
 import inspect
@@ -52,7 +52,7 @@ def checked_options(init: Init) -> Init:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > num_positional:
             raise ConfigurationError(
-                f"{owner} got {len(args)} values without a name, and takes {num_positional or 'none'} so. Name the "
+                f"{owner} takes {num_positional or 'none'} of its options by position, but got {len(args)}. Name the "
                 f"options: {owner}({named[num_positional]}=...)."
             )
         for option in kwargs:
@@ -85,7 +85,7 @@ def _types_of(init: Callable[..., None]) -> dict[str, Any]:
 
 
 def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
-    """Raise a `ConfigurationError` if `value` is nothing that `annotation` allows.
+    """Raise a `ConfigurationError` if `annotation` does not allow `value`.
 
     Args:
         owner: the name of the class that has the option.
@@ -110,7 +110,7 @@ def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
 
 
 def check_at_least(owner: str, option: str, value: float | None, least: float) -> None:
-    """Raise a `ConfigurationError` if the number `value` is smaller than `least`, or none; `None` is fine."""
+    """Raise a `ConfigurationError` if `value` is smaller than `least`, or NaN. `None` is allowed."""
     if value is not None and not value >= least:
         raise ConfigurationError(f"{owner}({option}={value!r}): {option} has to be at least {least}.")
 
@@ -119,11 +119,11 @@ def as_timeout(timeout: timedelta | float) -> timedelta:
     """Return a number of seconds as the `timedelta` it stands for.
 
     Raises:
-        ConfigurationError: it is not longer than zero.
+        ConfigurationError: it is not longer than zero, or not finite.
     """
     try:
         duration = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (ValueError, OverflowError):  # not a number, or endless
+    except (ValueError, OverflowError):  # NaN or infinite
         duration = timedelta(0)
     if duration <= timedelta(0):
         raise ConfigurationError(
@@ -133,7 +133,7 @@ def as_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def allows(annotation: Any, value: object) -> bool:
-    """Whether `value` is of a type that `annotation` names. Which of a literal's values it is, is not looked at."""
+    """Whether `value` is of a type that `annotation` names. Of a `Literal`, only the values' types are compared."""
     return any(_allows_one(kind, value) for kind in _members(annotation))
 
 
@@ -161,7 +161,7 @@ def _is_instance(kind: type, value: object) -> bool:
         return isinstance(value, number) and not isinstance(value, bool)
     if isinstance(value, kind):
         return True
-    # What merely behaves like the class of another package is taken for one; a plain value never does.
+    # Anything but a plain value may be a substitute for a class of another package.
     of_others = not dataclasses.is_dataclass(kind) and kind.__module__.startswith(("lightning.", "torch"))
     return of_others and not isinstance(value, type) and type(value).__module__ != "builtins"
 

@@ -31,7 +31,7 @@ _EXIT_PATIENCE = timedelta(seconds=2)
 
 @dataclass(frozen=True)
 class _Made:
-    """A default group that was made here, and for whom: a next run that needs the same goes on with it."""
+    """A default group that was made here, and its settings: a later run with the same settings uses it again."""
 
     group: dist.ProcessGroup
     store: Store
@@ -59,7 +59,7 @@ def release_process_group() -> None:
 
 def _release_at_exit() -> None:
     if _made is not None and made_group() is not None and "nccl" in _made.backend:
-        # NCCL's watchdogs ask the store of rank 0 every second, and complain at length where it has gone before them.
+        # NCCL's watchdogs ask rank 0's store every second, and print long errors if it ends before they do.
         rank, others = dist.get_rank(), range(1, dist.get_world_size())
         with suppress(dist.DistError, RuntimeError):
             if rank == 0 and others:
@@ -177,7 +177,7 @@ def join_process_group(
     assert group is not None
     _made = _Made(group, store, backend, device, timeout)
     atexit.unregister(_release_at_exit)
-    atexit.register(_release_at_exit)  # before what was registered earlier, on which the group may depend
+    atexit.register(_release_at_exit)  # runs before functions registered earlier: the group may depend on what they end
 
 
 def is_first_to_say(message: str) -> bool:
@@ -191,7 +191,7 @@ def is_first_to_say(message: str) -> bool:
         store, _ = list(_stores.values())[-1]
         store.set_timeout(timedelta(seconds=5))
         return bool(store.compare_set(key, "", me) == me.encode())
-    except (dist.DistError, RuntimeError):  # its rank has ended
+    except (dist.DistError, RuntimeError):  # the rank that serves the store has ended
         return True
 
 
@@ -226,7 +226,9 @@ def _next_store(address: str, port: int, rank: int, world_size: int, timeout: ti
         num_groups = 0
     store.set_timeout(timeout)
     _stores[key] = (store, num_groups + 1)
-    return PrefixStore(f"lightning_paral/{world_size}/{num_groups}", store)  # one server, whatever the world size
+    return PrefixStore(
+        f"lightning_paral/{world_size}/{num_groups}", store
+    )  # runs of several world sizes may share a server
 
 
 def _explained(error: Exception, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Exception:

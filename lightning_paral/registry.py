@@ -99,7 +99,7 @@ STRATEGIES = (
 
 
 def register_strategies() -> None:
-    """Make Lightning's Trainer know all names of `STRATEGIES`, and those that cannot use them refuse in our words.
+    """Register all names of `STRATEGIES` with Lightning's Trainer, and have Fabric and `pytorch_lightning` refuse them.
 
     Calling it again changes nothing.
     """
@@ -114,7 +114,7 @@ def register_strategies() -> None:
 
 
 class _KnownNames(list[str]):
-    """Names of strategies; asking for what is not among them but meant as ours is an error that says what to write."""
+    """Names of strategies. Looking up an unknown name that is meant as ours raises an error that says what to write."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)

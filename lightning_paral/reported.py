@@ -14,7 +14,7 @@ from lightning_paral.process_group import is_first_to_say
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 FULL_VARIABLE = "PARAL_TRACEBACK"
-"""Set to `full` in the environment, it brings back every frame and every cause."""
+"""The environment variable that brings back every frame and every cause if it is set to `full`."""
 
 _INTERNALS = (
     "lightning_paral",

@@ -1,1 +1,1 @@
-"""Averages of weights (EMA, SWA) of which every rank keeps what it holds of the weights."""
+"""Averages of weights (EMA, SWA), sharded as the weights are: each rank averages what it holds of them."""

@@ -1,4 +1,4 @@
-"""Averages of weights as shards, in the place of the whole copy of the module that callbacks keep."""
+"""Sharded averages of weights, in place of the full copy of the module that Lightning's callbacks keep."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,10 +18,10 @@ from lightning_paral.errors import ConfigurationError
 
 
 class Averages:
-    """Takes the place of `AveragedModel` in a callback: averages of what this rank holds, by torch's own code.
+    """Averages this rank's shards, in place of the `AveragedModel` of a callback. torch's own code does the averaging.
 
-    It is made before the module is sharded, filled by `attach`, and refers to the module itself after `end`: averages
-    are the module's weights then.
+    Created before the module is sharded; `attach` gives it the shards. After `end` it refers to the module itself: the
+    averages are its weights then, or are lost if the fit ended early.
 
     Args:
         module: the LightningModule.
@@ -31,7 +31,7 @@ class Averages:
     """
 
     prefix = "module."
-    """What names of weights begin with in the state."""
+    """The prefix of the weights' names in the state dict."""
 
     def __init__(
         self, module: LightningModule, save_frozen: bool, device: torch.device | int | None = None, **options: Any
@@ -48,7 +48,7 @@ class Averages:
         self._state_to_read: Mapping[str, Any] | None = None
 
     def attach(self, shards: WeightShards, *, shares_buffers: bool) -> None:
-        """Begin with the weights as they are now.
+        """Start the averages from the current weights.
 
         Args:
             shards: what this rank holds of them.
@@ -83,7 +83,7 @@ class Averages:
 
     @property
     def n_averaged(self) -> Tensor:
-        """How many weights have been averaged."""
+        """The number of updates so far."""
         return self._inner.n_averaged
 
     @property
@@ -114,8 +114,8 @@ class Averages:
         if self._shards is None:
             if self.is_lost:
                 raise ConfigurationError(
-                    "Averages of weights are kept as shards, and the fit ended before they became the weights of the "
-                    "module: they are gone. Save during the fit, by ModelCheckpoint(save_on_exception=True)."
+                    "The averages of weights are gone: they were kept as shards, and the fit ended before they became "
+                    "the module's weights. Save them during the fit, with ModelCheckpoint(save_on_exception=True)."
                 )
             return self._with_averaged_buffers(self._module.state_dict())
         if self._swapped:
@@ -124,7 +124,10 @@ class Averages:
 
     @torch.no_grad()
     def complete(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return `weights` of the module for a checkpoint, as they are without the averages of an evaluation."""
+        """Return the module's `weights` for a checkpoint.
+
+        During an evaluation the module holds the averages; the weights that were put aside take their place here.
+        """
         shards = self._shards
         if shards is None or not self._swapped:
             return weights
@@ -177,7 +180,7 @@ class Averages:
 
     @torch.no_grad()
     def take_current(self) -> None:
-        """Make the averages the weights and buffers as they are now."""
+        """Set the averages to the current weights and buffers."""
         for average, current in self._pairs(self._attached()):
             average.copy_(current)
 
@@ -196,7 +199,7 @@ class Averages:
 
     @torch.no_grad()
     def become_weights(self, *, buffers: bool) -> None:
-        """Make the averages the weights of the module, and with `buffers` its buffers. *Collective*."""
+        """Set the weights of the module, and with `buffers` also its buffers, to the averages. *Collective*."""
         shards = self._attached()
         shards.prepare()
         if buffers:
@@ -208,16 +211,16 @@ class Averages:
         self._is_kept = True
 
     def current_view(self) -> Any:
-        """Return what has the shards of the weights as its parameters."""
+        """Return a stand-in for the module whose parameters are the current shards."""
         return _View(self._attached().current(), self._module)
 
     def _attached(self) -> WeightShards:
         if self._shards is None:
-            raise ConfigurationError("Averages of weights exist from when a fit has set up its strategy until it ends.")
+            raise ConfigurationError("Averages of weights exist during trainer.fit only, from the strategy's setup on.")
         return self._shards
 
     def _pairs(self, shards: WeightShards, *, buffers: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield averages and what they are of, in the memory of both."""
+        """Yield each average with the tensor that it averages. Both can be written to."""
         averages = (parameter.detach() for parameter in self._inner.module.parameters())
         yield from zip(averages, shards.current(), strict=True)
         if buffers:
@@ -237,7 +240,7 @@ class CopiedAverages(Averages):
     prefix = ""
 
     def parameters(self) -> Iterator[Parameter]:
-        """Return averages, this rank's shards."""
+        """Return this rank's shards of the averages."""
         return self._inner.module.parameters()
 
 

@@ -1,4 +1,4 @@
-"""Averages of buffers, which ranks compute from buffers of their own: those of rank 0 are evaluated, as saved."""
+"""Averages of buffers: each rank averages its own, and all ranks evaluate those of rank 0, which are also saved."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_paral.compat.methods import replace_methods
 
 
 def share_averaged_buffers(module: Module, averaged: Module) -> None:
-    """Give all ranks rank 0's averages of the buffers of `module`, but of those DDP leaves alone.
+    """Give all ranks rank 0's averages of the buffers of `module`, except of those that DDP ignores.
 
     *Collective* over the world.
     """
@@ -26,7 +26,7 @@ def share_averaged_buffers(module: Module, averaged: Module) -> None:
 
 
 def share_when_swapped() -> Callable[[], None]:
-    """Let `WeightAveraging` share averages of buffers when they are swapped in; return what ends that.
+    """Make `WeightAveraging` share its averages of buffers whenever it swaps; return a function that ends this.
 
     For strategies under which a rank has whole weights, and averages them as Lightning does.
     """

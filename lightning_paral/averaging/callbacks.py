@@ -1,4 +1,4 @@
-"""Lightning's averaging callbacks, and subclasses of the user's, in a fit of which ranks hold parts of the weights."""
+"""Lightning's averaging callbacks, and users' subclasses of them, in a fit whose ranks hold parts of the weights."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,14 +20,14 @@ _OWN = {
     WeightAveraging: ("_swap_models", "_copy_average_to_current"),
     StochasticWeightAveraging: ("update_parameters", "transfer_weights"),
 }
-"""Methods that only Lightning's own code may define, as they go through all weights."""
+"""Methods that subclasses must not override, because they use full weights."""
 
 
 class AveragingCallbacks:
     """The callbacks of a fit that average weights, from before they are set up until the fit ends.
 
-    Lightning's `setup` copies the module, which would be whole then; its other methods go through whole parameters.
-    Meanwhile the two classes have methods that leave `Averages` in place of the copy, and work with them.
+    Lightning's `setup` copies the module before it is sharded, and its other methods use full parameters. Until the
+    fit ends, these methods of the two classes are replaced by ones that keep `Averages` in place of the copy.
 
     Args:
         trainer: whose callbacks are looked at.
@@ -35,8 +35,8 @@ class AveragingCallbacks:
         obstacle: why weights cannot be averaged by this strategy, if so.
 
     Raises:
-        ConfigurationError: weights cannot be averaged, an averaging function is not elementwise, or a subclass does
-            itself what ours does.
+        ConfigurationError: weights cannot be averaged, an averaging function is not elementwise, or a subclass
+            overrides a method that has to be replaced.
     """
 
     def __init__(self, trainer: Trainer, *, save_frozen: bool, obstacle: str | None) -> None:
@@ -73,7 +73,7 @@ class AveragingCallbacks:
 
     @property
     def are_in_state_dict(self) -> bool:
-        """Whether checkpoints have averages where weights are, and weights beside them."""
+        """Whether checkpoints hold averages in `state_dict`, and the weights under a key of their own."""
         return bool(self._of_weights)
 
     @property
@@ -82,7 +82,7 @@ class AveragingCallbacks:
         return all(averages.is_attached for averages in self._of_weights)
 
     def take_current(self) -> None:
-        """Make the averages that are saved in place of weights of the weights as they are now."""
+        """Set the averages that checkpoints hold in `state_dict` to the current weights."""
         for averages in self._of_weights:
             averages.take_current()
 
@@ -92,7 +92,7 @@ class AveragingCallbacks:
         return [averages for averages in found if isinstance(averages, Averages)]
 
     def end(self) -> None:
-        """Give Lightning's classes back as they were; averages are the module's weights, or gone."""
+        """Restore Lightning's classes. Averages that have not become the module's weights are lost."""
         self._undo.close()
         for callback in self._callbacks:
             averages = callback._average_model
@@ -209,8 +209,8 @@ def _check(callback: Any) -> None:
         for name in names if isinstance(callback, base) else ():
             if getattr(kind, name) is not getattr(base, name):
                 raise ConfigurationError(
-                    f"{kind.__name__} defines {name} itself, which goes through whole weights, and ranks hold parts of "
-                    "them. Leave it as it is in Lightning's class, or use paral_ddp."
+                    f"{kind.__name__} defines {name} itself. That method uses whole weights, but ranks hold parts of "
+                    "them. Keep the method of Lightning's class, or use paral_ddp."
                 )
     if isinstance(callback, StochasticWeightAveraging):
         check_elementwise(f"avg_fn of {kind.__name__}", callback._avg_fn, multi=False)
@@ -218,7 +218,8 @@ def _check(callback: Any) -> None:
     unknown = sorted(callback._kwargs.keys() - {"avg_fn", "multi_avg_fn"})
     if unknown:
         raise ConfigurationError(
-            f"{kind.__name__} passes {', '.join(unknown)} on to AveragedModel, which takes avg_fn and multi_avg_fn."
+            f"{kind.__name__} passes {', '.join(unknown)} on to AveragedModel. Under a strategy that shards weights it "
+            "can pass avg_fn and multi_avg_fn only. Leave out the others, or use paral_ddp."
         )
     for name in ("avg_fn", "multi_avg_fn"):
         if callback._kwargs.get(name) is not None:

@@ -1,7 +1,7 @@
-"""Averages of parts of weights are right for functions that treat every element for itself, only.
+"""Whether an averaging function is elementwise: only then can it average parts of weights.
 
-What a function does is looked at, as with optimizers under ZeRO: it averages small tensors, whole and in parts, and has
-to arrive at the same values.
+The function is tried, as optimizers are under ZeRO: it averages small tensors, whole and in parts, and has to arrive at
+the same values.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ _NUM_UPDATES = 3
 
 
 def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -> None:
-    """Raise a `ConfigurationError` unless an averaging function treats every element of a parameter for itself.
+    """Raise a `ConfigurationError` unless an averaging function is elementwise.
 
     Args:
         name: of the argument and the callback, for the error.
@@ -45,7 +45,7 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
         difference = (ours.reshape(-1) - torch.cat([first.reshape(-1), second.reshape(-1)])).abs().max()
         if not difference <= _TOLERANCE:
             raise ConfigurationError(
-                f"{name} is not elementwise: of parts of a parameter it makes other averages than of the whole (by "
+                f"{name} is not elementwise: averages of a parameter's parts differ from the average of the whole (by "
                 f"{float(difference):.1e} in a trial), and ranks hold parts. {remedy}"
             )
 
@@ -75,7 +75,7 @@ def _cut(tensor: Tensor, cut: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _as_before(function: Any) -> Iterator[None]:
-    """Give back what `function` counts or keeps: attributes, those of its object, and what its closure holds."""
+    """Restore the state of `function` afterwards: its attributes or its object's, and the contents of its closure."""
     owner = getattr(function, "__self__", function)
     attributes = {key: _copied(value) for key, value in getattr(owner, "__dict__", {}).items()}
     cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]

@@ -1,4 +1,4 @@
-"""What averages need of a strategy: what this rank holds of the weights, and how it is computed with."""
+"""What averages need of a strategy: this rank's shards of the weights, and a way to put new values to use."""
 
 from typing import Protocol
 
@@ -12,13 +12,13 @@ class WeightShards(Protocol):
     """
 
     def prepare(self) -> None:
-        """Have in the shards all that was written to parameters. Called before shards are written."""
+        """Bring what was written to parameters into the shards. Called before shards are written."""
 
     def current(self) -> list[Tensor]:
         """Return the shards, as plain tensors over the memory that they are in. Nothing is sent."""
 
     def publish(self, *, borrowed: bool) -> None:
-        """Compute with the shards as they are now. *Collective* over the world.
+        """Let the module compute with the current values of the shards. *Collective* over the world.
 
         Args:
             borrowed: whether the shards hold averages for an evaluation: master copies stay as they are, and so do the
@@ -26,7 +26,7 @@ class WeightShards(Protocol):
         """
 
     def keep(self) -> None:
-        """Take the shards as they are now for the weights of the module: master copies follow."""
+        """Make the current values of the shards the weights of the module, in the master copies, too."""
 
     def as_saved(self, number: int, average: Tensor) -> Tensor:
         """Return the average of a parameter for a checkpoint: a tensor of true shape of which this rank has a part."""

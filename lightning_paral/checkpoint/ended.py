@@ -1,4 +1,4 @@
-"""Optimizers after a run that divided their state: each rank keeps on the host what it holds of it, as runs."""
+"""Optimizers after a run that divided their state: each rank keeps its part on the host, as flat ranges."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,7 +22,10 @@ Names = list[list[str]]
 
 
 class EndedOptimizers:
-    """The optimizers of the last fit, with the names of their parameters: evaluation may divide those anew."""
+    """The optimizers of past fits, and the names of their parameters.
+
+    The names are kept because a later evaluation may divide the module again, and put other parameters in their place.
+    """
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Optimizer, Names] = WeakKeyDictionary()
@@ -34,8 +37,8 @@ class EndedOptimizers:
         Args:
             optimizer: the user's.
             module: the module, as it is after the run.
-            state: by number, as `Optimizer.state_dict` has it; `None` for what is in the optimizer.
-            parameters: the module's own parameter for each that the optimizer has; left out where it is the same.
+            state: by number, as `Optimizer.state_dict` has it; `None` to keep what is in the optimizer.
+            parameters: by parameter of the optimizer, the module's own; those that are the same are left out.
         """
         held = list(optimizer.state.items()) if state is None else _by_parameter(optimizer, state)
         for group in optimizer.param_groups:
@@ -46,14 +49,14 @@ class EndedOptimizers:
         self._names[optimizer] = group_names(optimizer, module)
 
     def lose(self, optimizer: Optimizer, reason: str) -> None:
-        """Note that the state of `optimizer` went with the run."""
+        """Note that the state of `optimizer` was lost at the end of the run."""
         self._lost[optimizer] = reason
 
     def names(self, optimizer: Optimizer, module: Module) -> Names:
         """Return the names of the parameters of `optimizer`, by group.
 
         Raises:
-            ConfigurationError: its state went with the run.
+            ConfigurationError: its state was lost at the end of the run.
         """
         if optimizer in self._lost:
             raise ConfigurationError(

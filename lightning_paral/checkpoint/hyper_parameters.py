@@ -1,8 +1,8 @@
 """Modules among the hyper-parameters: saved as they would be without an engine, whole and of their own class.
 
 `self.save_hyperparameters()` keeps a network or a loss that is an argument of the module, and Lightning saves it with
-the checkpoint. It is the very object that is trained: under FSDP and ZeRO its parameters are divided, its class is made
-anew, and hooks of the engine are on it, none of which can or should be in a file.
+the checkpoint. It is the very object that is trained: under FSDP and ZeRO its parameters are divided, its class is
+replaced, and it carries hooks of the engine. None of that can or should be in a file.
 """
 
 import copyreg
@@ -36,7 +36,7 @@ def with_whole_modules(
 ) -> None:
     """Replace modules in the hyper-parameters of `checkpoint` by copies that no engine has touched. *Collective*.
 
-    Rank 0 gets the copies, on the host; the other ranks, of which nothing of it is saved, get nothing.
+    Rank 0 gets the copies, on the host; the other ranks, which do not save them, get empty dicts.
 
     Args:
         checkpoint: as Lightning dumps it; its hyper-parameters are replaced where modules are among them.
@@ -45,7 +45,7 @@ def with_whole_modules(
         ranks: who save.
 
     Raises:
-        CheckpointError: ranks have other modules among their hyper-parameters.
+        CheckpointError: ranks have different modules among their hyper-parameters.
     """
     given = {key: checkpoint[key] for key in _KEYS if checkpoint.get(key)}
     if not given:
@@ -56,7 +56,7 @@ def with_whole_modules(
     found = ranks.gather((held.has_modules, wanted))
     if any(each != found[0] for each in found):
         raise CheckpointError(
-            "The ranks have other modules among their hyper-parameters, so they cannot be saved. Give the module the "
+            "Ranks have different modules among their hyper-parameters, so they cannot be saved. Give the module the "
             "same arguments on all ranks, or leave them out: `self.save_hyperparameters(ignore=[...])`."
         )
     if not held.has_modules:
@@ -70,7 +70,7 @@ def with_whole_modules(
 
 
 class _Held:
-    """Hyper-parameters, pickled but for tensors and arrays, with modules as they were before an engine took them."""
+    """Hyper-parameters, pickled except for tensors and arrays, with modules as they were before an engine's changes."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         buffer = io.BytesIO()
@@ -113,7 +113,7 @@ class _Pickler(pickle.Pickler):
         if make is None or not isinstance(state, dict):
             return reduced
         args = tuple(_class_before(arg) if arg is type(obj) else arg for arg in args)
-        # pickle itself wants the object's own class of `__newobj__`.
+        # For `__newobj__` pickle accepts the object's own class only.
         return (_new if make is copyreg.__newobj__ else make, args, _without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
 
 
@@ -153,7 +153,7 @@ def _without_engine(state: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 def _is_installed(name: str, value: Any, kind: type) -> bool:
-    """Whether an attribute is in the place of a method, or a function or class made where it was set."""
+    """Whether an attribute hides one of class `kind`, or is a function or class that was defined in a function."""
     return hasattr(kind, name) or "<locals>" in getattr(value, "__qualname__", "")
 
 

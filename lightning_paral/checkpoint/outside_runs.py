@@ -1,4 +1,4 @@
-"""Reading a checkpoint's folder outside of a run, as `load_from_checkpoint` does a file."""
+"""Read a sharded checkpoint outside of a run, as `load_from_checkpoint` reads a file."""
 
 import os
 from pathlib import Path
@@ -25,11 +25,11 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
 
     Args:
         path: a folder of this package, Lightning or DeepSpeed.
-        map_location: where tensors are read to, as `torch.load` takes it; in the folder they lie for the host.
+        map_location: where tensors are read to, as `torch.load` takes it; stored tensors count as CPU tensors.
         weights_only: `False` trusts the folder, and runs what code it holds.
 
     Raises:
-        CheckpointError: it is none, it is damaged, or it holds code and is not trusted.
+        CheckpointError: the folder is no checkpoint, is damaged, or holds code and is not trusted.
     """
     from lightning_paral.checkpoint.loading import load  # takes long to import
     from lightning_paral.checkpoint.ranks import Ranks
@@ -48,7 +48,7 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
 
 
 def _device(map_location: Any) -> torch.device:
-    """Return where `map_location` puts what lies for the host."""
+    """Return where `map_location` puts CPU tensors."""
     if callable(map_location):
         found = map_location(torch.empty(0).untyped_storage(), "cpu")
         return torch.device("cpu") if found is None else found.device

@@ -27,9 +27,9 @@ def loads_its_own(module: Module) -> bool:
 
 
 def own_state_dict(module: Module, held: Callable[[Parameter], Tensor]) -> dict[str, Any]:
-    """Return `module.state_dict()`, in which parameters are what `held` returns of them.
+    """Return `module.state_dict()` with `held(parameter)` in place of each parameter.
 
-    What overrides of it then do to these tensors has to work on parts; names can be added, changed and deleted.
+    Overrides can add, rename and delete entries. What they compute with the tensors has to work on parts of them.
 
     Raises:
         CheckpointError: it returned something else than a dict with names.
@@ -63,14 +63,17 @@ def load_its_own(
     left_out: Collection[str],
     fill: Callable[[Parameter, Tensor], bool],
 ) -> None:
-    """Call `module.load_state_dict(state_dict, strict=strict)`, in which `fill` takes what it can.
+    """Call `module.load_state_dict(state_dict, strict=strict)`, and let `fill` load the tensors that it can.
 
     Args:
         module: has a `load_state_dict` of its own.
         state_dict: as it was saved.
         strict: passed on.
-        left_out: names that are not missing.
+        left_out: names that may be absent.
         fill: puts a tensor into a parameter and returns `True`, or `False` for one that torch can load.
+
+    Raises:
+        RuntimeError: names or shapes do not fit, as `Module.load_state_dict` raises it.
     """
     filled = set()
 
@@ -101,7 +104,7 @@ def load_its_own(
 def _shadowed(module: Module, name: str, method: Callable[..., None]) -> Iterator[None]:
     """Call `method(part, own, ...)` in the place of `own`, which is the method `name` of each part of `module`.
 
-    Methods of instances, for torch calls these two on each part, inside what users override.
+    The method is set on instances: torch calls it on each part, inside the methods that users override.
     """
     parts = list(module.modules())
     before = [vars(part).get(name) for part in parts]

@@ -54,10 +54,10 @@ class StoredTensor(Tensor):
         return read_whole(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def requires_grad_(self, *_: Any) -> Tensor:
-        """Refuse to be made a parameter, in which nothing could be changed."""
+        """Refuse to be made a parameter: its values could not be changed."""
         raise CheckpointError(
-            "`load_state_dict(..., assign=True)` was given tensors that lie in a checkpoint's folder, unread. Leave "
-            "out `assign`, or read them before: `{name: value.clone() for name, value in state_dict.items()}`."
+            "`load_state_dict(..., assign=True)` was given tensors of a sharded checkpoint that were not read yet. "
+            "Leave out `assign`, or read them first: `{name: value.clone() for name, value in state_dict.items()}`."
         )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

@@ -67,9 +67,9 @@ def load_safely(
 def _refusal(name: object, what: str) -> str:
     return (
         f"{name} holds an object of {what!r}. Making it would run code, so it was not loaded. If you trust the "
-        f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before; "
-        "CheckpointOptions(weights_only=False), in the command `paral` --trust, trusts everything in it, as does "
-        "weights_only=False given to trainer.fit (validate, test, predict) and load_from_checkpoint."
+        f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before. "
+        "To trust everything in it, use CheckpointOptions(weights_only=False), or give weights_only=False to "
+        "trainer.fit (validate, test, predict) or load_from_checkpoint, or --trust to the command `paral`."
     )
 
 

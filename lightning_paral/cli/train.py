@@ -47,7 +47,7 @@ class AnyModelCLI(LightningCLI):
         """Make the objects that the configuration describes.
 
         Raises:
-            ConfigurationError: of ours, instead of the parser's list of everything that a strategy could have been.
+            ConfigurationError: an option of a strategy is wrong. It replaces the parser's list of all possible types.
         """
         try:
             super().instantiate_classes()

@@ -1,8 +1,8 @@
 """Let Lightning's `load_from_checkpoint` read folders.
 
-Replaces `pl_load` in `lightning.pytorch.core.saving`, a private function by which `_load_from_checkpoint` reads what is
-at a path, and which reads files only: `IsADirectoryError` for every sharded checkpoint, Lightning's own included. There
-is no public place for it: `load_from_checkpoint` takes no `CheckpointIO`. (Lightning 2.6.6, `core/saving.py`.)
+Replaces `pl_load` in `lightning.pytorch.core.saving`, the private function with which `_load_from_checkpoint` reads a
+path. It reads files only and raises `IsADirectoryError` for every sharded checkpoint, Lightning's own included. Nothing
+public can be used instead: `load_from_checkpoint` takes no `CheckpointIO`. (Lightning 2.6.6, `core/saving.py`.)
 """
 
 from collections.abc import Callable, Mapping

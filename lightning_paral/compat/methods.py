@@ -1,13 +1,13 @@
-"""Methods of Lightning's classes replaced for the time of a run, so that subclasses of the user's inherit ours."""
+"""Replace methods of Lightning's classes during a run, so that users' subclasses inherit the new ones."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def replace_methods(kind: type, methods: Mapping[str, Any]) -> Callable[[], None]:
-    """Give the class `kind` other methods; return what gives it back its own.
+    """Replace methods of the class `kind`; return a function that restores them.
 
-    A subclass that calls `super().setup(...)` gets them, too, which an attribute of the instance would not see to.
+    A subclass that calls `super().setup(...)` reaches the new method; one set on the instance it would not reach.
     """
     before = {name: vars(kind)[name] for name in methods}
     for name, method in methods.items():

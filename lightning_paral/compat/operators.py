@@ -1,7 +1,8 @@
-"""How DeepSpeed 0.19.8 compiles operators: where they are missing, in any process, without a word, into torch's cache.
+"""Take over the loading of DeepSpeed's operators.
 
-That cache knows nothing of versions, and waits without end for the lock of a process that was killed. `jit_load` is the
-one place through which all operators go, those that code of the user's asks for, too.
+DeepSpeed 0.19.8 compiles a missing operator silently, in whichever process asks for it, into torch's cache. That cache
+does not distinguish versions, and waits forever for the lock of a process that was killed. All operators go through
+`OpBuilder.jit_load`, also those that users' code asks for.
 """
 
 from collections.abc import Callable, Iterator

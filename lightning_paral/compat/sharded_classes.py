@@ -1,4 +1,4 @@
-"""Classes of sharded modules: under the names of the user's own, and of any class that Python lets a module have."""
+"""Classes of sharded modules: named as the user's classes, and possible for a module of any class."""
 
 from typing import Any, NoReturn
 
@@ -8,11 +8,11 @@ from torch.nn import Module
 
 
 def prepare_class(module: Module) -> None:
-    """Make the class that `fully_shard` gives `module`, in torch's stead (torch 2.8 to 2.13).
+    """Make the class that `fully_shard` gives `module`, in place of torch's (torch 2.8 to 2.13).
 
-    torch's own is called `FSDPLinear` in every message. It cannot be made where `Generic` or another class without
-    `__dict__` is the first base (`object layout differs`) or where `__init_subclass__` wants arguments, and is noticed
-    by metaclasses and `__init_subclass__` that keep registers of classes.
+    torch's class is called `FSDPLinear` in every message. It cannot be made if `Generic` or another class without
+    `__dict__` is the first base (`object layout differs`) or if `__init_subclass__` requires arguments. Metaclasses and
+    `__init_subclass__` methods that register classes would register it, too.
     """
     original = type(module)
     if original not in cls_to_fsdp_cls and not issubclass(original, FSDPModule):
@@ -58,7 +58,7 @@ def _unnoticed(original: type[Module], attributes: dict[str, Any]) -> type:
             return [cls, _Unannounced, FSDPModule, *original.__mro__]
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # `type(container)(...)` makes the user's, as torch's own class does: ModuleList indexes itself so.
+        # `type(module)(...)` makes an unsharded module, as with torch's own class: slicing a ModuleList does this.
         return original(*args, **kwargs)
 
     sharded: type = Meta(original.__name__, (original, FSDPModule), attributes | {"__new__": new})

@@ -72,7 +72,7 @@ class Injection:
         self._undo.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what undoes changes of the trainer, which a copy of it makes none of."""
+        """Leave out the undo stack: a copy has changed nothing in the trainer."""
         return vars(self) | {"_undo": ExitStack()}
 
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
@@ -81,9 +81,9 @@ class Injection:
         if injects and not isinstance(loader, DataLoader) and self._trainer.world_size > 1:
             # As under Lightning's ddp. It may have been written for several ranks.
             rank_zero_warn(
-                f"{type(loader).__name__} is no DataLoader, so it is left as it is: each of {self._trainer.world_size} "
-                "ranks takes all that it yields there. Unless it looks at the rank itself, hand in a DataLoader "
-                "(batch_size=None for what comes in batches), which is divided among them."
+                f"{type(loader).__name__} is no DataLoader, so it is not divided: each of {self._trainer.world_size} "
+                "ranks takes everything that it yields. Unless it divides its data by rank itself, wrap it in a "
+                "DataLoader (with batch_size=None if it yields batches), which is divided among the ranks."
             )
         if not isinstance(loader, DataLoader) or not injects or loaders.is_distributed(loader):
             return self._injected_by_lightning(loader, shuffle, mode)

@@ -119,7 +119,7 @@ def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batche
             return super().__len__() if num_batches is None else num_batches
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # The class has a name that is not its own: pickling finds `original` there.
+            # pickle would find `original` under the name of this class.
             state = super().__reduce_ex__(protocol)[2] | {"_iterator": None}
             return _made_anew, (original, iterate, num_batches), state
 

@@ -59,7 +59,7 @@ class Order:
     """Everything `set_epoch` is forwarded to, and whose generators are seeded."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what asks the other ranks, who are not where a pickled order goes."""
+        """Leave out the functions that ask the other ranks: they cannot be reached where a pickled order is used."""
         return vars(self) | {"compare": None, "agree": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Order":

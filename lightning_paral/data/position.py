@@ -36,7 +36,7 @@ class Position:
         assert isinstance(begun, _StartedTracker)
         return {
             "seed": self._seed.value,
-            # The one that began last: at its end, and after the fit, `processed` is the next one.
+            # The epoch that began last: after it `processed` is the next one, and after the fit so is `current_epoch`.
             "epoch": begun.started - 1,
             "loaders": [_position(source, num_steps) for source in self.sources],
         }

@@ -26,7 +26,7 @@ class Share:
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether another rank may run out before this one, and fillers stand in. A single rank draws no fillers."""
+        """Whether some ranks may run out of batches before others, and draw fillers. A single rank draws none."""
         return self.ending == "fill" and self.world_size > 1
 
     def num_steps(self, num_batches: int) -> int:

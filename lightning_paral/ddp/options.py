@@ -59,7 +59,7 @@ def explain_unused(message: str, names: list[str], rank: int) -> str:
     """Name the parameters whose indices DDP reports, by the names of those its reducer has."""
     found = _INDICES_WITHOUT_GRADIENT.search(message)
     indices = [int(index) for index in found.group(1).split()] if found else []
-    # Frozen parameters may have come to be trained: names are those that the reducer was made with.
+    # `names` are those that the reducer was made with; parameters unfrozen since then are not among them.
     unused = [names[index] for index in indices if index < len(names)] or ["(torch does not say which)"]
     return (
         f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "

@@ -38,14 +38,14 @@ def check_replicable(module: LightningModule) -> None:
 
 
 def check_draws_all(loader: object) -> None:
-    """Raise a `ConfigurationError` if `loader` leaves samples to other processes: those of `paral_dp` are one."""
+    """Raise a `ConfigurationError` if `loader` leaves samples to other processes: `paral_dp` has no others."""
     for sampler in samplers(loader) if isinstance(loader, DataLoader) else ():
         num_replicas = getattr(sampler, "num_replicas", 1)
         if num_replicas > 1:
             raise ConfigurationError(
                 f"{type(sampler).__name__}(num_replicas={num_replicas}) draws one of {num_replicas} parts of the data, "
-                "but paral_dp is one process for all devices, and nobody would draw the others. Leave the sampler out, "
-                "or make it with **self.trainer.distributed_sampler_kwargs."
+                "but paral_dp is one process for all devices, and nothing would draw the other parts. Leave out the "
+                "sampler, or make it with **self.trainer.distributed_sampler_kwargs."
             )
 
 

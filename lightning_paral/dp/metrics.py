@@ -85,9 +85,9 @@ def _detached(arguments: Any, device: torch.device) -> Any:
 
 
 def _detached_by_id(metric: Module) -> dict[int, Any]:
-    """Return, as a memo of `deepcopy`, copies of the tensors that a differentiable metric has left with their graphs.
+    """Return a memo for `deepcopy`: detached copies of tensors that a differentiable metric keeps with their graphs.
 
-    `deepcopy` refuses those.
+    `deepcopy` refuses such tensors.
     """
     leaves = [leaf for part in metric.modules() for leaf in pytree.tree_leaves(dict(vars(part)))]
     return {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}

@@ -20,7 +20,7 @@ class ShardedWeights:
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
 
     def prepare(self) -> None:
-        """Let go of gathered parameters: what was written to them is in the shards then."""
+        """Reshard gathered parameters, so that what was written to them is in the shards."""
         for part in self._parts:
             part.reshard()
 

@@ -15,7 +15,7 @@ from lightning_paral.fsdp.whole_values import CONVERSIONS
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy with rows of its own: `copy.deepcopy(self.state_dict())` (torch 2.13 cannot)."""
+    """Return a deep copy with memory of its own, for `copy.deepcopy(self.state_dict())`, which torch 2.13 cannot do."""
     if id(tensor) not in memo:
         if not tensor.is_leaf:
             raise RuntimeError(
@@ -36,13 +36,13 @@ class DTensorSemantics:
     While installed, on any DTensor divided by rows: `tensor.data = value` arrives; random operations draw what one
     process draws; writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`)
     arrive in the rows that this rank holds; numbers are read from all ranks' parts, and outside of steps operations
-    take whole tensors beside DTensors. Hooks on sharded parameters go where they are called, or are refused, and
-    Muon orthogonalises whole matrices.
+    take whole tensors beside DTensors. Hooks on sharded parameters are called as under DDP, or refused, and Muon
+    orthogonalises whole matrices.
 
     Args:
         params: the `FSDPParam`s.
         in_step: whether a step is running.
-        hooks: those of parameters that are called.
+        hooks: takes the hooks of sharded parameters.
     """
 
     def __init__(self, params: list[Any], in_step: Callable[[], bool], hooks: ParameterHooks) -> None:

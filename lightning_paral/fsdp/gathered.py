@@ -94,7 +94,7 @@ class GatheredParameter(Parameter):
         return self._register_hook(self.requires_grad, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refuse: what it sees in `grad` is not what is kept there."""
+        """Refuse: the `grad` that it would see is not the one that is kept."""
         refuse_hook(self._name, "register_post_accumulate_grad_hook")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:

@@ -31,7 +31,7 @@ def check_replicate(replicate: int, world_size: int) -> None:
 
 
 def check_reshard(reshard_after_forward: bool | int | None, num_shards: int) -> None:
-    """Raise a `ConfigurationError` if a unit cannot be resharded over that many of the ranks that share a copy."""
+    """Raise a `ConfigurationError` if `reshard_after_forward` is a number that does not divide `num_shards`."""
     if isinstance(reshard_after_forward, bool) or reshard_after_forward is None:
         return
     if num_shards % reshard_after_forward:

@@ -13,10 +13,10 @@ from lightning_paral.fsdp.guards import refuse_hook
 
 
 class ParameterHooks:
-    """Keeps hooks with the parameters as they were before, and calls them where gathered ones get their gradients.
+    """Keeps hooks on the original parameters, and calls them when the gathered parameters get their gradients.
 
-    So hooks of before the run are called during it, those of the run stay with the parameters after it, and handles
-    remove them at any time.
+    So hooks that were registered before the run are called during it, hooks registered during the run stay on the
+    parameters after it, and handles remove them at any time.
 
     Args:
         originals: of each `FSDPParam`, the parameter that it was made of.
@@ -28,20 +28,20 @@ class ParameterHooks:
         self._attached: set[Any] = set()
         for name, parameter in lost:
             if parameter._backward_hooks:
-                refuse_hook(name, "register_hook, before it had values,")
+                refuse_hook(name, "register_hook (while the parameter had no values yet)")
 
     def register(self, param: Any, requires_grad: bool, hook: Any) -> RemovableHandle:
         """Register a hook of `param`, an `FSDPParam`, as `torch.Tensor.register_hook` does."""
         original = self._originals[param]
         if isinstance(original, DTensor):  # sharded by the user
             refuse_hook(str(param._param_fqn), "register_hook")
-        original.requires_grad_(requires_grad)  # of parameters that are frozen torch refuses hooks
+        original.requires_grad_(requires_grad)  # torch refuses hooks on frozen parameters
         handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
         self.attach(param)
         return handle
 
     def attach(self, param: Any) -> None:
-        """Call the hooks of `param`, if it has any, from when it has been gathered for the first time."""
+        """Make the hooks of `param`, if it has any, be called, once it has been gathered for the first time."""
         whole: Tensor | None = getattr(param, "_unsharded_param", None)
         original = self._originals[param]
         if whole is None or param in self._attached or not original._backward_hooks:
@@ -57,7 +57,7 @@ class ParameterHooks:
 
 def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
     hooks: dict[int, Any] = original._backward_hooks or {}
-    seen = gradient.to(original.dtype)  # gathered in 16 bits, it comes in 16 bits
+    seen = gradient.to(original.dtype)  # a parameter that is gathered in 16 bits gets a 16-bit gradient
     changed = False
     for hook in tuple(hooks.values()):
         result = hook(seen)

@@ -128,7 +128,7 @@ class ShardedModule:
         root.set_requires_all_reduce(all_reduce)
 
     def reshard(self) -> None:
-        """Let go of what a step that failed has left gathered."""
+        """Reshard what a failed step has left gathered."""
         if isinstance(self.root, FSDPModule):
             self.root.reset_iter_state()
 

@@ -11,6 +11,6 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     full: Tensor = tensor.full_tensor().detach()
-    # On one rank nothing is gathered, and what comes is the shard itself.
+    # On one rank `full_tensor` gathers nothing and returns the shard itself.
     is_shard = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
     return full.clone() if is_shard else full

@@ -1,4 +1,4 @@
-"""`module.zero_grad()` inside a step, where the module shows whole parameters and the gradients are with the shards."""
+"""`module.zero_grad()` inside a step, when the module has unsharded parameters and the shards have the gradients."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 def zero_shards_too(module: Module, optimizers: Sequence[Optimizer], undo: ExitStack) -> None:
-    """Let `module.zero_grad()` zero what the optimizers step on, too, until `undo` is closed."""
+    """Make `module.zero_grad()` zero the gradients of the optimizers' shards, too, until `undo` is closed."""
     zero_what_is_shown = module.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

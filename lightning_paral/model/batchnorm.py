@@ -9,7 +9,7 @@ from lightning_paral.errors import ConfigurationError
 
 
 def check_sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
-    """Raise a `ConfigurationError` if BatchNorm is to be synchronized where torch has none that is."""
+    """Raise a `ConfigurationError` if BatchNorm is to be synchronized on a device for which torch cannot."""
     if not isinstance(layer_sync, TorchSyncBatchNorm) or device.type != "cpu":
         return
     if any(isinstance(part, _BatchNorm) for part in module.modules()):
@@ -22,7 +22,7 @@ def sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.d
     """Replace the BatchNorm layers inside `module` by those that normalize over all ranks, if that was asked for.
 
     Raises:
-        ConfigurationError: torch has none for the device.
+        ConfigurationError: torch has no SyncBatchNorm for the device.
     """
     check_sync_batchnorm(module, layer_sync, device)
     if layer_sync is not None:

@@ -1,4 +1,4 @@
-"""What of a module can be checked before other processes are started, so that it is said by one."""
+"""Check a module before other processes are started, so that a single process reports the error."""
 
 from typing import Any
 

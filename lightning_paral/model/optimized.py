@@ -1,4 +1,4 @@
-"""What optimizers hold beside the parameters of the module: nothing averages its gradients."""
+"""Tensors that optimizers hold besides the module's parameters: nothing averages their gradients."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from lightning_paral.errors import ConfigurationError
 def check_averaged(optimizers: Iterable[Optimizer], module: Module) -> None:
     """Check that optimizers of several ranks hold parameters of `module` only.
 
-    Each rank would update anything else, a buffer that requires a gradient, say, by its own gradient.
+    Any other tensor, such as a buffer that requires a gradient, would be updated on each rank by its own gradient.
 
     Raises:
         ConfigurationError: an optimizer holds another tensor that requires a gradient.

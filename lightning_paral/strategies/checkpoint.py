@@ -43,7 +43,7 @@ class PortableCheckpoint(Strategy):
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
     _states_of_fit: dict[str, Any] | None = None
-    """Random states at the end of the last fit: what comes after it draws numbers that a resumed fit does not."""
+    """Random states at the end of the last fit. What runs after it draws numbers that a resumed fit must not miss."""
     _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
     _restores_after_setup: bool | None = None
     """Of one run, from `setup` on."""
@@ -88,7 +88,7 @@ class PortableCheckpoint(Strategy):
 
     @property
     def _saves_in_background(self) -> bool:
-        """Whether a save may go on in the background: `teardown` is to come, to wait for it and tell of its failure."""
+        """Whether a save may go on in the background: only if a `teardown` follows, which waits and reports failure."""
         assert self.lightning_module is not None
         return self._is_running and self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED
 
@@ -107,7 +107,7 @@ class PortableCheckpoint(Strategy):
         if storage_options is not None:
             raise StorageOptionsError(
                 f"`Trainer.save_checkpoint(..., storage_options=...)` was given {storage_options!r:.100}, and "
-                f"{type(self).__name__} takes none: options of fsspec belong into its configuration. Under paral_ddp "
+                f"{type(self).__name__} takes none: options of fsspec belong in its configuration. Under paral_ddp "
                 "and paral_dp a `CheckpointIO` of your own receives them."
             )
         ranks = self._ranks()
@@ -115,8 +115,8 @@ class PortableCheckpoint(Strategy):
             if any(is_divided(tensor) for _, tensor in tensors_in(checkpoint)):
                 raise CheckpointError(
                     f"Saving {filepath} failed: each of {self.lightning_module.trainer.world_size} ranks holds a part "
-                    "of the state, and their process group is gone, by a failure or for one of another world size. "
-                    "Save before that, or save the weights only: trainer.save_checkpoint(path, weights_only=True)."
+                    "of the state, and their process group has ended, after a failure or for a run of another world "
+                    "size. Save earlier, or only the weights: trainer.save_checkpoint(path, weights_only=True)."
                 )
             if not self.is_global_zero:
                 return
@@ -176,9 +176,9 @@ class PortableCheckpoint(Strategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights and callbacks' states are restored after `setup`: where the module never was whole.
+        """Whether weights and callbacks' states are restored after `setup`, because the module was not whole before.
 
-        Else they are there before, as under DDP: in `on_fit_start` callbacks know where they were.
+        Otherwise they are restored before it, as under DDP, and callbacks have their states in `on_fit_start`.
         """
         if self._restores_after_setup is None:
             return self._default_form == "sharded" and self._is_divided()

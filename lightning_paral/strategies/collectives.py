@@ -1,4 +1,4 @@
-"""What ranks do together during a run, and after an exception in it: then some of them may be elsewhere."""
+"""Collectives of a run, which must not wait after an exception: some ranks may never join them."""
 
 import warnings
 from datetime import timedelta
@@ -20,8 +20,8 @@ from lightning_paral.process_group import name_timeout, release_process_group
 class Collectives(ParallelStrategy):
     """Mixin, placed before the Lightning base.
 
-    After an exception the ranks that had one look for the others once, when they first need them. If all are here, they
-    go on in a group of its own, so that callbacks can save. Otherwise nothing is waited for, and nothing is written.
+    After an exception, a rank finds out once whether all ranks failed, when it first needs the others. If all did, they
+    go on in a new process group, so that callbacks can save. If not, no rank waits for others, and nothing is written.
     """
 
     _run: str = ""
@@ -30,7 +30,7 @@ class Collectives(ParallelStrategy):
     _timeout: timedelta | None
 
     def _begin_run(self) -> None:
-        """Have a name for the run, by which ranks find each other after an exception. *Collective* over the world."""
+        """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
         self._meeting = None
         self._run = self.broadcast(new_run_name())
         assert self.lightning_module is not None
@@ -39,7 +39,7 @@ class Collectives(ParallelStrategy):
                 vars(callback)["on_exception"] = partial(self._save_on_exception, callback)
 
     def _end_run(self) -> None:
-        """Forget the run. After a failure on several ranks, which may be anywhere, the process group goes with it."""
+        """End the run, and after a failure with several ranks the process group, too: they may be in any collective."""
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             trainer = self.lightning_module.trainer
             for callback in trainer.checkpoint_callbacks:
@@ -56,7 +56,7 @@ class Collectives(ParallelStrategy):
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _meet(self) -> Meeting:
-        """Return whether all ranks are here, as they are unless there was an exception."""
+        """Return whether all ranks are here: always without an exception; after one, the ranks wait for each other."""
         if not self._is_failing or not dist.is_initialized():
             return Meeting(all_here=True)
         if self._meeting is None:
@@ -73,14 +73,14 @@ class Collectives(ParallelStrategy):
         return bool(self._run)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save; where ranks failed alone, write nothing and say so. *Collective* over the world."""
+        """Save. If only some ranks failed, warn and write nothing. *Collective* over the world."""
         if self._meet().all_here:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._warn_of_others(f"{filepath} was not saved")
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but where the one that takes its place was not saved."""
+        """Remove a checkpoint, unless only some ranks failed: the one that takes its place was not saved then."""
         if self._meet().all_here:
             super().remove_checkpoint(filepath)
 
@@ -105,14 +105,14 @@ class Collectives(ParallelStrategy):
         )
 
     def _reachable(self) -> Meeting | None:
-        """Return where the ranks of the run meet, `None` if there is no process group of theirs or not all are here."""
+        """Return the `Meeting` of the ranks; `None` without a process group of the run, or if ranks are missing."""
         meeting = self._meet()
         if not dist.is_initialized() or not meeting.all_here or dist.get_world_size() != self.world_size:
             return None
         return meeting
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. *Collective*; does nothing without a process group, and where ranks failed alone."""
+        """Wait for all ranks. *Collective*; does nothing without a process group, or if only some ranks failed."""
         meeting = self._reachable()
         if meeting is None:
             return
@@ -120,7 +120,7 @@ class Collectives(ParallelStrategy):
         dist.barrier(group=meeting.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s `obj`. *Collective*; returns `obj` itself where ranks failed alone."""
+        """Return rank `src`'s `obj`. *Collective*; returns `obj` itself if only some ranks failed."""
         meeting = self._reachable()
         if meeting is None:
             return obj
@@ -133,7 +133,7 @@ class Collectives(ParallelStrategy):
 
         *Collective* over `group` (all ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA run,
         and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts with
-        it the samples behind what is logged. Where ranks failed alone, `tensor` stays as it is.
+        it the samples behind what is logged. If only some ranks failed, `tensor` stays as it is.
         """
         meeting = self._reachable() if isinstance(tensor, Tensor) else None
         if meeting is None:

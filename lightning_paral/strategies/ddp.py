@@ -56,7 +56,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradients. Code that gives gradients other memory (`p.grad.data = ...`) then trains wrongly: torch's reducer
             does not notice.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
+        timeout: how long ranks are waited for, when joining and in every collective; a number means seconds.
         checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
         start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
@@ -146,7 +146,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers, and find unused parameters where several take turns. *Collective* over the world.
+        """Make the optimizers; let DDP find unused parameters if several take turns. *Collective* over the world.
 
         Raises:
             ConfigurationError: an optimizer holds tensors whose gradients no rank averages.
@@ -157,7 +157,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             check_averaged(self.optimizers, self.lightning_module)
         takes_turns = not self.lightning_module.automatic_optimization and len(self.optimizers) > 1
         if takes_turns and not {"find_unused_parameters", "static_graph"} & self._ddp_kwargs.keys():
-            # Each backward pass has some of the parameters: those of the generator, say.
+            # Each backward pass reaches only some of the parameters, such as the generator's.
             self._undo.callback(setattr, self, "_ddp_kwargs", self._ddp_kwargs)
             self._ddp_kwargs = self._ddp_kwargs | {"find_unused_parameters": True}
             self._make_reducer_anew()

@@ -213,7 +213,7 @@ class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """One process draws everything; Lightning's says one of as many as there are devices."""
+        """Arguments of a `DistributedSampler` that draws everything; Lightning's count each device as a process."""
         return {"num_replicas": 1, "rank": 0}
 
     def process_dataloader(self, dataloader: object) -> object:

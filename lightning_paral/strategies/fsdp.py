@@ -80,7 +80,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             accumulation window, and at the start of validation.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
+        timeout: how long ranks are waited for, when joining and in every collective; a number means seconds.
         split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
 

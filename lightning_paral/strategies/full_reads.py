@@ -14,7 +14,7 @@ from lightning_paral.fsdp.whole import whole
 class FullReads(Strategy):
     """Mixin: gradients, parameters and optimizer state in their own shapes.
 
-    Written for tensors that a rank holds whole, or as a DTensor. Ranks that read all read the same.
+    It reads tensors that a rank holds whole or as a DTensor. All ranks that read get the same values.
     """
 
     def gradient_norm(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Warnings of others, about others, in our runs: nobody who reads them could do anything about them."""
+"""Warnings of one library about another, which users of our runs can do nothing about."""
 
 import warnings
 from collections.abc import Iterator

@@ -178,10 +178,10 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
     # Averages of weights
 
     def _find_averages(self) -> None:
-        """Have callbacks that average weights keep what this rank holds of them.
+        """Have callbacks that average weights keep averages of this rank's shards.
 
         Raises:
-            ConfigurationError: they average otherwise than element by element, or weights cannot be averaged.
+            ConfigurationError: an averaging function is not elementwise, or weights cannot be averaged.
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -197,9 +197,9 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
                 self._load_averages(*loaded)
 
     def _load_averages(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Take what was loaded for the averages, and load the weights that the checkpoint has beside them.
+        """Make what was loaded the averages, and load the weights that the checkpoint has beside them.
 
-        Before the module is divided this waits until it is.
+        Before the module is divided, only remember to do this later.
         """
         averages = self._averages
         if averages is None or not averages.are_in_state_dict:
@@ -233,7 +233,7 @@ class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrat
         return checkpoint
 
     def teardown(self) -> None:
-        """Undo the setup. The process group stays for what comes next, but after a failure on several ranks."""
+        """Undo the setup. The process group stays for what comes next, except after a failure with several ranks."""
         self._buffers = None
         if self._averages is not None:
             self._averages.end()

@@ -14,7 +14,7 @@ from lightning_paral.data.sampler import RankBatchSampler
 def print_start_line(trainer: Trainer, strategy: ParallelStrategy) -> None:
     """Print the line on rank 0 as soon as the run has its training loaders; before the first progress bar of training.
 
-    Called when the run begins. Does nothing where it is no fit.
+    Called when the run begins. Does nothing outside of a fit.
     """
     if trainer.state.fn != TrainerFn.FITTING:
         return

@@ -94,7 +94,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
         process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective; a number is of seconds.
+        timeout: how long ranks are waited for, when joining and in every collective; a number means seconds.
         checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
         activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
@@ -419,7 +419,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
 
     def _is_divided(self) -> bool:
-        # Weights of low precision would have lost what their master copies hold.
+        # Low-precision weights restored before `setup` would lose digits that the master copies have.
         return self._zero_precision.is_low or super()._is_divided()
 
     def _whole(self, parameter: Parameter) -> Tensor:
@@ -510,7 +510,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             try:
                 state = self._holdings.of(optimizer).optimizer_state()
                 self._ended.keep(optimizer, self.lightning_module, state, {})
-            except Exception as error:  # told to those who ask for the state; others have a run to end
+            except Exception as error:  # raised when the state is asked for; the run has to end here
                 self._ended.lose(optimizer, str(error))
 
     def _has_room(self, belongings: Belongings) -> bool:

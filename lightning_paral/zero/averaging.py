@@ -1,7 +1,7 @@
 """What a rank holds of the weights under ZeRO, for averages of them: runs of flattened parameters.
 
-At stages 1 and 2 every rank computes with whole weights. It averages the runs that it updates, and they are sent around
-where averages are evaluated or become the weights.
+At stages 1 and 2 every rank computes with whole weights. It averages the runs that it updates, and the ranks exchange
+these averages when they are evaluated or become the weights.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class WeightRuns:
         dist.all_gather_object(self._runs_of_ranks, self._runs)
 
     def prepare(self) -> None:
-        """Bring home what code of the user's wrote."""
+        """Take over what users' code wrote to parameters."""
         self._writes.settle()
 
     def current(self) -> list[Tensor]:
@@ -72,11 +72,11 @@ class WeightRuns:
         return plain_data(parameter).view(-1)[start : start + numel]
 
     def publish(self, *, borrowed: bool) -> None:
-        """Compute with the runs as they are now: where parameters are whole, send them around. *Collective*."""
+        """Let the module compute with the current values; whole parameters get the runs of all ranks. *Collective*."""
         whole = [number for number, each in enumerate(self._parameters) if not is_partitioned(each)]
         for bucket in self._buckets(whole):
             self._gather(bucket)
-        # What an evaluation writes to weights is gone after it, as the averages are; masters know nothing of it.
+        # What an evaluation writes to weights is dropped after it with the averages, and must not reach the masters.
         self._writes.adopt_by(fill_all if borrowed else self._holdings.adopt)
         self._writes.accept()
 

@@ -1,4 +1,4 @@
-"""What an optimizer's `step` gets: Lightning's caller gives it a closure and more, DeepSpeed calls it without."""
+"""Pass the closure and other arguments of a step on to the optimizer, whose `step` DeepSpeed calls without any."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ from lightning_paral.errors import ConfigurationError
 
 
 class Evaluated:
-    """A closure that was evaluated before the step, as gradients are divided by then. It returns what it did return.
+    """A closure that was evaluated before the step, because ZeRO divides the gradients before it.
 
     Args:
-        result: that.
+        result: what the closure returned.
         kind: of the optimizer, for messages.
     """
 
@@ -29,12 +29,12 @@ class Evaluated:
         """Return the result.
 
         Raises:
-            ConfigurationError: it was asked for before in this step: that means another forward and backward.
+            ConfigurationError: it is called a second time in a step, which takes another forward and backward pass.
         """
         if self.was_called:
             raise ConfigurationError(
                 f"{self._kind.__name__}.step evaluates its closure more than once: it needs several backward passes "
-                "per step, which ZeRO cannot do. Train with paral_ddp, or choose an optimizer that needs one."
+                "per step, which ZeRO cannot do. Train with paral_ddp, or choose an optimizer that needs only one."
             )
         self.was_called = True
         return self._result

@@ -27,7 +27,7 @@ _VARIABLES = ("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "TORCH_CUDA_A
 
 
 def operators_kept() -> AbstractContextManager[None]:
-    """Return a context in which whatever loads an operator of DeepSpeed's gets the one that is kept, or compiles it."""
+    """Return a context in which DeepSpeed's operators are loaded from `folder_of` theirs, or compiled into it."""
     return loaded_by(_load)
 
 
@@ -37,14 +37,14 @@ def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
     if kept.is_file():
         return _imported(builder.name, kept)
     rank_zero_info(
-        f"Compiling DeepSpeed's operator {builder.name!r}, which takes a minute or a few. It is done once for these "
-        f"versions of torch and DeepSpeed and this kind of processor, and kept in {folder}."
+        f"Compiling DeepSpeed's operator {builder.name!r}, which takes a few minutes. This is done once for these "
+        f"versions of torch and DeepSpeed and this kind of processor; the result is kept in {folder}."
     )
     start = time.monotonic()
     with _turn(folder, builder.name):
         if kept.is_file():
             return _imported(builder.name, kept)  # another rank has compiled it
-        # A killed run leaves torch's lock in its folder, for which all later ones would wait: each has its own.
+        # Each build has its own folder: torch's lock stays in that of a killed run, and others would wait for it.
         for left in folder.glob(f"{builder.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f"{builder.name}-", dir=folder))

@@ -1,4 +1,4 @@
-"""The names that DeepSpeed's configuration may have, read from its source: importing it settles its accelerator."""
+"""The keys of DeepSpeed's configuration, read from its source: importing DeepSpeed would settle its accelerator."""
 
 import ast
 import difflib
@@ -25,7 +25,7 @@ _MODELS = {
 }
 """Sections that a pydantic model describes."""
 _FLAT = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
-"""Sections whose names are among the words of the source; those of other sections may be the user's own."""
+"""Sections whose keys all occur in the source as strings. In other sections users may choose keys."""
 _SOURCES = ("config.py", "constants.py", "precision_config.py", "*_config.py", "torch_autocast.py")
 _WORD = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -35,7 +35,7 @@ class _Known:
     words: frozenset[str]
     """Every name that occurs in the source as a string or as a field."""
     removed: frozenset[str]
-    """Names that DeepSpeed once had, and now fails at."""
+    """Names that DeepSpeed has removed, and rejects now."""
     models: Mapping[str, Mapping[str, str | None]]
     """Of each model: its fields and their aliases, with the model of a field that is a section of its own."""
 
@@ -56,7 +56,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"deepspeed_config has {key!r}, which DeepSpeed no longer has. Take it out.")
         if key in in_zero and key not in _MODELS and key not in _TOP_AND_ZERO:
             raise ConfigurationError(
-                f"deepspeed_config has {key!r} at the top, where DeepSpeed ignores it. It belongs into the section "
+                f"deepspeed_config has {key!r} at the top, where DeepSpeed ignores it. It belongs in the section "
                 f"zero_optimization: {{'zero_optimization': {{{key!r}: {value!r}}}}}."
             )
         if key not in known.words:

@@ -73,7 +73,7 @@ class PartitionedGradients:
 
     @property
     def are_there(self) -> bool:
-        """Whether a backward pass has left gradients for a step that has not come."""
+        """Whether a backward pass has left gradients for a step that is still to come."""
         return self._num_passes > 0
 
     @property
@@ -98,8 +98,8 @@ class PartitionedGradients:
             by_hand: whether code of the user's says when gradients are forgotten.
 
         Raises:
-            ConfigurationError: gradients of an earlier step are still there, or under manual optimization the window
-                was taken to be complete.
+            ConfigurationError: gradients of an earlier step were not set to zero, or, under manual optimization, those
+                of this step have been read or clipped already.
         """
         if self._complete and by_hand:
             self._refuse_more()
@@ -114,7 +114,7 @@ class PartitionedGradients:
         self._usage.is_announced = True
 
     def take_back_empty_pass(self) -> None:
-        """Take an announced backward pass as not announced if no gradient has come in its window: nothing ran."""
+        """Undo `before_backward` if no gradient has come in the window: an overridden `backward` did not run any."""
         if self._num_passes == 1 and not self._usage.has_begun:
             self._num_passes, self._complete = 0, False
 
@@ -128,7 +128,7 @@ class PartitionedGradients:
         self._num_passes += 1
 
     def before_shared_backward(self) -> None:
-        """Say that a backward pass follows that may reach parameters of this engine, among others."""
+        """Say that a backward pass follows that may reach parameters of this engine and of others."""
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(False)
         if self._num_passes == 1:
@@ -144,7 +144,7 @@ class PartitionedGradients:
         """Say that the backward pass has ended. *Collective* if it reached parameters of this engine.
 
         Raises:
-            ConfigurationError: it did, and the window was taken to be complete.
+            ConfigurationError: it did, but gradients of this step have been read or clipped already.
         """
         self.engine._running_engine_backward = False
         self._usage.is_announced = False
@@ -215,7 +215,7 @@ class PartitionedGradients:
             arguments: others for the optimizer's `step`, by name.
 
         Raises:
-            ConfigurationError: gradients came in a backward pass nobody announced.
+            ConfigurationError: gradients came in a backward pass that was not announced, or zero_grad was left out.
         """
         if self._usage.has_unannounced:
             raise ConfigurationError(

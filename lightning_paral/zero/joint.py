@@ -136,14 +136,18 @@ class JointGradients:
             gradients.zero_grad(set_to_none)
 
     def end(self) -> None:
-        """Note no more which parameters get gradients."""
+        """Stop noting which parameters get gradients."""
         for gradients in self._all:
             gradients.end()
 
     # Reading
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of the gradients that there are, of all optimizers, before clipping. *Collective*."""
+        """Return the 2-norm of the gradients of all optimizers that have some, before clipping. *Collective*.
+
+        Raises:
+            GradientsNotReadyError: no optimizer has gradients.
+        """
         there = [gradients.norm() for gradients in self._all if gradients.are_there]
         if not there:
             raise GradientsNotReadyError(
@@ -164,8 +168,8 @@ class JointGradients:
         if not parameter.requires_grad:
             return None
         raise ConfigurationError(
-            "The gradient of a parameter that no optimizer has was asked for. Under ZeRO gradients are kept of what "
-            "is trained only: give it to an optimizer in configure_optimizers."
+            "The gradient of a parameter was asked for that no optimizer trains. ZeRO keeps gradients of trained "
+            "parameters only: give the parameter to an optimizer in configure_optimizers."
         )
 
 

@@ -1,4 +1,4 @@
-"""Run ninja no longer than the process that compiles lives: `ninja.py PROCESS NINJA ARGUMENT...`.
+"""Run ninja, and end it with the process that compiles: `ninja.py PROCESS NINJA ARGUMENT...`.
 
 A process that is killed cannot end what it started: ninja would go on, and its compilers, for minutes. This file is run
 by its path, in a bare interpreter: it imports nothing of this package.

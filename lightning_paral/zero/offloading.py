@@ -18,7 +18,7 @@ def check_offload(options: ZeROOptions) -> None:
 def load_async_io(options: ZeROOptions) -> None:
     """Load what reads and writes NVMe, compiling it first where this host has not yet, if `options` need it.
 
-    Comes after whatever can be refused: it may take minutes.
+    To be called after all checks: it may take minutes.
 
     Raises:
         ConfigurationError: it does not compile.

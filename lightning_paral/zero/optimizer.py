@@ -26,10 +26,10 @@ def is_none(optimizer: Any) -> bool:
 
 
 def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
-    """Return the optimizers, all of which ZeRO can partition; `None` if `configure_optimizers` returned that.
+    """Return the optimizers, all of which ZeRO can partition; `None` if `configure_optimizers` returned `None`.
 
     Raises:
-        ConfigurationError: there are none in a list, or one is of a kind that ZeRO cannot partition.
+        ConfigurationError: `configure_optimizers` returned an empty list, or an optimizer that ZeRO cannot partition.
     """
     name = type(module).__name__
     if len(optimizers) == 1 and is_none(optimizers[0]):

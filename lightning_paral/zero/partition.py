@@ -169,7 +169,7 @@ def _whole_on_host(parameter: Any) -> Tensor:
     return whole
 
 
-# DeepSpeed makes them where they are missing: a module inside another root would go on calling an engine that is gone.
+# DeepSpeed sets these only where they are missing: left on a module, they would call an engine that has ended.
 _OF_THE_ENGINE = {"pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"}
 _ATTRIBUTES = ("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

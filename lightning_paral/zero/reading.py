@@ -33,7 +33,7 @@ class WholeReads:
         """Return the global 2-norm of the gradients before they are clipped by norm. *Collective* over the world.
 
         Args:
-            optimizer: of whose parameters; by default of all that have gradients now.
+            optimizer: whose parameters' gradients count; by default those of all optimizers that have some.
 
         Raises:
             GradientsNotReadyError: not between the last backward pass of a step and the step itself.

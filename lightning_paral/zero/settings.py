@@ -21,7 +21,7 @@ _OWNED = {
 }
 
 _PRECISION_OF = {"fp16": "16-true", "bf16": "bf16-true", "bfloat16": "bf16-true", "torch_autocast": "bf16-mixed"}
-"""What to say to the Trainer for a section of DeepSpeed's."""
+"""By section of DeepSpeed's configuration: the Trainer's precision that has the same effect."""
 
 # Whatever the user says instead is as good.
 _DEFAULTS: dict[str, Any] = {

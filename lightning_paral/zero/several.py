@@ -55,7 +55,7 @@ def check_several(optimizers: Sequence[UsersOptimizer], options: ZeROOptions, pr
     if precision == "16-true":
         raise ConfigurationError(
             f"configure_optimizers returned {len(optimizers)} optimizers, and with fp16 weights DeepSpeed would scale "
-            'the loss otherwise for each. Use Trainer(precision="bf16-true") or "16-mixed", or return one optimizer.'
+            'the loss differently for each. Use Trainer(precision="bf16-true") or "16-mixed", or return one optimizer.'
         )
 
 
@@ -109,7 +109,7 @@ def _share_gathering(forward: Any, engine: Any, holder: Module) -> None:
 
 
 def drop_gradients_of_others(module: Module, optimizers: Sequence[UsersOptimizer]) -> list[Any]:
-    """Let parameters that no optimizer has keep no gradients, which nothing would read; return the hooks' handles."""
+    """Drop gradients of parameters that no optimizer has, as they arrive; return the handles of the hooks that do."""
     owned = {id(p) for users in optimizers for group in users.groups for p in group["params"]}
 
     def drop(parameter: Tensor) -> None:

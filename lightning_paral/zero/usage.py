@@ -41,7 +41,7 @@ class Usage:
         self.is_announced = False
         """Whether a backward pass that the strategy knows of is under way."""
         self.was_reached = False
-        """Whether a gradient came in the backward pass that is under way, or was last."""
+        """Whether a gradient came in the current backward pass, or in the last one."""
         self.has_unannounced = False
         """Whether gradients came in another one."""
         self._num_steps = 0

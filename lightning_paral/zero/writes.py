@@ -233,7 +233,7 @@ class Writes:
         self._adopt = adopt
 
     def forget(self, concerns: Callable[[Any], bool]) -> None:
-        """Let go of copies that a step has made old, of an optimizer that `concerns` the parameters it trains."""
+        """Let go of copies that a step has made outdated; `concerns` says which parameters its optimizer trains."""
 
         def is_old(copy: _Copy) -> bool:
             return copy.parameter.requires_grad and concerns(copy.parameter)

@@ -170,7 +170,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         {"deepspeed_config": {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}},
         "'devic' in zero_optimization.offload_optimizer, which DeepSpeed does not know. Did you mean 'device'?",
     ),
-    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "It belongs into the section zero_optimization"),
+    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "It belongs in the section zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"fp16": {"enable": True}}}, "'enable' in fp16, which DeepSpeed does not"),
     (ParalZeROStrategy, {"deepspeed_config": {"aio": {"queue_dept": 8}}}, "Did you mean 'queue_depth'"),
     (
@@ -190,7 +190,9 @@ def test_options(make: Any, options: dict[str, Any], message: str) -> None:
 
 
 def test_options_without_a_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"takes none so\. Name the options: ActivationCheckpointing\(units="):
+    with pytest.raises(
+        ConfigurationError, match=r"by position, but got 1\. Name the options: ActivationCheckpointing\(units="
+    ):
         ActivationCheckpointing(["Block"])  # type: ignore[misc]
     with pytest.raises(ConfigurationError, match=r"accelerator='ring'.*It belongs to the Trainer"):
         ParalDDPStrategy("ring")  # type: ignore[arg-type]

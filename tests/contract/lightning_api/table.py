@@ -21,18 +21,18 @@ TITLES = {
 INTRODUCTION = """\
 # What of Lightning works under which strategy
 
-Each row is a public feature of Lightning, each column a strategy, at two ranks or two devices where the row does
-not say otherwise. A cell says what comes of it:
+Each row is a public feature of Lightning, each column a strategy, on two ranks or two devices unless the row says
+otherwise. A cell says what comes of it:
 
-- **equal**: losses, weights, metrics, files, and what the feature is for are those of one process with the same global
-  batches, up to rounding.
-- **as ddp**: they are those of Lightning's `ddp` at two ranks, where one process has no such thing, or another.
-- **refused**: an error says so and names what it is about; the footnote has its first sentence.
-- **open**: neither, which is a defect.
+- **equal**: losses, weights, metrics, files, and whatever else the feature produces are those of one process with the
+  same global batches, up to rounding.
+- **as ddp**: they are those of Lightning's `ddp` on two ranks, because one process gives another result, or none.
+- **refused**: an error says what is not possible; the footnote has its first sentence.
+- **open**: none of these, which is a defect.
 
-An empty cell is not run: `paral_zero1` and `paral_zero3` where the engine has no part in the feature, which is then as
-under `paral_zero2`; `paral_dp`, which is one process, where the feature is about ranks. Loggers that need other
-packages are not run: to a strategy they are all alike. `docs/user-code.md` has what may stand in modules and callbacks.
+An empty cell is not run. For `paral_zero1` and `paral_zero3` the feature does not depend on the stage, and is as under
+`paral_zero2`; for `paral_dp`, which is one process, the feature is about ranks. Loggers that need other packages are
+not run: a strategy treats them all alike. `docs/user-code.md` is about what people write in modules and callbacks.
 
 `tests/contract/test_lightning_api.py` runs every cell. `python -m tests.contract.lightning_api --write` writes this
 page.
