@@ -1,10 +1,12 @@
 """Every argument of the Trainer, each with values that mean something."""
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.plugins import LayerSync, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
@@ -14,7 +16,6 @@ from tests.contract.lightning_api.run import OfRankZero, Run, plain
 from tests.contract.user_code.models import WIDTH, Supervised, regression, validated
 
 FITS: dict[str, dict[str, Any]] = {
-    '`accelerator="auto"`': {"accelerator": "auto"},
     "`num_nodes=1`": {"num_nodes": 1},
     "`max_epochs=0`": {"max_epochs": 0},
     "`max_steps=3`": {"max_steps": 3, "max_epochs": -1},
@@ -61,6 +62,16 @@ def fitted(options: dict[str, Any]) -> Any:
         return run.fit(loaders=validated, **made)
 
     return scenario
+
+
+@row('`accelerator="auto"`', columns=LIGHT)
+def best_accelerator(run: Run) -> dict[str, Any]:
+    # Of a host with nothing but CPUs, as the ranks are joined by gloo.
+    with (
+        patch.object(CUDAAccelerator, "is_available", return_value=False),
+        patch.object(MPSAccelerator, "is_available", return_value=False),
+    ):
+        return run.fit(loaders=validated, accelerator="auto")
 
 
 for label, options in FITS.items():

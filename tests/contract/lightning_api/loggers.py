@@ -1,6 +1,5 @@
 """Loggers and profilers."""
 
-from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -92,17 +91,6 @@ def experiment(run: Run) -> dict[str, Any]:
 
     found = run.fit(Direct, logger=CSVLogger(run.folder), max_epochs=2)
     return found | {"file": metrics_of(run)}
-
-
-if find_spec("tensorboard") or find_spec("tensorboardX"):
-
-    @row("`TensorBoardLogger`", columns=("paral_ddp", "paral_fsdp", "paral_zero3"))
-    def tensorboard(run: Run) -> dict[str, Any]:
-        from lightning.pytorch.loggers import TensorBoardLogger
-
-        found = run.fit(Logging, logger=TensorBoardLogger(run.folder, log_graph=False), log_every_n_steps=1)
-        del found["metrics"]
-        return found | {"files": OfRankZero(len(list(run.folder.glob("**/events.*"))))}
 
 
 PROFILERS = {
