@@ -18,7 +18,6 @@ from lightning_paral.model.buffers import shared_buffers
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters
 from lightning_paral.zero.optimizer import engines_optimizer
 from lightning_paral.zero.options import ZeROOptions
-from lightning_paral.zero.partition import check_not_empty
 from lightning_paral.zero.twin import UsersOptimizer
 
 
@@ -84,7 +83,6 @@ def build_engines(
     check_parameters(module, trained, config)
     inner = [engines_optimizer(users, offload=offload, trust=trust) for users in optimizers]
     if partitioned:
-        check_not_empty(module)
         forward: Any = build_inference_engine(module, config, device)
     else:
         forward = module.to(device)
