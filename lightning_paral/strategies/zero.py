@@ -421,10 +421,6 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         # Weights of low precision would have lost what their master copies hold.
         return self._zero_precision.is_low or super()._is_divided()
 
-    def _whole(self, parameter: Parameter) -> Tensor:
-        divided = self._holdings is not None or hasattr(parameter, "ds_id")
-        return self.full_parameter(parameter) if divided else parameter.detach()
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of true shapes, of which this rank may hold a run."""
         if self._writes is not None:
