@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import OfRankZero, Run, plain
+from tests.contract.lightning_api.run import OfRankZero, Run, metrics_of, plain
 from tests.contract.user_code.models import WIDTH, Supervised, regression, validated
 
 FITS: dict[str, dict[str, Any]] = {
@@ -263,21 +263,6 @@ def logged(run: Run) -> dict[str, Any]:
 
     found = run.fit(Logging, logger=True, log_every_n_steps=2, max_epochs=2)
     return found | {"file": metrics_of(run)}
-
-
-def metrics_of(run: Run) -> OfRankZero:
-    """Return what CSVLogger wrote, as numbers."""
-    if run.rank:
-        return OfRankZero(None)
-    files = [path.read_text().splitlines() for path in sorted(run.folder.glob("**/metrics.csv"))]
-    return OfRankZero([[[number(cell) for cell in line.split(",")] for line in lines] for lines in files])
-
-
-def number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 @row("`use_distributed_sampler=False`", reference="ddp")

@@ -6,9 +6,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import rank_zero_only
 
-from tests.contract.lightning_api.arguments import metrics_of
 from tests.contract.lightning_api.rows import LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run
+from tests.contract.lightning_api.run import OfRankZero, Run, metrics_of
 from tests.contract.user_code.models import Supervised, validated
 
 
