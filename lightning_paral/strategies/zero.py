@@ -260,13 +260,13 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         hooks = hooks_of(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._setup_training(trainer)
+            self._setup_training()
         else:
             self._setup_evaluation()
         self._forward_redirection = OutermostCallOnly(new_hooks(self.lightning_module, hooks))
         self.barrier()
 
-    def _setup_training(self, trainer: Trainer) -> None:
+    def _setup_training(self) -> None:
         module = self.lightning_module
         assert module is not None
         self.checkpoint_activations()
