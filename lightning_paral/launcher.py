@@ -26,6 +26,9 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
         check: called with the Trainer before any process is started; raises if the run would fail in every process.
     """
 
+    _children: "Sequence[subprocess.Popen[Any]]" = ()
+    """Processes of a run that failed in this process."""
+
     def __init__(
         self,
         cluster_environment: ClusterEnvironment,
@@ -35,9 +38,6 @@ class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._check = check
-
-    _children: "Sequence[subprocess.Popen[Any]]" = ()
-    """Processes of a run that failed in this process."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other local ranks, then call `function` in this one.

@@ -132,14 +132,18 @@ class Averages:
         if shards is None or not self._swapped:
             return weights
         put_aside = self._with_averaged_buffers(self._named(shards, list(self._inner.module.parameters())))
-        numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
+        numbers = self._numbers()
         named = self._module.named_parameters(remove_duplicate=False)
         have_masters = {name for name, parameter in named if shards.has_master(numbers[id(parameter)])}
         return {name: value if name in have_masters else put_aside.get(name, value) for name, value in weights.items()}
 
+    def _numbers(self) -> dict[int, int]:
+        """Return the numbers of the module's parameters in `WeightShards`, by their ids."""
+        return {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
+
     def _named(self, shards: WeightShards, values: list[Tensor]) -> dict[str, Any]:
         """Return what the module's `state_dict` does, with `values` of the parameters."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
+        numbers = self._numbers()
 
         def held(parameter: Parameter) -> Tensor:
             number = numbers[id(parameter)]
@@ -163,7 +167,7 @@ class Averages:
         if "n_averaged" in state and self.prefix:
             self.n_averaged.copy_(state["n_averaged"])
         named = dict(self._module.named_parameters(remove_duplicate=False))
-        numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
+        numbers = self._numbers()
         averages = list(self._inner.module.parameters())
         read = set()
         for name, parameter in named.items():

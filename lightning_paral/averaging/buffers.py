@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.methods import replace_methods
+from lightning_paral.model.buffers import shared_buffers
 
 
 def share_averaged_buffers(module: Module, averaged: Module) -> None:
@@ -19,10 +20,9 @@ def share_averaged_buffers(module: Module, averaged: Module) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    names = (name for name, _ in module.named_buffers())
-    averages = zip(names, averaged.buffers(), strict=True)
-    broadcast([average for name, average in averages if name not in ignored])
+    shared = {id(buffer) for buffer in shared_buffers(module)}
+    averages = zip(module.buffers(), averaged.buffers(), strict=True)
+    broadcast([average for buffer, average in averages if id(buffer) in shared])
 
 
 def share_when_swapped() -> Callable[[], None]:

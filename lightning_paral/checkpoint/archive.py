@@ -80,15 +80,6 @@ _SPECIAL = (
 )
 
 
-def archive_in(path: str | Path) -> Archive | None:
-    """Return the directory of the archive in the file at `path`, as `read_archive` does."""
-    descriptor = open_regular(path)
-    try:
-        return read_archive(lambda offset, size: os.pread(descriptor, size, offset), os.fstat(descriptor).st_size, path)
-    finally:
-        os.close(descriptor)
-
-
 def read_archive(read: Read, nbytes: int, name: object) -> Archive | None:
     """Return the directory of an archive of `nbytes` bytes; `None` if it is no zip archive.
 

@@ -31,17 +31,16 @@ Hugging Face models in the module are."""
 def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
     """Return what `module.state_dict()` does, with `held(parameter)` for each parameter."""
     by_parameter: dict[int, Tensor] = {}
+
+    def once(parameter: Parameter) -> Tensor:
+        if id(parameter) not in by_parameter:
+            by_parameter[id(parameter)] = held(parameter)
+        return by_parameter[id(parameter)]
+
     if saves_its_own(module):
-        frozen = set()
-
-        def hold(parameter: Parameter) -> Tensor:
-            if id(parameter) not in by_parameter:
-                by_parameter[id(parameter)] = held(parameter)
-            if not parameter.requires_grad and not save_frozen:
-                frozen.add(id(by_parameter[id(parameter)]))
-            return by_parameter[id(parameter)]
-
-        own = own_state_dict(module, hold)
+        own = own_state_dict(module, once)
+        left_out = [p for p in module.parameters() if not (p.requires_grad or save_frozen) and id(p) in by_parameter]
+        frozen = {id(by_parameter[id(parameter)]) for parameter in left_out}
         for name in [name for name, value in own.items() if id(value) in frozen]:
             del own[name]
         return own
@@ -50,9 +49,7 @@ def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_fr
         if not isinstance(value, Parameter):
             state[name] = value.detach() if isinstance(value, Tensor) else value
         elif value.requires_grad or save_frozen:
-            if id(value) not in by_parameter:
-                by_parameter[id(value)] = held(value)
-            state[name] = by_parameter[id(value)]
+            state[name] = once(value)
         else:
             del state[name]
     return state

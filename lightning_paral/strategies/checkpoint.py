@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,13 +27,14 @@ from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held
 from lightning_paral.config import CheckpointOptions, Form
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.process_group import DEFAULT_TIMEOUT
+from lightning_paral.strategies.full_reads import FullReads
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
 # that of its DDP, too.
 _LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
 
 
-class PortableCheckpoint(Strategy):
+class PortableCheckpoint(FullReads):
     """Mixin, placed before the Lightning base. Strategies that divide tensors say what a rank holds of them."""
 
     _checkpoint_options: CheckpointOptions
@@ -54,10 +54,6 @@ class PortableCheckpoint(Strategy):
 
     def _held(self, parameter: Parameter) -> Tensor:
         """Return what this rank has of `parameter`: whole, a DTensor, or a run."""
-        return parameter.detach()
-
-    def _whole(self, parameter: Parameter) -> Tensor:
-        """Return a parameter of the module whole. *Collective* where it is divided."""
         return parameter.detach()
 
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
@@ -128,7 +124,7 @@ class PortableCheckpoint(Strategy):
         states = None if fitting else self._states_of_fit
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, states)
         if self._default_form == "sharded":
-            with_whole_modules(checkpoint, self.lightning_module.parameters(), self._whole, ranks)
+            with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
         local_sgd = getattr(self, "_model_averager", None) is not None

@@ -308,7 +308,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
     # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file, of which each rank writes an equal part.
 
     def teardown(self) -> None:
-        """Unwrap the model, stop reducing, and release the process group."""
+        """Unwrap the model, and stop reducing."""
         self._undo.close()
         self._reduced = None
         super().teardown()

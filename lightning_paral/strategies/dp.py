@@ -20,11 +20,10 @@ from lightning_paral.model.hooks import has_hook
 from lightning_paral.option_types import checked_options
 from lightning_paral.process_group import check_device, made_group, release_process_group
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
-from lightning_paral.strategies.full_reads import FullReads
 from lightning_paral.strategies.start_line import print_start_line
 
 
-class ParalDPStrategy(FullReads, PortableCheckpoint, ParallelStrategy):
+class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without

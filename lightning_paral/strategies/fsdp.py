@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.config import (
@@ -38,7 +37,6 @@ from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision,
 from lightning_paral.fsdp.recovery import gather_after_failure, gather_over
 from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
 from lightning_paral.fsdp.trained import TrainedShards
-from lightning_paral.fsdp.whole import whole
 from lightning_paral.fsdp.zeroing import zero_shards_too
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
@@ -362,9 +360,6 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         # What `from_pretrained` has mapped from files takes no memory, until it is loaded into.
         is_mapped = is_overridden("configure_model", module) and any(map(was_loaded, module.parameters()))
         return self._deferred is not None or is_mapped or super()._is_divided()
-
-    def _whole(self, parameter: Parameter) -> Tensor:
-        return whole(parameter)
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain what FSDP raised."""

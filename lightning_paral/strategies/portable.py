@@ -1,4 +1,4 @@
-"""What all our strategies share: one process group per run, on CPU as on CUDA, checked before anything is launched."""
+"""What strategies of several ranks share: a process group, on CPU as on CUDA, checked before anything is launched."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -37,17 +37,17 @@ from lightning_paral.process_group import (
 )
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 from lightning_paral.strategies.collectives import Collectives
-from lightning_paral.strategies.full_reads import FullReads
 from lightning_paral.strategies.noise import noise_left_out
 from lightning_paral.strategies.start_line import print_start_line
 
 _DATA_STATE = "lightning_paral.data"
 
 
-class PortableStrategy(FullReads, Collectives, PortableCheckpoint, ParallelStrategy):
+class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(PortableStrategy, DDPStrategy)`.
 
-    It keeps the process group and the sampler injection of the current run, and reads what the Lightning bases hold.
+    It keeps the sampler injection and the averages of weights of the current run, and reads what the Lightning bases
+    hold.
     """
 
     sampling: Sampling = Sampling()

@@ -41,7 +41,7 @@ from lightning_paral.zero.compiling import operators_kept
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters, trained_of
 from lightning_paral.zero.explained import explanation
-from lightning_paral.zero.folders import RunFolders, new_run_name
+from lightning_paral.zero.folders import RunFolders
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.holdings import Holdings
 from lightning_paral.zero.joint import JointGradients, JointHoldings, join_gradients, join_holdings
@@ -175,7 +175,6 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._holdings: Holdings | JointHoldings | None = None
         self._writes: Writes | None = None
         self._fixed: FixedParameters | None = None
-        self._failed = False
         self._folders = RunFolders()
         self._undo = ExitStack()
 
@@ -261,13 +260,13 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         hooks = hooks_of(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._setup_training(trainer)
+            self._setup_training()
         else:
             self._setup_evaluation()
         self._forward_redirection = OutermostCallOnly(new_hooks(self.lightning_module, hooks))
         self.barrier()
 
-    def _setup_training(self, trainer: Trainer) -> None:
+    def _setup_training(self) -> None:
         module = self.lightning_module
         assert module is not None
         self.checkpoint_activations()
@@ -351,7 +350,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
-        for offload, folder in self._folders.make(self._options, self.broadcast(new_run_name())).items():
+        for offload, folder in self._folders.make(self._options, self._run).items():
             zero[offload]["nvme_path"] = str(folder)
         ours = {"zero_optimization": zero} | settings.precision_section(self._zero_precision.precision)
         return settings.complete(ours, self._options.users_config)
@@ -422,10 +421,6 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         # Low-precision weights restored before `setup` would lose digits that the master copies have.
         return self._zero_precision.is_low or super()._is_divided()
 
-    def _whole(self, parameter: Parameter) -> Tensor:
-        divided = self._holdings is not None or hasattr(parameter, "ds_id")
-        return self.full_parameter(parameter) if divided else parameter.detach()
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of true shapes, of which this rank may hold a run."""
         if self._writes is not None:
@@ -457,10 +452,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._holdings.of(optimizer).load_optimizer_state(state)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember that this rank failed: the others may be anywhere, and no collective would end."""
+        """Explain what DeepSpeed raised."""
         explain(exception, partial(explanation, stage=self.stage))
         super().on_exception(exception)
-        self._failed = self.world_size > 1
 
     def teardown(self) -> None:
         """Give the module back whole, on the host, and leave nothing behind. *Collective*.
@@ -472,10 +466,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         if self._gradients is not None:
             engines += [each.engine for each in self._gradients.each]
         self.model = self.lightning_module
+        failed = self._is_failing and self.world_size > 1  # other ranks may be anywhere: no collective would end
         self._zero_precision.end_fit()
         try:
             if self._writes is not None:
-                self._writes.end(settle=not self._failed)
+                self._writes.end(settle=not failed)
             for users in self._users_optimizers:
                 users.show_state()
             for wrapped in self._lightning_optimizers:
@@ -485,13 +480,12 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
-                self._belongings.restore(gather=not self._failed and self._has_room(self._belongings))
+                self._belongings.restore(gather=not failed and self._has_room(self._belongings))
                 for engine in {id(each): each for each in engines if hasattr(each, "destroy")}.values():
                     engine.destroy()
         finally:
             self._belongings = self._gradients = self._holdings = self._writes = self._fixed = None
             self._users_optimizers = []
-            self._failed = False
             self._undo.close()
             super().teardown()
             self._folders.leave(self.lightning_module)

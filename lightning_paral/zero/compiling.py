@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_paral.compat.operators import loaded_by
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero import ninja
+from lightning_paral.zero.environment import variables_as_before
 
 _VARIABLES = ("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
 """What the environment says to compilers."""
@@ -115,16 +116,9 @@ def _environment(building: Path) -> Iterator[None]:
         (commands / "ninja").write_text(f"#!/bin/sh\n{command}\n")
         (commands / "ninja").chmod(0o755)
         changed["PATH"] = f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    with variables_as_before(changed):
+        os.environ.update(changed)
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _imported(name: str, path: Path) -> Any:

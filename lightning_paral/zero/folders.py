@@ -2,7 +2,6 @@
 
 import atexit
 import shutil
-import uuid
 import weakref
 from pathlib import Path
 
@@ -12,11 +11,6 @@ from lightning_paral.zero.options import ZeROOptions
 from lightning_paral.zero.partition import lies_in
 
 
-def new_run_name() -> str:
-    """Return a name for subfolders that no other run has."""
-    return f"paral_zero_{uuid.uuid4().hex[:12]}"
-
-
 class RunFolders:
     """The subfolders of one run at a time."""
 
@@ -24,11 +18,16 @@ class RunFolders:
         self._paths: list[Path] = []
 
     def make(self, options: ZeROOptions, run: str) -> dict[str, Path]:
-        """Make the subfolder `run` wherever `options` offload to NVMe; return it by DeepSpeed's name of the offload."""
+        """Make a subfolder wherever `options` offload to NVMe; return it by DeepSpeed's name of the offload.
+
+        Args:
+            options: of the strategy.
+            run: a name no other run has, the same on all ranks.
+        """
         folders = {}
         for option, offload in options.on_nvme.items():
             assert offload.path is not None
-            folder = Path(offload.path) / run
+            folder = Path(offload.path) / f"paral_zero_{run[:12]}"
             folder.mkdir(exist_ok=True)
             atexit.register(_remove, folder)
             folders["offload_optimizer" if option == "offload_optimizer" else "offload_param"] = folder

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 
 import torch
@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from lightning_paral.compat.collectives import rename_in
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.zero.environment import variables_as_before
 
 MINIMUM_VERSION = "0.19.8"
 _LOGGER = "DeepSpeed"
@@ -42,17 +43,11 @@ def choose_accelerator(device: torch.device) -> None:
         ConfigurationError: DeepSpeed was imported before and has settled on another kind.
     """
     check_accelerator(device)
-    before = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = _kind(device)  # read once, and remembered
-    try:
+    with variables_as_before(["DS_ACCELERATOR"]):
+        os.environ["DS_ACCELERATOR"] = _kind(device)  # read once, and remembered
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator()
-    finally:
-        if before is None:
-            del os.environ["DS_ACCELERATOR"]
-        else:
-            os.environ["DS_ACCELERATOR"] = before
 
 
 def _kind(device: torch.device) -> str:
@@ -92,19 +87,10 @@ def quiet_deepspeed(level: int) -> Iterator[None]:
     logger.setLevel(level)
 
 
-@contextmanager
-def rank_variables_as_before() -> Iterator[None]:
+def rank_variables_as_before() -> AbstractContextManager[None]:
     """Give the environment's variables for launched ranks, which DeepSpeed needs, their old values at the end."""
     # Lightning takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
-    before = {name: os.environ.get(name) for name in _RANK_VARIABLES}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return variables_as_before(_RANK_VARIABLES)
 
 
 def join_deepspeed(level: int, device: torch.device) -> None:

@@ -18,7 +18,6 @@ from lightning_paral.model.buffers import shared_buffers
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters
 from lightning_paral.zero.optimizer import engines_optimizer
 from lightning_paral.zero.options import ZeROOptions
-from lightning_paral.zero.partition import check_not_empty
 from lightning_paral.zero.twin import UsersOptimizer
 
 
@@ -80,18 +79,17 @@ def build_engines(
     """
     config = sized_config(module)
     partitioned = config["zero_optimization"]["stage"] == 3
-    trained = [p for users in optimizers for group in users.groups for p in group["params"] if p.requires_grad]
-    check_parameters(module, trained, config)
+    trained = [[p for group in users.groups for p in group["params"] if p.requires_grad] for users in optimizers]
+    check_parameters(module, [parameter for of_one in trained for parameter in of_one], config)
     inner = [engines_optimizer(users, offload=offload, trust=trust) for users in optimizers]
     if partitioned:
-        check_not_empty(module)
         forward: Any = build_inference_engine(module, config, device)
     else:
         forward = module.to(device)
         broadcast([*module.parameters(), *shared_buffers(module)])
     engines = []
-    for users, optimizer in zip(optimizers, inner, strict=True):
-        holder = _Holder([p for group in users.groups for p in group["params"] if p.requires_grad])
+    for parameters, optimizer in zip(trained, inner, strict=True):
+        holder = _Holder(parameters)
         engine = build_training_engine(holder, optimizer, sized_config(holder), device)
         if partitioned:
             _share_gathering(forward, engine, holder)

@@ -10,6 +10,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from tests.contract.lightning_api import table
 from tests.contract.lightning_api.outcomes import cells, outcome
 from tests.contract.lightning_api.rows import ROWS
+from tests.contract.user_code.table import OPEN, word
 from tests.rank_pool import RankPool
 
 ADVICE = "If this is meant, write docs/lightning.md anew: python -m tests.contract.lightning_api --write"
@@ -38,12 +39,12 @@ def test_feature_is_as_without_us_or_refused(row: str, column: str, said, rank_p
     found = outcome(row, column, rank_pool)
 
     assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
-    assert (table.word(found), found.reason) == said[row, column], ADVICE
+    assert (word(found), found.reason) == said[row, column], ADVICE
 
 
 def test_table_has_every_cell(said) -> None:
     assert said.keys() == set(cells())
-    assert table.OPEN not in {word for word, _ in said.values()}
+    assert OPEN not in {kind for kind, _ in said.values()}
 
 
 @pytest.mark.parametrize(

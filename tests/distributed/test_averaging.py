@@ -109,7 +109,7 @@ def test_ema_is_that_of_one_process_and_goes_on_from_any_checkpoint(
 ) -> None:
     reference, (weights, losses) = one_process
     processes = 1 if label == "dp" else num_ranks
-    ranks = on_ranks(processes, fit_and_resume, label, num_ranks, str(tmp_path), str(reference), timeout=120)
+    ranks = on_ranks(processes, fit_and_resume, label, num_ranks, str(tmp_path), str(reference))
     for found in ranks:
         for kind in ("fit", "resumed", "resumed from one process"):
             assert_same_weights(found[kind][0], weights)
@@ -320,7 +320,7 @@ def test_swa_is_that_of_ddp_with_its_pass_for_batch_norm(
     on_ranks, swa_of_lightning, tmp_path: Path, label: str
 ) -> None:
     saved, (averages, (weights, losses)) = swa_of_lightning
-    for after, whole, resumed in on_ranks(2, fit_swa, label, str(tmp_path), timeout=120):
+    for after, whole, resumed in on_ranks(2, fit_swa, label, str(tmp_path)):
         assert_same_weights(after, averages)
         for found in (whole, resumed):
             assert_same_weights(found[0], weights)

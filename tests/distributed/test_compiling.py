@@ -90,6 +90,7 @@ def test_a_killed_run_takes_its_compilers_along_and_does_not_stop_the_next(tmp_p
     killed = start(source, cache)
     try:
         wait_until(lambda: len(compiling(cache)) > 1 or killed.poll() is not None, 240)
+        assert killed.poll() is None, "it ended before its compilers were seen"
         killed.send_signal(signal.SIGKILL)
         wait_until(lambda: not compiling(cache), 60)
     finally:

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.loading import look
 from tests.checkpoint_models import Resumable, fit, mean_losses
 
-STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 
 
 class Renames(Resumable):
@@ -39,24 +38,18 @@ class Renames(Resumable):
         return super().load_state_dict(loaded, strict=strict)
 
 
-def strategy(label: str) -> Any:
-    if label == "fsdp":
-        return ParalFSDPStrategy()
-    return ParalZeROStrategy(stage=int(label[-1])) if label.startswith("zero") else "paral_ddp"
-
-
-def save_and_resume(path: str, label: str) -> list[dict[int, float]]:
+def save_and_resume(path: str, strategy: str) -> list[dict[int, float]]:
     losses = []
     for keep in ("save_to", "resume_from"):
         torch.manual_seed(3)  # what is frozen is not saved
-        losses.append(fit(strategy(label), 2, module=Renames(), **{keep: path}).losses)  # type: ignore[arg-type]
+        losses.append(fit(strategy, 2, module=Renames(), **{keep: path}).losses)  # type: ignore[arg-type]
     return losses
 
 
-@pytest.mark.parametrize("label", STRATEGIES)
-def test_what_the_module_says_is_saved_and_loaded(on_ranks, tmp_path: Path, label: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_the_module_says_is_saved_and_loaded(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "x.ckpt")
-    ranks = on_ranks(2, save_and_resume, path, label)
+    ranks = on_ranks(2, save_and_resume, path, strategy)
     names = look(path)[1]["state_dict"].keys()
     assert {"added", "input.weight", "out.weight"} <= names
     assert not [name for name in names if name.startswith(("first", "frozen"))]
@@ -75,7 +68,7 @@ class ReadsValues(Resumable):
 
 def refused(path: str) -> str:
     try:
-        fit(strategy("zero3"), 2, module=ReadsValues(), save_to=path)
+        fit("paral_zero3", 2, module=ReadsValues(), save_to=path)
     except Exception as error:
         return str(error)
     return ""

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from lightning_paral import ParalZeROStrategy
 from tests.models import quiet_trainer
 
 
@@ -33,10 +32,9 @@ class Copies(Callback):
         return {}
 
 
-def run(label: str) -> Any:
+def run(strategy: str) -> Any:
     data = torch.randn(10, 32, generator=torch.Generator().manual_seed(5))
     bar, copies = TQDMProgressBar(), Copies()
-    strategy = ParalZeROStrategy(stage=3) if label == "zero3" else label
     trainer = quiet_trainer(
         strategy=strategy, devices=2, max_epochs=1, callbacks=[bar, copies], enable_progress_bar=True
     )
@@ -50,9 +48,9 @@ def run(label: str) -> Any:
     return found, kinds, len(pickle.dumps(trainer)) > 0, copy.deepcopy(bar) is not bar
 
 
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "zero3"])
-def test_copies_are_as_the_originals(on_ranks, label: str) -> None:
-    ranks = on_ranks(2, run, label)
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero3"])
+def test_copies_are_as_the_originals(on_ranks, strategy: str) -> None:
+    ranks = on_ranks(2, run, strategy)
     for found, kinds, pickled, copied in ranks:
         train, by_copy, by_pickle, evaluated = found
         assert kinds == {"DataLoader"}

@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.model import recorder
 from tests.models import quiet_trainer
 
@@ -76,62 +75,56 @@ class SaveAtEnd(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def make(label: str) -> Any:
-    if label == "fsdp":
-        return ParalFSDPStrategy()
-    return ParalZeROStrategy(stage=int(label[-1])) if label.startswith("zero") else "paral_ddp"
-
-
-def run_late(label: str, path: str) -> Any:
+def run_late(strategy: str, path: str) -> Any:
     as_if_large = pytest.MonkeyPatch()
     as_if_large.setattr(recorder, "DEFERRED_BYTES", 0)
     try:
-        return run(label, path, late=True)
+        return run(strategy, path, late=True)
     finally:
         as_if_large.undo()
 
 
-def run(label: str, path: str, late: bool = False) -> Any:
+def run(strategy: str, path: str, late: bool = False) -> Any:
     saved = Tuned(late)
     trainer = quiet_trainer(
-        strategy=make(label), devices=2, max_epochs=1, callbacks=[Counting(), SaveAtEnd(path)], precision="32-true"
+        strategy=strategy, devices=2, max_epochs=1, callbacks=[Counting(), SaveAtEnd(path)], precision="32-true"
     )
     trainer.fit(saved, DataLoader(DATA, 4))
     counting, module = Counting(), Tuned(late)
-    trainer = quiet_trainer(strategy=make(label), devices=2, max_epochs=2, callbacks=[counting])
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[counting])
     trainer.fit(module, DataLoader(DATA, 4), ckpt_path=path)
     return counting.at_start, saved.head.weight.flatten().tolist(), module.loads
 
 
-@pytest.mark.parametrize("label", ["ddp", "fsdp", "zero2", "zero3"])
-def test_weights_and_states_are_there_before_fit_starts(on_ranks, tmp_path: Path, label: str) -> None:
-    for (batches, weight), expected, loads in on_ranks(2, run, label, str(tmp_path / "x.ckpt")):
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
+def test_weights_and_states_are_there_before_fit_starts(on_ranks, tmp_path: Path, strategy: str) -> None:
+    for (batches, weight), expected, loads in on_ranks(2, run, strategy, str(tmp_path / "x.ckpt")):
         assert batches == 2
         assert weight == pytest.approx(expected, rel=1e-6)
         assert loads == ["module"]
 
 
-@pytest.mark.parametrize("label", ["fsdp", "zero3"])
-def test_what_never_is_whole_is_loaded_in_parts(on_ranks, tmp_path: Path, label: str) -> None:
-    for (batches, weight), expected, loads in on_ranks(2, run_late, label, str(tmp_path / "x.ckpt")):
+@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
+def test_what_never_is_whole_is_loaded_in_parts(on_ranks, tmp_path: Path, strategy: str) -> None:
+    for (batches, weight), expected, loads in on_ranks(2, run_late, strategy, str(tmp_path / "x.ckpt")):
         assert batches == 0  # as under Lightning's own strategies of this kind
         assert weight != pytest.approx(expected, rel=1e-3)
         assert loads == ["module"]
 
 
-def finetune(label: str, path: str) -> Any:
+def finetune(strategy: str, path: str) -> Any:
     ends = []
     for epochs, resumed in ((2, None), (4, path), (4, None)):
         callbacks = [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)]
         saves = [SaveAtEnd(path)] if epochs == 2 else []
         module = Tuned()
-        trainer = quiet_trainer(strategy=make(label), devices=1, max_epochs=epochs, callbacks=[*callbacks, *saves])
+        trainer = quiet_trainer(strategy=strategy, devices=1, max_epochs=epochs, callbacks=[*callbacks, *saves])
         trainer.fit(module, DataLoader(DATA, 4), ckpt_path=resumed)
         ends.append({name: value.clone() for name, value in module.state_dict().items()})
     return ends[1:]
 
 
 def test_finetuning_goes_on_as_under_ddp(tmp_path: Path) -> None:
-    pairs = [finetune(label, str(tmp_path / label)) for label in ("ddp", "fsdp")]
+    pairs = [finetune(strategy, str(tmp_path / strategy)) for strategy in ("paral_ddp", "paral_fsdp")]
     for name, value in pairs[0][0].items():
         assert torch.allclose(pairs[1][0][name], value, atol=1e-6), name

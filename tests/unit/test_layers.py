@@ -34,7 +34,6 @@ LAYERS = (
     "option_names",
     "compat",
     "_version",
-    "compat",
     "errors",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,20 +1,21 @@
 """Every argument of the Trainer, each with values that mean something."""
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.plugins import LayerSync, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import OfRankZero, Run, plain
+from tests.contract.lightning_api.run import OfRankZero, Run, metrics_of, plain
 from tests.contract.user_code.models import WIDTH, Supervised, regression, validated
 
 FITS: dict[str, dict[str, Any]] = {
-    '`accelerator="auto"`': {"accelerator": "auto"},
     "`num_nodes=1`": {"num_nodes": 1},
     "`max_epochs=0`": {"max_epochs": 0},
     "`max_steps=3`": {"max_steps": 3, "max_epochs": -1},
@@ -61,6 +62,16 @@ def fitted(options: dict[str, Any]) -> Any:
         return run.fit(loaders=validated, **made)
 
     return scenario
+
+
+@row('`accelerator="auto"`', columns=LIGHT)
+def best_accelerator(run: Run) -> dict[str, Any]:
+    # Of a host with nothing but CPUs, as the ranks are joined by gloo.
+    with (
+        patch.object(CUDAAccelerator, "is_available", return_value=False),
+        patch.object(MPSAccelerator, "is_available", return_value=False),
+    ):
+        return run.fit(loaders=validated, accelerator="auto")
 
 
 for label, options in FITS.items():
@@ -252,21 +263,6 @@ def logged(run: Run) -> dict[str, Any]:
 
     found = run.fit(Logging, logger=True, log_every_n_steps=2, max_epochs=2)
     return found | {"file": metrics_of(run)}
-
-
-def metrics_of(run: Run) -> OfRankZero:
-    """Return what CSVLogger wrote, as numbers."""
-    if run.rank:
-        return OfRankZero(None)
-    files = [path.read_text().splitlines() for path in sorted(run.folder.glob("**/metrics.csv"))]
-    return OfRankZero([[[number(cell) for cell in line.split(",")] for line in lines] for lines in files])
-
-
-def number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 @row("`use_distributed_sampler=False`", reference="ddp")

@@ -30,10 +30,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.contract.lightning_api.arguments import metrics_of
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run
-from tests.contract.lightning_api.running import Saving
+from tests.contract.lightning_api.run import OfRankZero, Run, Saving, metrics_of
 from tests.contract.user_code.models import Supervised, validated
 
 

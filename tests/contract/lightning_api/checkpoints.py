@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 
 from tests.contract.lightning_api.callbacks import Scheduled
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run, plain
+from tests.contract.lightning_api.run import OfRankZero, Run, Saving, plain
 from tests.contract.user_code.models import Supervised, validated
 
 
@@ -91,11 +91,7 @@ def state(run: Run) -> dict[str, Any]:
         def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
             self.order.append(("on_load_checkpoint", checkpoint["user_own"]))
 
-    class Saving(Callback):
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            trainer.save_checkpoint(run.folder / "x.ckpt")
-
-    run.fit(callbacks=[Stateful(), Saving()])
+    run.fit(callbacks=[Stateful(), Saving(run, "x.ckpt")])
     second = Stateful()
     found = run.fit(callbacks=[second], max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
     return found | {"order": plain(second.order), "steps of it": second.steps}

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import ModelHooks
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run, plain
+from tests.contract.lightning_api.run import OfRankZero, Run, Saving, plain
 from tests.contract.user_code.models import Supervised, validated
 
 OLD = ("configure_sharded_model",)
@@ -61,11 +61,7 @@ class Every(Supervised):
 
 
 def all_stages(run: Run, module: Any, callbacks: list[Callback], called: list[str]) -> dict[str, Any]:
-    class Saving(Callback):
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            trainer.save_checkpoint(run.folder / "x.ckpt")
-
-    run.fit(module, loaders=validated, callbacks=[*callbacks, Saving()], accumulate_grad_batches=2)
+    run.fit(module, loaders=validated, callbacks=[*callbacks, Saving(run, "x.ckpt")], accumulate_grad_batches=2)
     loader, trainer = run.data()["train_dataloaders"], run.trainer(callbacks=callbacks)
     fit = list(called)
     trainer.validate(module, loader, ckpt_path=run.folder / "x.ckpt")
@@ -193,11 +189,7 @@ def own_checkpoint(run: Run) -> dict[str, Any]:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.seen.append(checkpoint["user_own"])
 
-    class Saving(Callback):
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            trainer.save_checkpoint(run.folder / "x.ckpt")
-
-    run.fit(Own, callbacks=[Saving()])
+    run.fit(Own, callbacks=[Saving(run, "x.ckpt")])
     found = run.fit(Own, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
     return found | {"saved": OfRankZero(run.rank or run.saved(run.folder / "x.ckpt").value["user_own"])}
 

@@ -1,15 +1,13 @@
 """Loggers and profilers."""
 
-from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import rank_zero_only
 
-from tests.contract.lightning_api.arguments import metrics_of
 from tests.contract.lightning_api.rows import LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run
+from tests.contract.lightning_api.run import OfRankZero, Run, metrics_of
 from tests.contract.user_code.models import Supervised, validated
 
 
@@ -92,17 +90,6 @@ def experiment(run: Run) -> dict[str, Any]:
 
     found = run.fit(Direct, logger=CSVLogger(run.folder), max_epochs=2)
     return found | {"file": metrics_of(run)}
-
-
-if find_spec("tensorboard") or find_spec("tensorboardX"):
-
-    @row("`TensorBoardLogger`", columns=("paral_ddp", "paral_fsdp", "paral_zero3"))
-    def tensorboard(run: Run) -> dict[str, Any]:
-        from lightning.pytorch.loggers import TensorBoardLogger
-
-        found = run.fit(Logging, logger=TensorBoardLogger(run.folder, log_graph=False), log_every_n_steps=1)
-        del found["metrics"]
-        return found | {"files": OfRankZero(len(list(run.folder.glob("**/events.*"))))}
 
 
 PROFILERS = {

@@ -8,8 +8,7 @@ from torch import nn
 from torchmetrics import MeanSquaredError
 
 from tests.contract.lightning_api.rows import ALL, RANKS, row
-from tests.contract.lightning_api.run import Run, plain
-from tests.contract.lightning_api.running import Saving
+from tests.contract.lightning_api.run import Run, Saving, plain
 from tests.contract.user_code.models import Supervised, validated
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import traceback
@@ -20,11 +19,11 @@ import torch
 import tests.contract.lightning_api.themes  # noqa: F401  registers the rows
 from lightning_paral.errors import ParalError
 from tests.contract.lightning_api.comparing import differences
-from tests.contract.lightning_api.rows import ROWS, Row
+from tests.contract.lightning_api.rows import ROWS
 from tests.contract.lightning_api.run import Run
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.fitting import Raised
-from tests.contract.user_code.outcomes import Outcome, first_sentence, summary, that_name_the_cause
+from tests.contract.user_code.outcomes import Outcome, judged, summary, that_name_the_cause
 from tests.contract.user_code.refusals import CLEAR
 from tests.rank_pool import RankError, RankPool
 
@@ -66,12 +65,12 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             raised = [Raised(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("raised-*.json"))]
             if raised and row.of_one_rank:
                 raised = that_name_the_cause(raised, row.names)
-                return _judged(row, raised, len(raised))
+                return judged(row.names, raised, len(raised), CLEAR_HERE)
             return Outcome("hangs", "; ".join(f"{each.kind}: {each.message}" for each in raised) or str(error))
     errors = [rank for rank in ranks if isinstance(rank, Raised)]
     if errors:
         pool.renew_world()
-        return _judged(row, errors, len(ranks))
+        return judged(row.names, errors, len(ranks), CLEAR_HERE)
     results = [rank for rank in ranks if isinstance(rank, dict)]
     tolerance = max(row.tolerance, COLUMNS[column].tolerance)
     found: list[str] = []
@@ -113,17 +112,6 @@ def expected_of(label: str, reference: str, pool: RankPool) -> list[dict[str, An
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return _expected[label, reference]
-
-
-def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
-    first = errors[0]
-    if len(errors) < num_ranks:
-        return Outcome("fails", f"on {len(errors)} of {num_ranks} ranks: {first.kind}: {first.message}", first.trace)
-    if not first.is_ours and not any(re.search(pattern, first.message) for pattern in CLEAR_HERE):
-        return Outcome("fails", f"{first.kind}: {first.message}", first.trace)
-    if row.names and not re.search(row.names, first.message):
-        return Outcome("fails", f"names no {row.names}: {first.kind}: {first.message}", first.trace)
-    return Outcome("refused", first_sentence(first.message), first.trace)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Row:
     """Names of the public interface it stands for, where the label does not have them."""
     names: str = ""
     """What a refusal has to name, as a regular expression."""
-    patience: float = 60.0
+    patience: float = 150.0
     """Seconds after which a cell counts as hanging."""
     of_one_rank: bool = False
     """The error is one rank's own: whatever started the ranks ends the others, as for any exception."""

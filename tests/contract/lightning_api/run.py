@@ -138,6 +138,16 @@ class Run:
         return OfRankZero(_elsewhere(plain(kept), str(self.folder)))
 
 
+class Saving(Callback):
+    """Saves at the end of training."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self.path = run.folder / name
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def _elsewhere(values: Any, folder: str) -> Any:
     """Return a nest of containers without the name of a folder."""
     if isinstance(values, dict):
@@ -145,6 +155,21 @@ def _elsewhere(values: Any, folder: str) -> Any:
     if isinstance(values, list):
         return [_elsewhere(value, folder) for value in values]
     return values.replace(folder, "") if isinstance(values, str) else values
+
+
+def metrics_of(run: Run) -> OfRankZero:
+    """Return what CSVLogger wrote, as numbers."""
+    if run.rank:
+        return OfRankZero(None)
+    files = [path.read_text().splitlines() for path in sorted(run.folder.glob("**/metrics.csv"))]
+    return OfRankZero([[[_number(cell) for cell in line.split(",")] for line in lines] for lines in files])
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def plain(values: Any) -> Any:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProg
 
 from lightning_paral import ParalError
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import Mean, OfRankZero, Run, plain
+from tests.contract.lightning_api.run import Mean, OfRankZero, Run, Saving, plain
 from tests.contract.user_code.models import Supervised, regression, validated
 
 
@@ -39,16 +39,6 @@ def resumed(run: Run) -> dict[str, Any]:
     if saved.value is not None:
         del saved.value["callbacks"]
     return {"weights": found["weights"], "steps": found["steps"], "saved": saved}
-
-
-class Saving(Callback):
-    """Saves at the end of training."""
-
-    def __init__(self, run: Run, name: str) -> None:
-        self.path = run.folder / name
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 @row("`trainer.fit(ckpt_path=...)`, within an epoch")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.contract.lightning_api.rows import ALL, ROWS
 from tests.contract.user_code.outcomes import Outcome
+from tests.contract.user_code.table import in_cell
 
 PATH = Path(__file__).parents[3] / "docs" / "lightning.md"
 TITLES = {
@@ -37,7 +38,6 @@ not run: a strategy treats them all alike. `docs/user-code.md` is about what peo
 `tests/contract/test_lightning_api.py` runs every cell. `python -m tests.contract.lightning_api --write` writes this
 page.
 """
-OPEN, NOT_RUN = "open", ""
 
 
 def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
@@ -49,7 +49,7 @@ def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
         lines += ["|---" * (len(ALL) + 1) + "|"]
         for row in ROWS.values():
             if row.theme == theme:
-                words = [_word(outcomes.get((row.label, column)), notes) for column in ALL]
+                words = [in_cell(outcomes.get((row.label, column)), notes) for column in ALL]
                 lines += [f"| {row.label} | " + " | ".join(words) + " |"]
         lines += [""]
     lines += [f"[^{number}]: {note}" for note, number in notes.items()]
@@ -71,15 +71,3 @@ def read() -> dict[tuple[str, str], tuple[str, str]]:
                 word, _, number = cell.partition(" [^")
                 said[label, column] = (word, notes.get(number.rstrip("]"), ""))
     return said
-
-
-def word(outcome: Outcome) -> str:
-    """Return what the page calls an outcome."""
-    return outcome.kind if outcome.is_allowed else OPEN
-
-
-def _word(outcome: Outcome | None, notes: dict[str, int]) -> str:
-    if outcome is None:
-        return NOT_RUN
-    note = f" [^{notes.setdefault(outcome.reason, len(notes) + 1)}]" if outcome.kind == "refused" else ""
-    return word(outcome) + note

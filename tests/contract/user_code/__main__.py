@@ -4,57 +4,10 @@ python -m tests.contract.user_code [ROW [COLUMN]]   those whose labels match the
 python -m tests.contract.user_code --write          all of them, then docs/user-code.md
 """
 
-import argparse
-import json
-import re
-import time
-from dataclasses import asdict
-from pathlib import Path
-
 import tests.contract.user_code.themes  # noqa: F401  registers the rows
+from tests.contract import command
 from tests.contract.user_code import table
-from tests.contract.user_code.outcomes import Outcome, cells, outcome
-from tests.rank_pool import RankPool
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", nargs="?", default="")
-    parser.add_argument("column", nargs="?", default="")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--trace", action="store_true", help="print where errors come from")
-    parser.add_argument("--log", type=Path, help="keep outcomes in this file, and run no cell that it has")
-    args = parser.parse_args()
-    chosen = [cell for cell in cells() if re.search(args.row, cell[0]) and re.search(args.column, cell[1])]
-    outcomes = read_log(args.log) if args.log else {}
-    outcomes = {cell: outcomes[cell] for cell in chosen if cell in outcomes}
-    started = time.monotonic()
-    pool = RankPool()
-    try:
-        for cell in chosen:
-            if cell in outcomes:
-                continue
-            before = time.monotonic()
-            found = outcomes[cell] = outcome(*cell, pool)
-            seconds = time.monotonic() - before
-            print(f"{cell[1]:18} | {cell[0]:50} | {found.kind:8} | {seconds:5.2f} s | {found.reason}", flush=True)
-            if args.trace:
-                print(found.detail)
-            if args.log:
-                with args.log.open("a") as log:
-                    log.write(json.dumps([*cell, asdict(found)]) + "\n")
-    finally:
-        pool.close()
-    print(f"{len(outcomes)} cells in {time.monotonic() - started:.0f} s")
-    if args.write:
-        table.write(outcomes)
-
-
-def read_log(path: Path) -> dict[tuple[str, str], Outcome]:
-    """Return the last outcome of each cell in a log."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(row, column): Outcome(**found) for row, column, found in lines}
-
+from tests.contract.user_code.outcomes import cells, outcome
 
 if __name__ == "__main__":
-    main()
+    command.main(__doc__, cells(), outcome, table.write)

@@ -4,6 +4,7 @@ import json
 import re
 import tempfile
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,13 +63,13 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
                 raised = [Raised(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("raised-*.json"))]
                 if raised and row.of_one_rank:
                     raised = that_name_the_cause(raised, row.names)
-                    return _judged(row, raised, len(raised))
+                    return judged(row.names, raised, len(raised))
                 said = (f"{each.kind}: {each.message}" for each in raised)
                 return Outcome("hangs", "; ".join(said) or str(error))
         errors = [rank for rank in ranks if isinstance(rank, Raised)]
         if errors:
             pool.renew_world()
-            return _judged(row, errors, len(ranks))
+            return judged(row.names, errors, len(ranks))
         fits = [rank for rank in ranks if isinstance(rank, Fit)]
         tolerance = max(row.tolerance, COLUMNS[column].tolerance)
         for kind, reference in {"equal": "auto", "as ddp": row.reference}.items():
@@ -112,14 +113,22 @@ def that_name_the_cause(raised: list[Raised], names: str) -> list[Raised]:
     return [each for each in raised if re.search(names, each.message)] or raised
 
 
-def _judged(row: Row, errors: list[Raised], num_ranks: int) -> Outcome:
+def judged(names: str, errors: list[Raised], num_ranks: int, clear: Iterable[str] = CLEAR) -> Outcome:
+    """Say how a cell came out in which ranks raised `errors`.
+
+    Args:
+        names: what a refusal has to name, as a regular expression.
+        errors: of the ranks that had one.
+        num_ranks: how many there were.
+        clear: patterns of messages of others that count as refusals.
+    """
     first = errors[0]
     if len(errors) < num_ranks:
         return Outcome("fails", f"on {len(errors)} of {num_ranks} ranks: {first.kind}: {first.message}", first.trace)
-    if not first.is_ours and not any(re.search(pattern, first.message) for pattern in CLEAR):
+    if not first.is_ours and not any(re.search(pattern, first.message) for pattern in clear):
         return Outcome("fails", f"{first.kind}: {first.message}", first.trace)
-    if row.names and not re.search(row.names, first.message):
-        return Outcome("fails", f"names no {row.names}: {first.kind}: {first.message}", first.trace)
+    if names and not re.search(names, first.message):
+        return Outcome("fails", f"names no {names}: {first.kind}: {first.message}", first.trace)
     return Outcome("refused", first_sentence(first.message), first.trace)
 
 

@@ -60,7 +60,7 @@ def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
         lines += ["|---" * (len(columns) + 1) + "|"]
         for label in labels:
             row = ROWS[label]
-            words = [_word(outcomes.get((label, column)), notes) for column in columns]
+            words = [in_cell(outcomes.get((label, column)), notes) for column in columns]
             resumed = " *(resumed)*" if row.resumed else ""
             lines += [f"| **{label}**{resumed}: {_escaped(row.sentence)} | " + " | ".join(words) + " |"]
         lines += [""]
@@ -97,7 +97,8 @@ def word(outcome: Outcome) -> str:
     return outcome.kind if outcome.is_allowed else OPEN
 
 
-def _word(outcome: Outcome | None, notes: dict[str, int]) -> str:
+def in_cell(outcome: Outcome | None, notes: dict[str, int]) -> str:
+    """Return what stands in a cell; the reason of a refusal is added to `notes`, by number."""
     if outcome is None:
         return NOT_RUN
     note = f" [^{notes.setdefault(outcome.reason, len(notes) + 1)}]" if outcome.kind == "refused" else ""
