@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -24,7 +25,7 @@ _OWN = {
 
 
 class AveragingCallbacks:
-    """The callbacks of a fit that average weights, from before they are set up until the fit ends.
+    """The callbacks of a run that average weights, from before they are set up until the run ends.
 
     Lightning's `setup` copies the module before it is sharded, and its other methods use full parameters. Until the
     fit ends, these methods of the two classes are replaced by ones that keep `Averages` in place of the copy.
@@ -46,6 +47,11 @@ class AveragingCallbacks:
         self._save_frozen = save_frozen
         self._undo = ExitStack()
         if not self._callbacks:
+            return
+        if trainer.state.fn != TrainerFn.FITTING:
+            # Nothing is averaged, but the `setup` of one refuses strategies that divide weights, or copies them.
+            self._callbacks = []
+            self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
             return
         if obstacle is not None:
             raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")

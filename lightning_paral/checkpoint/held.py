@@ -105,8 +105,9 @@ class TensorRun(Tensor):
         if func not in _ELEMENTWISE or not isinstance(run, TensorRun) or any(_has_dims(other) for other in args[1:]):
             raise CheckpointError(
                 f"{func} was called on a tensor of which this rank holds a part only, as is the case for weights and "
-                "optimizer states under ZeRO in on_save_checkpoint. Casts, copies and scaling work there, and entries "
-                "can be added, renamed and deleted; do anything else after loading, or save under paral_ddp."
+                "optimizer states under ZeRO in on_save_checkpoint, and for optimizer states after a fit under ZeRO or "
+                "FSDP. Casts, copies and scaling work, and entries of checkpoints can be added, renamed and deleted. "
+                "Do anything else after loading, or under paral_ddp; to train on by hand, make a new optimizer."
             )
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = run.read, args[1:]

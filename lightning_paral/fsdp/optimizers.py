@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.fsdp.shard import ShardedModule
 
 _CANNOT = {
@@ -99,7 +99,7 @@ def _name_in_errors(optimizer: Optimizer, sharded: ShardedModule) -> None:
         try:
             return step(*args, **kwargs)
         except RuntimeError as error:
-            if error in closures:
+            if error in closures or isinstance(error, CheckpointError):  # the fit is over: these are not DTensors
                 raise
             raise ConfigurationError(
                 f"{type(optimizer).__name__} does something in `step` that fails with sharded parameters (DTensors): "

@@ -67,7 +67,7 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
     _buffers: RankZeroBuffers | None = None
     """Of a fit."""
     _averages: AveragingCallbacks | None = None
-    """Of a fit."""
+    """Of a run."""
     _loaded_averages: tuple[Mapping[str, Any], bool] | None = None
     """A checkpoint that was loaded before the module was divided, and whether strictly."""
     _averaging_obstacle: str | None = None
@@ -185,7 +185,7 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._default_form == "sharded" and trainer.state.fn == TrainerFn.FITTING:
+        if self._default_form == "sharded":
             save_frozen = self._checkpoint_options.save_frozen
             self._averages = AveragingCallbacks(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
 

@@ -306,6 +306,9 @@ def fit_swa(label: str, folder: str) -> Any:
     callback = make_swa()
     whole = fit(STRATEGIES[label](), 2, callback, save_to=path, with_norm=True)
     after = {name: value.clone() for name, value in callback.state_dict()["average_model_state"].items()}
+    evaluated = quiet_trainer(devices=2, strategy=STRATEGIES[label](), callbacks=[callback])
+    (metrics,) = evaluated.validate(Averaged(with_norm=True), regression_data(2, 2), ckpt_path=str(path), verbose=False)
+    assert metrics.keys() == {"val_loss"}
     return after, whole, fit(STRATEGIES[label](), 2, make_swa(), resume_from=path, with_norm=True)
 
 
