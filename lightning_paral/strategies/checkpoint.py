@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -44,9 +45,17 @@ class PortableCheckpoint(FullReads):
     _has_saved: bool = False
     _states_of_fit: dict[str, Any] | None = None
     """Random states at the end of the last fit. What runs after it draws numbers that a resumed fit must not miss."""
+    _own_state: Mapping[str, Any] = MappingProxyType({})
+    """What the checkpoint that was loaded last holds for this package only. Hooks see what they see under `ddp`."""
     _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
     _restores_after_setup: bool | None = None
     """Of one run, from `setup` on."""
+
+    @property
+    def _is_fit(self) -> bool:
+        """Whether the run, or the last one, is a fit."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -106,11 +115,12 @@ class PortableCheckpoint(FullReads):
                 f"{type(self).__name__} takes none: options of fsspec belong in its configuration. Under paral_ddp "
                 "and paral_dp a `CheckpointIO` of your own receives them."
             )
-        ranks = self._ranks()
-        if ranks.world_size != self.lightning_module.trainer.world_size:  # after the run, without its process group
+        checkpoint = dict(checkpoint)  # hooks keep the one that they were given
+        ranks, world_size = self._ranks(), getattr(self, "world_size", 1)
+        if ranks.world_size != world_size:  # after the run, without its process group
             if any(is_divided(tensor) for _, tensor in tensors_in(checkpoint)):
                 raise CheckpointError(
-                    f"Saving {filepath} failed: each of {self.lightning_module.trainer.world_size} ranks holds a part "
+                    f"Saving {filepath} failed: each of {world_size} ranks holds a part "
                     "of the state, and their process group has ended, after a failure or for a run of another world "
                     "size. Save earlier, or only the weights: trainer.save_checkpoint(path, weights_only=True)."
                 )
@@ -120,8 +130,7 @@ class PortableCheckpoint(FullReads):
         state = checkpoint.get(type(self.precision_plugin).__qualname__)
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
-        fitting = self._is_running and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        states = None if fitting else self._states_of_fit
+        states = None if self._is_running and self._is_fit else self._states_of_fit
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, states)
         if self._default_form == "sharded":
             with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
@@ -152,7 +161,9 @@ class PortableCheckpoint(FullReads):
         from lightning_paral.checkpoint.loading import load
 
         if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            self._own_state = checkpoint.pop(OWN_KEY, {})
+            return checkpoint
         ranks = all_ranks()
         if weights_only is None:
             weights_only = self._checkpoint_options.weights_only
@@ -160,10 +171,10 @@ class PortableCheckpoint(FullReads):
         if self.precision_plugin.precision == "16-mixed":
             for name in filter(lambda name: _is_loss_scale(checkpoint.get(name)), _LOSS_SCALES):
                 checkpoint.setdefault(type(self.precision_plugin).__qualname__, checkpoint[name])
-        assert self.lightning_module is not None
+        self._own_state = checkpoint.pop(OWN_KEY, {})
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
-        elif "optimizer_states" not in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        elif "optimizer_states" not in checkpoint and self._is_fit:
             raise CheckpointError(
                 f"{checkpoint_path} holds no optimizer state that could be loaded: training cannot go on as it was. To "
                 "go on with a new optimizer, say checkpoint=CheckpointOptions(restore_optimizer=False)."
@@ -189,7 +200,7 @@ class PortableCheckpoint(FullReads):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""
         assert self.lightning_module is not None
-        left_out = checkpoint.get(OWN_KEY, {}).get("frozen", ())
+        left_out = self._own_state.get("frozen", ())
         load_weights(self.lightning_module, checkpoint["state_dict"], strict=strict, left_out=left_out, fill=self._fill)
 
     @property
@@ -207,7 +218,7 @@ class PortableCheckpoint(FullReads):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self._load_optimizer_state(optimizer, state)
-        restore_states(checkpoint.get(OWN_KEY, {}).get("random_states", []), all_ranks())
+        restore_states(self._own_state.get("random_states", []), all_ranks())
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         assert self.lightning_module is not None
@@ -234,8 +245,7 @@ class PortableCheckpoint(FullReads):
         Raises:
             CheckpointError: it failed.
         """
-        module = self.lightning_module
-        if module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if self._is_fit:
             self._states_of_fit = current_states()
         saver, self._saver = self._saver, None
         self._restores_after_setup = None

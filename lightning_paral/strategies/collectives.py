@@ -1,8 +1,9 @@
 """Collectives of a run, which must not wait after an exception: some ranks may never join them."""
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,21 @@ from torch import Tensor
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.failure import Meeting, meet, new_run_name
 from lightning_paral.process_group import name_timeout, release_process_group
+
+
+class _OnException:
+    """A callback's `on_exception` during a run. A copy of the callback has the one of its class."""
+
+    def __init__(self, save: Callable[..., None], callback: Callback) -> None:
+        self._save = save
+        self._callback = callback
+
+    def __call__(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let the callback save, if that is possible."""
+        self._save(self._callback, trainer, pl_module, exception)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodType, (type(self._callback).on_exception, self._callback)
 
 
 class Collectives(ParallelStrategy):
@@ -36,7 +52,7 @@ class Collectives(ParallelStrategy):
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:
             if getattr(callback, "save_on_exception", True):
-                vars(callback)["on_exception"] = partial(self._save_on_exception, callback)
+                vars(callback)["on_exception"] = _OnException(self._save_on_exception, callback)
 
     def _end_run(self) -> None:
         """End the run, and after a failure with several ranks the process group, too: they may be in any collective."""

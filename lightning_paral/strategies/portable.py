@@ -19,7 +19,6 @@ from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.plan import CURRENT_KEY
 from lightning_paral.checkpoint.random import restore_states
 from lightning_paral.checkpoint.ranks import all_ranks
-from lightning_paral.checkpoint.weights import OWN_KEY
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
 from lightning_paral.data.injection import draws_as_one_process
@@ -220,16 +219,16 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, and with it where training is in its data. *Collective* over the world."""
         if self._position is not None and "loops" in checkpoint:  # more than weights
-            checkpoint[_DATA_STATE] = self._position.state()
+            checkpoint = {**checkpoint, _DATA_STATE: self._position.state()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, with the position in the data if training goes on from it. *Collective*."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._data_state = checkpoint.get(_DATA_STATE)
-            self._random_states = checkpoint.get(OWN_KEY, {}).get("random_states", [])
+        data_state = checkpoint.pop(_DATA_STATE, None)
+        if self._is_fit:
+            self._data_state = data_state
+            self._random_states = self._own_state.get("random_states", [])
         return checkpoint
 
     def teardown(self) -> None:

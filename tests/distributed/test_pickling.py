@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from tests.models import quiet_trainer
+from tests.models import Regression, quiet_trainer, regression_data
 
 
 def rows(loader: Any) -> list[list[float]]:
@@ -74,3 +74,25 @@ def test_class_of_a_users_loader_survives(tmp_path: Path) -> None:
 
 class Own(DataLoader[Any]):
     """A loader of the user's."""
+
+
+class CopiesCallbacks(Callback):
+    """Copies the callbacks of a run while it goes on."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        for copied in (
+            copy.deepcopy(trainer.checkpoint_callback),
+            pickle.loads(pickle.dumps(trainer.checkpoint_callback)),
+        ):
+            assert copied.on_exception.__self__ is copied
+
+
+def test_callbacks_are_copied_and_pickled_during_a_run(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path)
+    trainer = quiet_trainer(
+        strategy="paral_ddp", max_steps=1, callbacks=[saving, CopiesCallbacks()], enable_checkpointing=True
+    )
+
+    trainer.fit(Regression(), regression_data(1, 2))
+
+    assert "on_exception" not in vars(saving)
