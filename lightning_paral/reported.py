@@ -23,6 +23,7 @@ _INTERNALS = (
     "lightning_fabric",
     "torch",
     "deepspeed",
+    "fsspec",
     "jsonargparse",
 )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_paral.process_group import release_process_group
@@ -79,5 +80,7 @@ def _environment_as_before() -> Iterator[None]:
     rank_zero_only.rank = 0  # strategies set it when they are made, to what the environment of their test says
     yield
     release_process_group()  # which stays after a fit
+    if dist.is_initialized():
+        dist.destroy_process_group()  # Lightning's own ddp leaves one, too
     os.environ.clear()
     os.environ.update(before)

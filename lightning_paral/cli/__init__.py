@@ -47,7 +47,7 @@ def main() -> None:
         else:
             sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
     except (ConfigurationError, CheckpointError) as error:
-        if has_cause_of_users(error):
+        if command in TRAINER_COMMANDS and has_cause_of_users(error):
             raise
         sys.exit(f"paral: {error}" if is_first_to_say(str(error)) else 1)
 

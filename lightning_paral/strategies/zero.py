@@ -1,6 +1,7 @@
 """ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks."""
 
 import logging
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -49,7 +50,7 @@ from lightning_paral.zero.masterless import fill, fill_all, held
 from lightning_paral.zero.offloading import check_offload, check_space, load_async_io
 from lightning_paral.zero.optimizer import check_kind, engines_optimizer
 from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
-from lightning_paral.zero.partition import Belongings, count_trained, rejoin, true_shapes
+from lightning_paral.zero.partition import Belongings, count_trained, is_partitioned, rejoin, true_shapes
 from lightning_paral.zero.precision import ZeROPrecision
 from lightning_paral.zero.reading import WholeReads
 from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
@@ -480,7 +481,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             if self._gradients is not None:
                 self._gradients.end()
             if self._belongings is not None:
-                self._belongings.restore(gather=not failed and self._has_room(self._belongings))
+                self._belongings.restore(gather=self._can_gather(self._belongings, failed=failed))
                 for engine in {id(each): each for each in engines if hasattr(each, "destroy")}.values():
                     engine.destroy()
         finally:
@@ -506,6 +507,19 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
                 self._ended.keep(optimizer, self.lightning_module, state, {})
             except Exception as error:  # raised when the state is asked for; the run has to end here
                 self._ended.lose(optimizer, str(error))
+
+    def _can_gather(self, belongings: Belongings, *, failed: bool) -> bool:
+        if not failed:
+            return self._has_room(belongings)
+        assert self.lightning_module is not None
+        if any(is_partitioned(parameter) for parameter in self.lightning_module.parameters()):
+            warnings.warn(
+                f"{type(self.lightning_module).__name__} stays partitioned, as the run failed: its parameters are "
+                "empty on every rank, for state_dict() and copies, too. Load a checkpoint into a new module, or fit "
+                "this one again under ZeRO stage 3, which takes it as it is.",
+                stacklevel=2,
+            )
+        return False
 
     def _has_room(self, belongings: Belongings) -> bool:
         if belongings.were_whole:

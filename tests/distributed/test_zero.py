@@ -389,6 +389,22 @@ def test_fit_after_a_failed_one(on_ranks, strategy: str) -> None:
         assert list(nvme_folder().iterdir()) == []
 
 
+class FailingBetweenSteps(Regression):
+    def on_train_epoch_start(self) -> None:
+        raise ZeroDivisionError("on purpose")
+
+
+def fail_between_steps() -> int:
+    module = FailingBetweenSteps()
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, as the run failed"):
+        quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
+    return sum(value.numel() for value in module.state_dict().values())
+
+
+def test_a_module_without_its_weights_after_a_failure_is_told_of(on_ranks) -> None:
+    assert on_ranks(2, fail_between_steps) == [0, 0]
+
+
 def save_checkpoint(strategy: str, folder: str) -> list[str]:
     model = Regression()
     trainer = quiet_trainer(
