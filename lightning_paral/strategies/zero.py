@@ -40,7 +40,13 @@ from lightning_paral.zero.accumulation import allow_accumulation_schedules
 from lightning_paral.zero.averaging import WeightRuns, averaging_obstacle
 from lightning_paral.zero.compiling import operators_kept
 from lightning_paral.zero.construction import built_partitioned, warn_of_whole
-from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters, trained_of
+from lightning_paral.zero.engine import (
+    build_inference_engine,
+    build_training_engine,
+    check_parameters,
+    destroy,
+    trained_of,
+)
 from lightning_paral.zero.explained import explanation
 from lightning_paral.zero.folders import RunFolders
 from lightning_paral.zero.gradients import PartitionedGradients
@@ -483,7 +489,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             if self._belongings is not None:
                 self._belongings.restore(gather=self._can_gather(self._belongings, failed=failed))
                 for engine in {id(each): each for each in engines if hasattr(each, "destroy")}.values():
-                    engine.destroy()
+                    destroy(engine)
         finally:
             self._belongings = self._gradients = self._holdings = self._writes = self._fixed = None
             self._users_optimizers = []

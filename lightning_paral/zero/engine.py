@@ -51,6 +51,16 @@ def build_inference_engine(module: Module, config: dict[str, Any], device: torch
     return _initialize(module, config | {"zero_optimization": zero}, device, None, [])
 
 
+def destroy(engine: Any) -> None:
+    """Let `engine` give its module back: now, and not once more when it is collected.
+
+    `DeepSpeedEngine.__del__` of 0.19.8 does all of it again. By then a next engine may have the parameters, and would
+    lose what it has noted in them.
+    """
+    engine.destroy()
+    vars(engine)["destroy"] = lambda: None
+
+
 def _initialize(
     module: Module, config: dict[str, Any], device: torch.device, optimizer: Optimizer | None, parameters: list[Any]
 ) -> "DeepSpeedEngine":

@@ -1,16 +1,18 @@
 """Modules nobody wrote for ZeRO train as in one process at every stage."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalZeROStrategy
 from lightning_paral.model import room
-from tests.models import quiet_trainer
+from tests.models import Regression, quiet_trainer, regression_data
 from tests.zero_models import LENGTH, MODULES, VOCABULARY, Fitted, WholeBatches, assert_same_fit, fit, token_loader
 
 NUM_BATCHES = 5
@@ -251,3 +253,36 @@ def refusal_of_empty() -> str:
 def test_parameter_without_elements_is_refused_at_stage_3(on_ranks) -> None:
     for message in on_ranks(2, refusal_of_empty):
         assert "'extra' has shape (0, 4)" in message
+
+
+class KeepsEngine(Callback):
+    """Keeps the engine of a fit, and lets it be collected in the next one."""
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+        self.momentum = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and not self.engines:
+            self.engines.append(trainer.strategy.model)
+            return
+        self.engines.clear()
+        gc.collect()
+        strategy: Any = trainer.strategy
+        self.momentum = float(strategy.full_optimizer_state(module.hidden.weight, "exp_avg").abs().sum())
+
+
+def collect_engine_of_an_earlier_fit(strategy: str) -> float:
+    torch.manual_seed(0)
+    module, keeps = Regression(), KeepsEngine()
+    for num_batches in (1, 2):
+        trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[keeps])
+        trainer.fit(module, regression_data(num_batches, 2))
+        assert len(keeps.engines) == 2 - num_batches
+    return keeps.momentum
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_engine_of_an_earlier_fit_takes_nothing_along_when_it_is_collected(on_ranks, strategy: str) -> None:
+    first, second = on_ranks(2, collect_engine_of_an_earlier_fit, strategy)
+    assert first == second > 0
