@@ -1,9 +1,8 @@
 """Warnings of one library about another, which users of our runs can do nothing about."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 
 class Noise(NamedTuple):
@@ -22,21 +21,22 @@ NOISE = (
 )
 
 
-@contextmanager
-def noise_left_out() -> Iterator[None]:
-    """Leave out the warnings of `NOISE`, and only those, until the context ends.
+class NoiseLeftOut:
+    """Leaves out the warnings of `NOISE`, and only those, until `end`. It can be copied with what holds it.
 
     The filters are the process's. What others add to them, or reset, in the meantime stays so.
     """
-    added = []
-    for noise in NOISE:
-        before = list(warnings.filters)
-        warnings.filterwarnings("ignore", noise.message, noise.category, noise.module)
-        if warnings.filters[0] not in before:  # else it is the user's own, and stays
-            added.append(warnings.filters[0])
-    try:
-        yield
-    finally:
-        for each in added:
+
+    def __init__(self) -> None:
+        self._added: list[Any] = []
+        for noise in NOISE:
+            before = list(warnings.filters)
+            warnings.filterwarnings("ignore", noise.message, noise.category, noise.module)
+            if warnings.filters[0] not in before:  # else it is the user's own, and stays
+                self._added.append(warnings.filters[0])
+
+    def end(self) -> None:
+        """Let the warnings through again."""
+        for each in self._added:
             with suppress(ValueError):  # somebody has reset the filters
                 warnings.filters.remove(each)  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ from lightning_paral.process_group import (
 )
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 from lightning_paral.strategies.collectives import Collectives
-from lightning_paral.strategies.noise import noise_left_out
+from lightning_paral.strategies.noise import NoiseLeftOut
 from lightning_paral.strategies.start_line import print_start_line
 
 _DATA_STATE = "lightning_paral.data"
@@ -60,7 +59,7 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
     """Of the last fit, or of the only run."""
     _data_state: dict[str, Any] | None = None
     _random_states: Sequence[dict[str, Any]] = ()
-    _quiet: ExitStack | None = None
+    _quiet: NoiseLeftOut | None = None
     _activation_checkpointing: ActivationCheckpointing | None = None
     _undo_checkpointing: Callable[[], None] | None = None
     _buffers: RankZeroBuffers | None = None
@@ -101,8 +100,7 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
     def setup_distributed(self) -> None:
         """Join or make the process group. *Collective* over the world."""
         if self._quiet is None:
-            self._quiet = ExitStack()
-            self._quiet.enter_context(noise_left_out())
+            self._quiet = NoiseLeftOut()
         self._find_averages()
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.world_size):
@@ -246,6 +244,6 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
                 self._undo_checkpointing()
                 self._undo_checkpointing = None
             if self._quiet is not None:
-                self._quiet.close()
+                self._quiet.end()
                 self._quiet = None
             self._end_run()

@@ -85,12 +85,17 @@ class CopiesCallbacks(Callback):
             pickle.loads(pickle.dumps(trainer.checkpoint_callback)),
         ):
             assert copied.on_exception.__self__ is copied
+        assert len(copy.deepcopy(trainer.callbacks)) == len(trainer.callbacks)  # bars hold the trainer
 
 
 def test_callbacks_are_copied_and_pickled_during_a_run(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path)
     trainer = quiet_trainer(
-        strategy="paral_ddp", max_steps=1, callbacks=[saving, CopiesCallbacks()], enable_checkpointing=True
+        strategy="paral_ddp",
+        max_steps=1,
+        callbacks=[saving, CopiesCallbacks()],
+        enable_checkpointing=True,
+        enable_progress_bar=True,
     )
 
     trainer.fit(Regression(), regression_data(1, 2))
