@@ -209,6 +209,13 @@ class AveragingCallbacks:
         }
 
 
+def forget_ended(callbacks: list[Any]) -> None:
+    """Forget averages of a fit that has ended: evaluation of a checkpoint takes the averages in its `state_dict`."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging) and isinstance(callback._average_model, Averages):
+            callback._average_model = None
+
+
 def _check(callback: Any) -> None:
     kind = type(callback)
     for base, names in _OWN.items():

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_paral.averaging.callbacks import AveragingCallbacks
+from lightning_paral.averaging.callbacks import AveragingCallbacks, forget_ended
 from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.plan import CURRENT_KEY
 from lightning_paral.checkpoint.random import restore_states
@@ -227,6 +227,8 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
         if self._is_fit:
             self._data_state = data_state
             self._random_states = self._own_state.get("random_states", [])
+        elif self.lightning_module is not None and self.lightning_module._trainer is not None:
+            forget_ended(vars(self.lightning_module.trainer)["callbacks"])
         return checkpoint
 
     def teardown(self) -> None:
