@@ -1,0 +1,1 @@
+"""Private names of torch and patches of it: one module for each idea."""
