@@ -1,1 +1,1 @@
-"""Private names of torch and patches of it: one module for each idea."""
+"""Private names and patches of torch: one module for each idea that needs them."""
