@@ -28,6 +28,16 @@ class PrivateName:
     """Names of the parameters that are relied on, if it is called or replaced."""
     on_instances: bool = False
     """Whether only instances have it: the last part is an attribute that the class before it gives them."""
+    since: str = ""
+    """The first version in which it is used, such as "2.12"; empty for all."""
+    before: str = ""
+    """The first version in which it is not used any more; empty for none."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it is used with the installed version."""
+        installed = _numbers(version(self.name.partition(".")[0]))
+        return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
 
     def resolve(self) -> Any:
         """Return the object, or for an attribute of instances the class.
@@ -55,6 +65,10 @@ class PrivateName:
             f"lightning_paral uses the private name {self.name} {self.purpose}, and in {library} {version(library)} "
             f"{what}. It was tested with {self.seen}: install one of these versions."
         )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:2]]
 
 
 def _find(path: str) -> Any:
