@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from lightning_paral.compat.torch.iteration import pre_forward
 from lightning_paral.fsdp.explained import MIXED
 from lightning_paral.fsdp.gathered import groups_of
 
@@ -42,7 +43,7 @@ class UnitCalls:
             self._in_forward += 1
             return args, kwargs
         self._entered = True
-        return self._state._pre_forward(module, args, kwargs)
+        return pre_forward(self._state, module, args, kwargs)
 
     def _after_forward(self, module: Module, args: Any, output: Any) -> Any:
         if self._in_forward:
@@ -57,7 +58,7 @@ class UnitCalls:
                 return method(*args, **kwargs)
             self._entered = True
             try:
-                args, kwargs = self._state._pre_forward(self._module, args, kwargs)
+                args, kwargs = pre_forward(self._state, self._module, args, kwargs)
                 output = method(*args, **kwargs)
             finally:
                 self._entered = False
@@ -109,7 +110,7 @@ class RootCalls:
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of automatic optimization: its backward pass comes after it."""
         self._enter()
-        self._state._pre_forward(self._root, (), {})
+        pre_forward(self._state, self._root)
         output = step(*args, **kwargs)
         if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
             raise RuntimeError(MIXED)
@@ -134,7 +135,7 @@ class RootCalls:
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step without a backward pass."""
         self._enter()
-        self._state._pre_forward(self._root, (), {})
+        pre_forward(self._state, self._root)
         output = self._state._post_forward(self._root, (), step(*args, **kwargs))
         self._depth = 0
         self._root.reshard()
@@ -179,7 +180,7 @@ class RootCalls:
 
     def _before_call(self, module: Module, args: Any) -> None:
         if self._depth == 0:
-            self._state._pre_forward(self._root, (), {})
+            pre_forward(self._state, self._root)
         elif not all(group.is_unsharded for group in groups_of(self._root)):
             self._root.unshard()  # `state_dict` and `load_state_dict` in a step let go
         self._depth += 1

@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_paral.compat.torch.iteration import reset_iteration
 from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
@@ -130,7 +131,7 @@ class ShardedModule:
     def reshard(self) -> None:
         """Reshard what a failed step has left gathered."""
         if isinstance(self.root, FSDPModule):
-            self.root.reset_iter_state()
+            reset_iteration(self.root)
 
     def restore(self, gather: Gather | str) -> dict[Parameter, Parameter]:
         """Give the module back as it was. *Collective* over the group of `gather`.
