@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.nn import Module
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.compat.methods import replace_methods
+from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.model.buffers import shared_buffers
 
 

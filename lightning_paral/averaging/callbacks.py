@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_paral.averaging.averages import Averages, CopiedAverages
 from lightning_paral.averaging.elementwise import check_elementwise
 from lightning_paral.averaging.shards import WeightShards
-from lightning_paral.compat.methods import replace_methods
+from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.errors import ConfigurationError
 
 _OWN = {

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_paral.compat.sharding_cache import forget_meshes
+from lightning_paral.compat.torch.sharding_cache import forget_meshes
 from lightning_paral.errors import ConfigurationError
 
 SHARD = "data_parallel"

@@ -22,7 +22,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
-from lightning_paral.compat.sharded_classes import prepare_class
+from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter

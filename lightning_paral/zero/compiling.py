@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.compat.operators import loaded_by
+from lightning_paral.compat.deepspeed.operators import loaded_by
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero import ninja
 from lightning_paral.zero.environment import variables_as_before

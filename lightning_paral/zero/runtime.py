@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from lightning_paral.compat.collectives import rename_in
+from lightning_paral.compat.torch.collectives import rename_in
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.environment import variables_as_before
 
