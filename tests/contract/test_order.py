@@ -99,7 +99,12 @@ def fit(label: str, num_devices: int, case: dict[str, Any], **more: Any) -> tupl
     strategy = strategy_of(label, **options)
     save_at, ckpt_path = more.pop("save_at", None), more.pop("ckpt_path", None)
     callbacks = [SaveAt(*save_at)] if save_at else []
-    settings = {"max_epochs": case.get("epochs", 3), "devices": num_devices, "callbacks": callbacks, "use_distributed_sampler": True} | more
+    settings = {
+        "max_epochs": case.get("epochs", 3),
+        "devices": num_devices,
+        "callbacks": callbacks,
+        "use_distributed_sampler": True,
+    } | more
     quiet_trainer(strategy=strategy, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
     return module.seen, module.validated
 
