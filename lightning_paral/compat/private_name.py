@@ -27,7 +27,8 @@ class PrivateName:
     parameters: tuple[str, ...] | None = None
     """Names of the parameters that are relied on, if it is called or replaced."""
     on_instances: bool = False
-    """Whether only instances have it: the last part is an attribute that the class before it gives them."""
+    """Whether only instances have it: the last part is an attribute that the class before it gives them, or that the
+    function before it gives what it is called with."""
     since: str = ""
     """The first version in which it is used, such as "2.12"; empty for all."""
     before: str = ""
@@ -50,18 +51,19 @@ class PrivateName:
             owner = _find(path)
             found = owner if self.on_instances else getattr(owner, last)
         except (ImportError, AttributeError) as error:
-            raise PrivateNameError(self._complaint("there is no such name")) from error
+            raise self.error("there is no such name") from error
         if self.on_instances and not _gives_instances(owner, last):
-            raise PrivateNameError(self._complaint(f"{path} has no attribute of that name"))
+            raise self.error(f"{path} has no attribute of that name")
         if self.parameters is not None:
             names = tuple(inspect.signature(found).parameters)
             if not set(self.parameters) <= set(names):
-                raise PrivateNameError(self._complaint(f"it takes ({', '.join(names)}), not {self.parameters}"))
+                raise self.error(f"it takes ({', '.join(names)}), not {self.parameters}")
         return found
 
-    def _complaint(self, what: str) -> str:
+    def error(self, what: str) -> PrivateNameError:
+        """Return the error that says that the installed version has the name in another form: `what` is different."""
         library = self.name.partition(".")[0]
-        return (
+        return PrivateNameError(
             f"lightning_paral uses the private name {self.name} {self.purpose}, and in {library} {version(library)} "
             f"{what}. It was tested with {self.seen}: install one of these versions."
         )
@@ -85,13 +87,14 @@ def _find(path: str) -> Any:
     raise ImportError(path)
 
 
-def _gives_instances(kind: type, attribute: str) -> bool:
-    """Whether `kind` or a class it derives from mentions `attribute`: instances cannot be made of every class."""
-    for base in kind.__mro__:
+def _gives_instances(owner: Any, attribute: str) -> bool:
+    """Whether a class, one it derives from, or a function mentions `attribute`: not every class can be called here."""
+    for base in getattr(owner, "__mro__", (owner,)):
         if attribute in vars(base) or attribute in vars(base).get("__annotations__", {}):
             return True
+        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # `__name`, mangled
         try:
-            if re.search(rf"\b{attribute}\b", inspect.getsource(base)):
+            if re.search(rf"\b{written}\b", inspect.getsource(base)):
                 return True
         except (OSError, TypeError):  # written in C
             continue

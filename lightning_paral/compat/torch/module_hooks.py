@@ -1,32 +1,46 @@
-"""Hooks that modules have."""
+"""The hooks on a module, by the dictionaries in which it keeps them."""
 
-from collections.abc import MutableMapping
 from typing import Any
 
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import PrivateName
 
-HOOKS = (
-    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
-    *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-"""Names of the attributes in which a module keeps its hooks, by number."""
+FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+"""The dictionaries of hooks that run with the forward."""
+ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
+"""Those of all hooks that run in a step."""
 FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-"""Names of the attributes in which a module keeps how hooks are to be called, by the number of the hook."""
+"""Those that say how hooks of the forward are called, by the number of the hook."""
+OF_STATE_DICTS = (
+    *("_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Those of hooks that run when a module is saved and loaded."""
 
 NAMES = tuple(
     PrivateName(
         name=f"torch.nn.Module.{name}",
-        purpose="to take the hooks of a run off modules, and leave others",
-        reason="hooks go by handles, which engines keep to themselves",
+        purpose="to take away hooks that were put on modules of the user's, or to put others in their place",
+        reason="only who registers a hook gets the handle that removes it",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     )
-    for name in (*HOOKS, *FLAGS)
+    for name in (*ALL, *FLAGS, *OF_STATE_DICTS)
 )
 
 
-def hook_tables(module: Module) -> dict[str, MutableMapping[int, Any]]:
-    """Return the dictionaries in which `module` keeps its hooks and what concerns them, by the attribute's name."""
-    return {name: getattr(module, name) for name in (*HOOKS, *FLAGS)}
+def hooks_in(module: Module, name: str) -> dict[int, Any]:
+    """Return one of the dictionaries of hooks on `module`."""
+    hooks: dict[int, Any] = getattr(module, name)
+    return hooks
+
+
+def forward_hooks(module: Module) -> dict[int, Any]:
+    """Return the hooks that run after the forward of `module`."""
+    return hooks_in(module, "_forward_hooks")
+
+
+def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
+    """Return all dictionaries of hooks on `module`, and of how they are called, by the attribute's name."""
+    return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *OF_STATE_DICTS)}
