@@ -23,6 +23,9 @@ from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.plan import Entry, replace
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.unpickle import load_safely
+from lightning_paral.compat.torch.archives import record_offset
+from lightning_paral.compat.torch.fake_tensors import fake_tensors
+from lightning_paral.compat.torch.storages import identity_of, untyped
 from lightning_paral.errors import CheckpointError
 
 
@@ -55,10 +58,7 @@ def write_full(
 
 def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> list[int]:
     """Write the file with holes where the entries' data belong; return the offset of each."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        fakes = [torch.empty(entry.shape, dtype=entry.dtype) for entry in entries]
+    fakes = fake_tensors((entry.shape, entry.dtype) for entry in entries)
     at = {where: fake for entry, fake in zip(entries, fakes, strict=True) for where in (entry.path, *entry.twins)}
     skeleton = replace(tree, at)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -69,9 +69,9 @@ def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> li
             raise
         finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
         finder.dump(skeleton)
-    reader: Any = torch._C.PyTorchFileReader(str(path))
-    place = {data: reader.get_record_offset(f"data/{number}") for number, data in enumerate(finder.found)}
-    offsets = [place[fake.untyped_storage()._cdata] for fake in fakes]
+    offset_of = record_offset(path)
+    place = {data: offset_of(f"data/{number}") for number, data in enumerate(finder.found)}
+    offsets = [place[identity_of(fake.untyped_storage())] for fake in fakes]
     with open(path, "r+b") as file:
         for data, storage in finder.found.items():
             if place[data] not in set(offsets) and storage.nbytes():
@@ -101,10 +101,10 @@ class _StorageFinder(pickle.Pickler):
         self.found: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
-        if not isinstance(storage, torch.UntypedStorage):
+        storage = untyped(obj)
+        if storage is None:
             return None
-        self.found.setdefault(storage._cdata, storage)
+        self.found.setdefault(identity_of(storage), storage)
         return "storage"
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_paral.checkpoint.geometry import Box, boxes_of_run, whole
+from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
+from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
 
 
@@ -74,7 +75,7 @@ class TensorRun(Tensor):
         place: int = 0,
     ) -> "TensorRun":
         """Make the tensor without memory of its own."""
-        run: TensorRun = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        run = without_memory(cls, shape, dtype)
         run.start = start
         run.held = numel
         run.read = read

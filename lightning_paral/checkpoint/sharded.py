@@ -13,7 +13,6 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,6 +29,7 @@ from lightning_paral.checkpoint.geometry import Box, coverage_fault
 from lightning_paral.checkpoint.held import split
 from lightning_paral.checkpoint.plan import Entry, Path
 from lightning_paral.checkpoint.writing import Writing
+from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo, flatten_state_dict
 from lightning_paral.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -125,7 +125,7 @@ def make_metadata(entries: list[Entry], written: list[WrittenFile]) -> bytes:
             key = _key(path)
             paths[key] = path
             state[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = filesystem._StorageInfo(file.name, offset, length)
+            storage[MetadataIndex(key)] = StorageInfo(file.name, offset, length)
     for entry, found in zip(entries, boxes, strict=True):
         fault = coverage_fault(entry.shape, [box.box for _, box in found])
         if fault is not None:
@@ -137,7 +137,7 @@ def make_metadata(entries: list[Entry], written: list[WrittenFile]) -> bytes:
             state[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
             for number, (name, b) in enumerate(found):
                 index = MetadataIndex(key, b.box.offsets, number)
-                storage[index] = filesystem._StorageInfo(name, b.offset, b.length)
+                storage[index] = StorageInfo(name, b.offset, b.length)
     metadata = Metadata(
         state_dict_metadata=state,
         planner_data=paths,

@@ -30,6 +30,16 @@ class PrivateName:
     on_instances: bool = False
     """Whether only instances have it: the last part is an attribute that the class before it gives them, or that the
     function before it gives what it is called with."""
+    since: str = ""
+    """The first version in which it is used, such as "2.12"; empty for all."""
+    before: str = ""
+    """The first version in which it is not used any more; empty for none."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it is used with the installed version."""
+        installed = _numbers(version(self.name.partition(".")[0]))
+        return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
 
     def resolve(self) -> Any:
         """Return the object, or for an attribute of instances the class.
@@ -61,6 +71,10 @@ class PrivateName:
     def error(self, what: str) -> PrivateNameError:
         """Return the error for a version that has the name, but not as it is relied on: `what` is otherwise."""
         return PrivateNameError(self._complaint(what))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:2]]
 
 
 def _find(path: str) -> Any:

@@ -35,7 +35,8 @@ def test_private_name_is_there_and_explained(entry: PrivateName) -> None:
     if entry.name.startswith("deepspeed."):
         import_deepspeed()
 
-    entry.resolve()
+    if entry.is_used:
+        entry.resolve()
 
     assert entry.purpose.startswith("to "), entry
     assert entry.reason, entry
