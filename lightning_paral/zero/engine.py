@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.compat.deepspeed.overlap import reduce_what_hooks_left
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.outputs import allow_any_output
 from lightning_paral.zero.partition import check_not_empty, make_contiguous, scalars_as_bytes
@@ -37,6 +38,8 @@ def build_training_engine(
             engine.optimizer._link_all_hp_params()
     if getattr(engine.optimizer, "round_robin_gradients", False):
         _find_masters_again(engine.optimizer)
+    if engine.zero_optimization_stage() == 1 and getattr(engine.optimizer, "overlap_comm", False):
+        reduce_what_hooks_left(engine.optimizer)
     return engine
 
 

@@ -182,7 +182,7 @@ class PartitionedGradients:
             if self.stage >= 2:
                 self._optimizer.finalize_gradient_accumulation_boundary()
             else:
-                self._reduce_at_stage1()
+                self.engine.allreduce_gradients()
         self._clear_stale(self._usage.unused)
         self._complete = self._is_closed = True
 
@@ -195,17 +195,6 @@ class PartitionedGradients:
             gradients[parameter.ds_id].zero_()  # type: ignore[attr-defined]
             if self._offloaded:
                 self._optimizer.norm_for_param_grads.pop(self._optimizer.get_param_id(parameter), None)
-
-    def _reduce_at_stage1(self) -> None:
-        if self._optimizer.overlap_comm:
-            # DeepSpeed 0.19.8 takes it that hooks have reduced everything; they do in passes that were announced.
-            self._optimizer.set_gradient_accumulation_boundary(True)
-            self._optimizer.setup_buckets()
-            for group, parameters in enumerate(self._optimizer.bit16_groups):
-                for parameter in parameters:
-                    if self._optimizer.get_gradient_for_reduction(parameter) is not None:
-                        self._optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
-        self.engine.allreduce_gradients()
 
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
         """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*.
