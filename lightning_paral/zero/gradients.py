@@ -7,6 +7,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.zero.clamping import clamp_gradients
 from lightning_paral.zero.closures import StepArguments
@@ -261,6 +262,7 @@ class PartitionedGradients:
             self._optimizer.micro_step_id = -1
             if self._offloaded:
                 self._optimizer.reset_cpu_buffers()
+                forget_copies(self._optimizer)
         self._close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -284,6 +286,7 @@ class PartitionedGradients:
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
         self.end_window()
+        self._await_copies()
         clamp_gradients(self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded)
 
     # Reading
@@ -310,12 +313,18 @@ class PartitionedGradients:
 
     def _check_complete(self) -> None:
         self.end_window()
+        self._await_copies()
         if not self._complete:
             raise GradientsNotReadyError(
                 "There are no gradients now: they exist from the last backward pass of a step to the step itself. "
                 "Read them in on_before_optimizer_step or configure_gradient_clipping, or in on_after_backward when "
                 "the step follows."
             )
+
+    def _await_copies(self) -> None:
+        # Stage 3 waits at the end of each backward pass.
+        if self._offloaded and self.stage < 3:
+            wait_for_copies(self._optimizer)
 
     def _loss_scale(self) -> float:
         return float(self._optimizer.loss_scale)
