@@ -86,8 +86,9 @@ def _pin(memory: Tensor) -> bool:
         return True
     _forget_error()
     rank_zero_warn(
-        f"{memory.nbytes / 1e9:,.1f} GB of the host's memory could not be pinned for saving in the background (CUDA error "
-        f"{code}): copies to them take longer. Let the container or the job lock more memory, or say async_save=False."
+        f"{memory.nbytes / 1e9:,.1f} GB of the host's memory could not be pinned for saving in the background (CUDA "
+        f"error {code}): copies to them take longer. Let the container or the job lock more memory, or say "
+        "async_save=False."
     )
     return False
 

@@ -83,9 +83,15 @@ class _DeepcopyToHost(TorchFunctionMode):
         else:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._storages:
-                self._storages[storage.data_ptr()] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+                self._storages[storage.data_ptr()] = _copy_of(storage)
             copy = torch.empty(0, dtype=tensor.dtype)
             copy.set_(self._storages[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride())
         if isinstance(tensor, Parameter):
             return Parameter(copy, tensor.requires_grad)
         return copy.requires_grad_(tensor.requires_grad)
+
+
+def _copy_of(storage: Any) -> torch.UntypedStorage:
+    copy: Any = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+    copied: torch.UntypedStorage = copy.copy_(storage)
+    return copied
