@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from functools import cache
+from types import CodeType, FunctionType
 from typing import Any
 
 import lightning_paral.compat.deepspeed
@@ -23,8 +24,22 @@ def check_instance(instance: Any) -> None:
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(instance).__mro__}
     for entry in _entries():
         owner, _, name = entry.name.rpartition(".")
-        if entry.on_instances and owner in kinds and not hasattr(instance, name):
+        if entry.on_instances and owner in kinds and not (hasattr(instance, name) or name in _set_by(type(instance))):
             raise entry.error("instances do not have it")
+
+
+@cache
+def _set_by(kind: type) -> frozenset[str]:
+    """Return the names in the code of a class: some attributes are there under some configurations only."""
+    codes = [
+        method.__code__ for base in kind.__mro__ for method in vars(base).values() if isinstance(method, FunctionType)
+    ]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(names)
 
 
 def _entries() -> Iterator[PrivateName]:
