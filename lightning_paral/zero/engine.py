@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.deepspeed.checks import check_instance
 from lightning_paral.compat.deepspeed.masters import find_masters_again, find_masters_in_round_robin
+from lightning_paral.compat.deepspeed.overlap import reduce_what_hooks_left
 from lightning_paral.compat.deepspeed.weight_dtype import dtype_as_given
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.outputs import allow_any_output
@@ -38,6 +39,8 @@ def build_training_engine(
             find_masters_again(engine.optimizer)
     if getattr(engine.optimizer, "round_robin_gradients", False):
         find_masters_in_round_robin(engine.optimizer)
+    if engine.zero_optimization_stage() == 1 and getattr(engine.optimizer, "overlap_comm", False):
+        reduce_what_hooks_left(engine.optimizer)
     return engine
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.deepspeed import backward, gradients
+from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies
 from lightning_paral.compat.deepspeed.masters import link_states
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.zero.clamping import clamp_gradients
@@ -180,7 +181,7 @@ class PartitionedGradients:
             if self.stage >= 2:
                 self._optimizer.finalize_gradient_accumulation_boundary()
             else:
-                self._reduce_at_stage1()
+                self.engine.allreduce_gradients()
         self._clear_stale(self._usage.unused)
         self._complete = self._is_closed = True
 
@@ -190,17 +191,6 @@ class PartitionedGradients:
             return
         for _, parameter in unused:
             gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self._offloaded)
-
-    def _reduce_at_stage1(self) -> None:
-        if self._optimizer.overlap_comm:
-            # DeepSpeed 0.19.8 takes it that hooks have reduced everything; they do in passes that were announced.
-            self._optimizer.set_gradient_accumulation_boundary(True)
-            self._optimizer.setup_buckets()
-            for group, parameters in enumerate(self._optimizer.bit16_groups):
-                for parameter in parameters:
-                    if self._optimizer.get_gradient_for_reduction(parameter) is not None:
-                        self._optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
-        self.engine.allreduce_gradients()
 
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
         """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*.
@@ -261,6 +251,8 @@ class PartitionedGradients:
         self._optimizer.zero_grad()
         if self.stage < 3:
             gradients.forget_window(self._optimizer, offloaded=self._offloaded)
+            if self._offloaded:
+                forget_copies(self._optimizer)
         self._close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -284,6 +276,7 @@ class PartitionedGradients:
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
         self.end_window()
+        self._await_copies()
         clamp_gradients(self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded)
 
     # Reading
@@ -309,12 +302,18 @@ class PartitionedGradients:
 
     def _check_complete(self) -> None:
         self.end_window()
+        self._await_copies()
         if not self._complete:
             raise GradientsNotReadyError(
                 "There are no gradients now: they exist from the last backward pass of a step to the step itself. "
                 "Read them in on_before_optimizer_step or configure_gradient_clipping, or in on_after_backward when "
                 "the step follows."
             )
+
+    def _await_copies(self) -> None:
+        # Stage 3 waits at the end of each backward pass.
+        if self._offloaded and self.stage < 3:
+            wait_for_copies(self._optimizer)
 
     def _loss_scale(self) -> float:
         return float(self._optimizer.loss_scale)
