@@ -250,6 +250,15 @@ def test_a_parameter_that_does_not_know_its_maker_is_an_error() -> None:
         parameters.join_group(parameter, None)
 
 
+def test_gathering_and_releasing_go_through_methods_of_parameters() -> None:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    said = source_of(PartitionedParameterCoordinator)
+
+    for called in ("param_group[0].all_gather_coalesced(", "param.partition("):
+        assert called in said, "what users write to parameters of stage 3 would be lost: they come and go unnoticed"
+
+
 # `zero.Init`
 
 
