@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from lightning_paral._tested_versions import TESTED_VERSIONS, oldest_tested
 from lightning_paral.compat.torch.collectives import rename_in
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.environment import variables_as_before
 
-MINIMUM_VERSION = "0.19.8"
 _LOGGER = "DeepSpeed"
 _RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -27,12 +27,12 @@ def check_installed() -> None:
     except metadata.PackageNotFoundError:
         raise ConfigurationError(
             "The paral_zero strategies need DeepSpeed, which is not installed: "
-            f"pip install 'deepspeed>={MINIMUM_VERSION}'"
+            f"pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
         ) from None
-    if Version(installed) < Version(MINIMUM_VERSION):
+    if Version(installed) < Version(oldest_tested("deepspeed")):
         raise ConfigurationError(
-            f"The paral_zero strategies need DeepSpeed {MINIMUM_VERSION} or later, but {installed} is installed: "
-            f"pip install 'deepspeed>={MINIMUM_VERSION}'"
+            f"The paral_zero strategies need DeepSpeed {oldest_tested('deepspeed')} or later, but {installed} is "
+            f"installed: pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
         )
 
 
