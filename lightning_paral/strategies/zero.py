@@ -95,8 +95,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             tell. ZeRO shows it flattened parts of parameters.
         find_unused_parameters: let ranks agree in every step which parameters got no gradient, as in
             `DistributedDataParallel`; they stay as they are. Otherwise the first step decides which never get one.
-        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA, if there are
-            several ranks. On CPU there are no streams.
+        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA, where there
+            are several ranks. On CPU there are no streams.
         reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
         gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.

@@ -203,6 +203,17 @@ def test_nothing_to_train() -> None:
         UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).busy_groups()
 
 
+def test_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runtime.choose_accelerator(torch.device("cpu"))
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(ConfigurationError, match=r"ninja.* no CUDA toolkit. Mend what.*leave out offload_optimizer"):
+        load_operator("cpu_adam", "offload_optimizer")
+
+
 @pytest.mark.usefixtures("deepspeed_operators")
 def test_offload_carries_every_hyper_parameter() -> None:
     load_operator("cpu_adam", "the test")
