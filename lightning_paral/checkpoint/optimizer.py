@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.memory import fresh_like
 from lightning_paral.checkpoint.stored import read_into, read_whole
+from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import CheckpointError
 
 State = dict[str, Any]

@@ -151,7 +151,7 @@ class PortableCheckpoint(FullReads):
             save.write(ranks)
             return
         if self._saver is None:
-            self._saver = BackgroundSaver(self._async_timeout)
+            self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
         self._saver.wait()  # what it writes is about to be overwritten
         staging = self._saver.staging
         ranks.each(f"Saving {path}", lambda: save.stage(staging))

@@ -130,7 +130,6 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
             self.lightning_module.trainer,
             self.sampling,
             self.broadcast(int(seed)),
-            self.root_device,
             run_fillers=self.forward_has_collectives,
         )
         if self._position is None or self.lightning_module.trainer.state.fn == TrainerFn.FITTING:

@@ -42,6 +42,7 @@ def _num_modules() -> list[int]:
 
     defaults: Any = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     match defaults:
-        case ([int()] as count,):
+        case ([int()],):
+            count: list[int] = defaults[0]
             return count
-    raise NAMES[0].error(f"its default is {defaults}, where a list with one number was")
+    raise NAMES[0].error(f"its defaults are {defaults}, and not a list with one number")

@@ -10,7 +10,8 @@ from lightning_paral.compat.torch.module_hooks import forward_hooks
 
 NAMES = (
     PrivateName(
-        name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._post_forward_module_hook",
+        name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
+        "._post_forward_module_hook",
         purpose="to let modules return what they like, by showing this hook tensors only",
         reason="it calls vars() of every output, which numbers and strings do not have, and startswith on keys of "
         "dictionaries",
@@ -28,7 +29,8 @@ def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
         module: that of an engine of stage 3.
         view: called with what a module returned.
     """
-    if not [_replace(part, view) for part in module.modules()][0]:
+    root_has_one, *_ = [_replace(part, view) for part in module.modules()]
+    if not root_has_one:
         raise NAMES[0].error(f"the engine has put no hook of that name on {type(module).__name__}")
 
 

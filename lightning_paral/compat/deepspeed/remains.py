@@ -1,6 +1,5 @@
 """What a run leaves in globals of DeepSpeed's modules and in a cache of a class, where a next run would meet it."""
 
-from functools import _lru_cache_wrapper
 from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
@@ -65,7 +64,7 @@ def forget_modules() -> None:
 
     decorated: Any = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     within = [decorated, *(cell.cell_contents for cell in getattr(decorated, "__closure__", None) or ())]
-    caches = [each for each in within if isinstance(each, _lru_cache_wrapper)]
+    caches = [each for each in within if hasattr(each, "cache_clear")]
     if not caches:
         raise NAMES[-1].error("there is no cache behind its decorators")
     for cache in caches:

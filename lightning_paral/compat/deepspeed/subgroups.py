@@ -30,7 +30,6 @@ NAMES = (
         purpose="to compute with weights after they were written",
         reason="DeepSpeed does it in its own step only",
         seen="deepspeed 0.19.8",
-        parameters=("self", "sub_group_id"),
     ),
     *(
         PrivateName(
