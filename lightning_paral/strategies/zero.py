@@ -295,7 +295,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
         gradients = []
         for engine, of, parts in zip(engines, users, holdings, strict=True):
-            usage = parts.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+            usage = parts.watch_usage(find_unused=self._find_unused_parameters)
             gradients.append(PartitionedGradients(engine, of, self._writes, usage))
         self._gradients = self._zero_precision.start_fit(join_gradients(gradients, optimizers))
         self.optimizers = optimizers
