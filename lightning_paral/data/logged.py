@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
+from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**23
@@ -94,7 +94,7 @@ _EVERY_RANK = (
 )
 
 
-class CheckedResults(_ResultCollection):
+class CheckedResults(ResultCollection):
     """Lightning's results, with each key reduced by its `CheckedReduce`."""
 
     def __init__(self, training: bool = True) -> None:

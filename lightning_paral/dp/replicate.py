@@ -5,10 +5,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_paral.compat.lightning.device_property import set_device
 from lightning_paral.dp.broadcast import broadcast, copy_to
 from lightning_paral.dp.metrics import MetricCopies, is_metric
 from lightning_paral.errors import ConfigurationError
@@ -136,8 +136,7 @@ def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: 
         for name, value in list(copy.__dict__.items()):
             if type(value) is MethodType and id(value.__self__) in copies:
                 copy.__dict__[name] = MethodType(value.__func__, copies[id(value.__self__)])
-        if isinstance(copy, _DeviceDtypeModuleMixin):
-            copy.__dict__["_device"] = device
+        set_device(copy, device)
     return copies
 
 

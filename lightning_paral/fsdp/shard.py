@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -22,6 +21,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_paral.compat.lightning.device_property import set_device_everywhere
 from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
@@ -244,7 +244,7 @@ def check_module(module: Module) -> None:
 
 def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
     """Let `root.device` and the states of metrics be on `device`; `root.to` would move offloaded shards as well."""
-    _update_properties(root, device=device)
+    set_device_everywhere(root, device)
     for part in root.modules():
         if isinstance(part, Metric):
             part.to(device)

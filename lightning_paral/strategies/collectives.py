@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.failure import Meeting, meet, new_run_name
+from lightning_paral.model.attached import trainer_of
 from lightning_paral.process_group import name_timeout, release_process_group
 
 
@@ -43,7 +44,7 @@ class Collectives(ParallelStrategy):
     _run: str = ""
     """The name of the run, from its beginning to its end."""
     _meeting: Meeting | None = None
-    _timeout: timedelta | None
+    timeout: timedelta
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
@@ -56,8 +57,8 @@ class Collectives(ParallelStrategy):
 
     def _end_run(self) -> None:
         """End the run, and after a failure with several ranks the process group, too: they may be in any collective."""
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            trainer = self.lightning_module.trainer
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None:
             for callback in trainer.checkpoint_callbacks:
                 vars(callback).pop("on_exception", None)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
@@ -67,8 +68,7 @@ class Collectives(ParallelStrategy):
     @property
     def _is_failing(self) -> bool:
         """Whether an exception has ended the run, which is not torn down yet."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _meet(self) -> Meeting:
@@ -76,8 +76,7 @@ class Collectives(ParallelStrategy):
         if not self._is_failing or not dist.is_initialized():
             return Meeting(all_here=True)
         if self._meeting is None:
-            assert self._timeout is not None
-            self._meeting = meet(self._run, self._timeout)
+            self._meeting = meet(self._run, self.timeout)
         return self._meeting
 
     def _ranks(self) -> Ranks:
@@ -174,5 +173,4 @@ class Collectives(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Name the timeout in the message of a collective that ran into it."""
         super().on_exception(exception)
-        if self._timeout is not None:
-            name_timeout(exception, self._timeout, f"{type(self).__name__}(timeout=...)")
+        name_timeout(exception, self.timeout, f"{type(self).__name__}(timeout=...)")
