@@ -1,6 +1,6 @@
 """The checkpoint of all our strategies: what is saved by one is loaded by every other, at any world size."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -22,7 +20,7 @@ from lightning_paral.checkpoint.ended import EndedOptimizers
 from lightning_paral.checkpoint.files import without_scheme
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
-from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
+from lightning_paral.checkpoint.optimizer import group_names, load_state, place_state, state_of
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.random import current_states, restore_states
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
@@ -66,6 +64,11 @@ class PortableCheckpoint(FullReads):
     def _saves_users_way(self) -> bool:
         """Whether the user has given a `CheckpointIO` of their own."""
         return type(self.checkpoint_io) is not TorchCheckpointIO
+
+    @property
+    def _own_devices(self) -> Sequence[torch.device]:
+        """The devices on which this process computes."""
+        return [self.root_device]
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -142,6 +145,7 @@ class PortableCheckpoint(FullReads):
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
         states = None if self._is_running and self._is_fit else self._states_of_fit
+        states = states or current_states(self._own_devices)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, states)
         if self._default_form == "sharded":
             with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
@@ -156,7 +160,7 @@ class PortableCheckpoint(FullReads):
             save.write(ranks)
             return
         if self._saver is None:
-            self._saver = BackgroundSaver(self._async_timeout)
+            self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
         self._saver.wait()  # what it writes is about to be overwritten
         staging = self._saver.staging
         ranks.each(f"Saving {path}", lambda: save.stage(staging))
@@ -229,12 +233,12 @@ class PortableCheckpoint(FullReads):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self._load_optimizer_state(optimizer, state)
-        restore_states(self._own_state.get("random_states", []), all_ranks())
+        restore_states(self._own_state.get("random_states", []), all_ranks(), self._own_devices)
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         assert self.lightning_module is not None
         load_state(optimizer, group_names(optimizer, self.lightning_module), state)
-        _move_state(optimizer, self.root_device)
+        place_state(optimizer, self.root_device)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once; what is none stays, with a warning. A user's `CheckpointIO` does it its way."""
@@ -257,7 +261,7 @@ class PortableCheckpoint(FullReads):
             CheckpointError: it failed.
         """
         if self._is_fit:
-            self._states_of_fit = current_states()
+            self._states_of_fit = current_states(self._own_devices)
         saver, self._saver = self._saver, None
         self._restores_after_setup = None
         try:
@@ -265,16 +269,6 @@ class PortableCheckpoint(FullReads):
                 saver.close()
         finally:
             super().teardown()
-
-
-def _move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of `optimizer` to `device`, but for counts of steps, which torch keeps where they are."""
-    for parameter, state in optimizer.state.items():
-        if isinstance(state, MutableMapping):
-            state.update({key: move_data_to_device(value, device) for key, value in state.items() if key != "step"})
-        else:  # of an optimizer that is not torch's
-            moved = apply_to_collection(state, Tensor, move_data_to_device, device, allow_frozen=True)
-            optimizer.state[parameter] = moved
 
 
 def _is_loss_scale(state: Any) -> bool:

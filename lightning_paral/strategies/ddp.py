@@ -26,9 +26,10 @@ from lightning_paral.compat.lightning.strategies import (
     layer_sync_of,
     set_ddp_options,
 )
+from lightning_paral.compat.torch.ddp_reducer import remove_reducer
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
 from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
-from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
+from lightning_paral.ddp.reducer import ReducedParameters
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers

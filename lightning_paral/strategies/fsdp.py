@@ -48,7 +48,7 @@ from lightning_paral.model.optimized import check_averaged
 from lightning_paral.model.pretrained import was_loaded
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
-from lightning_paral.process_group import DEFAULT_TIMEOUT
+from lightning_paral.process_group import DEFAULT_TIMEOUT, check_carries_host_tensors
 from lightning_paral.strategies.portable import PortableStrategy
 
 
@@ -169,6 +169,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
+        if self._offload:
+            check_carries_host_tensors("offload=True")
         assert self.lightning_module is not None
         set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self._replicate))
 

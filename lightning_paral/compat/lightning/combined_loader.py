@@ -3,9 +3,9 @@
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils._pytree import tree_unflatten
 
 from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.torch.pytree import tree_unflatten
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
 NAMES = (
@@ -22,13 +22,6 @@ NAMES = (
         purpose="to find in a batch what each loader gave",
         reason="CombinedLoader.flattened lists loaders in an order that nothing public applies to batches",
         seen=_SEEN,
-    ),
-    PrivateName(
-        name="torch.utils._pytree.tree_unflatten",
-        parameters=("leaves", "treespec"),
-        purpose="to put a batch of several loaders together again",
-        reason="Lightning keeps the structure of the loaders in this module's terms",
-        seen="torch 2.11 to 2.13",
     ),
     PrivateName(
         name="torch.utils._pytree.TreeSpec.flatten_up_to",

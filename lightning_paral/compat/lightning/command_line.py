@@ -1,5 +1,7 @@
 """What LightningCLI does with the checkpoint of a command."""
 
+from typing import Any
+
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_paral.compat.private_name import PrivateName
@@ -16,6 +18,10 @@ NAMES = (_PARSE,)
 
 class CheckpointChoiceCLI(LightningCLI):
     """LightningCLI that asks whether the hyper-parameters in a checkpoint replace the configured model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _PARSE.resolve()  # under another name it would not ask
+        super().__init__(*args, **kwargs)
 
     def takes_hyper_parameters(self, path: str) -> bool:
         """Whether the hyper-parameters in the checkpoint at `path` say what the model is."""

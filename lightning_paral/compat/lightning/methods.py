@@ -46,8 +46,7 @@ def shadow_method(instance: object, name: str, value: Any, undo: ExitStack | Non
 
 
 def _no_such_method(kind: type, name: str) -> PrivateNameError:
-    library = kind.__module__.partition(".")[0]
     return PrivateNameError(
-        f"lightning_paral replaces {kind.__module__}.{kind.__qualname__}.{name} during a run, and {library} "
-        f"{version(library)} has no such method. Install a version that lightning_paral was tested with."
+        f"lightning_paral replaces {kind.__module__}.{kind.__qualname__}.{name} during a run, and lightning "
+        f"{version('lightning')} has no such method. Install a version that lightning_paral was tested with."
     )

@@ -29,7 +29,23 @@ _UPDATE_COUNT = PrivateName(
     reason="the public property update_count has no setter",
     seen=_SEEN,
 )
-NAMES = (_FORWARD_CACHE, _COMPUTED, _UPDATE_COUNT)
+NAMES = (
+    _FORWARD_CACHE,
+    _COMPUTED,
+    _UPDATE_COUNT,
+    PrivateName(
+        name="torchmetrics.Metric._defaults",
+        on_instances=True,
+        purpose="to know which attributes of a metric are its states",
+        reason="the public property metric_state is newer than torchmetrics 1.0",
+        seen=_SEEN,
+    ),
+)
+
+
+def states_of(metric: Metric) -> dict[str, Any]:
+    """Return the states of `metric` by name: tensors, and lists of what is collected."""
+    return {name: getattr(metric, name) for name in metric._defaults}
 
 
 def value_of_step(metric: Metric) -> Any:
