@@ -7,6 +7,32 @@ nobody knew that the pass was the last: the optimizer would step on this rank's 
 
 from typing import Any
 
+from lightning_paral.compat.private_name import PrivateName
+
+_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_REDUCE = "to reduce at stage 1 the gradients that hooks have not, with overlap_comm"
+_TAKEN = "reduce_gradients takes it that hooks have reduced all of them"
+
+NAMES = (
+    *(
+        PrivateName(
+            name=f"{_OPTIMIZER}.{name}", purpose=_REDUCE, reason=_TAKEN, seen="deepspeed 0.19.8", parameters=given
+        )
+        for name, given in (
+            ("reduce_gradients", ("self", "pipeline_parallel")),
+            ("setup_buckets", ("self",)),
+            ("get_gradient_for_reduction", ("self", "param")),
+            ("reduce_ready_partitions_and_remove_grads", ("self", "param", "i")),
+        )
+    ),
+    *(
+        PrivateName(
+            name=f"{_OPTIMIZER}.{name}", purpose=_REDUCE, reason=_TAKEN, seen="deepspeed 0.19.8", on_instances=True
+        )
+        for name in ("ipg_buckets", "params_already_reduced")
+    ),
+)
+
 
 def reduce_what_hooks_left(optimizer: Any) -> None:
     """Let the reduction that ends a window of `optimizer` include every gradient.
