@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -27,7 +28,18 @@ class PrivateName:
     parameters: tuple[str, ...] | None = None
     """Names of the parameters that are relied on, if it is called or replaced."""
     on_instances: bool = False
-    """Whether only instances have it: the last part is an attribute that the class before it gives them."""
+    """Whether only instances have it: the last part is an attribute that the class before it gives them, or that the
+    function before it gives what it is called with."""
+    since: str = ""
+    """The first version in which it is used, such as "2.12"; empty for all."""
+    before: str = ""
+    """The first version in which it is not used any more; empty for none."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it is used with the installed version."""
+        installed = _numbers(version(self.name.partition(".")[0]))
+        return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
 
     def resolve(self) -> Any:
         """Return the object, or for an attribute of instances the class.
@@ -56,6 +68,14 @@ class PrivateName:
             f"{what}. It was tested with {self.seen}: install one of these versions."
         )
 
+    def error(self, what: str) -> PrivateNameError:
+        """Return the error for a version that has the name, but not as it is relied on: `what` is otherwise."""
+        return PrivateNameError(self._complaint(what))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:2]]
+
 
 def _find(path: str) -> Any:
     """The module or class at a dotted path."""
@@ -71,14 +91,20 @@ def _find(path: str) -> Any:
     raise ImportError(path)
 
 
-def _gives_instances(kind: type, attribute: str) -> bool:
-    """Whether `kind` or a class it derives from mentions `attribute`: instances cannot be made of every class."""
-    for base in kind.__mro__:
+def _gives_instances(owner: Any, attribute: str) -> bool:
+    """Whether a class, one it derives from, or a function mentions `attribute`: not every class can be called here."""
+    for base in getattr(owner, "__mro__", (owner,)):
         if attribute in vars(base) or attribute in vars(base).get("__annotations__", {}):
             return True
-        try:
-            if re.search(rf"\b{attribute}\b", inspect.getsource(base)):
-                return True
-        except (OSError, TypeError):  # written in C
-            continue
+        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # of names that Python mangles
+        if re.search(rf"\b{written}\b", _source_of(base)):
+            return True
     return False
+
+
+@cache
+def _source_of(owner: Any) -> str:
+    try:
+        return inspect.getsource(owner)
+    except (OSError, TypeError):  # written in C
+        return ""

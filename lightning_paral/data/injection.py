@@ -25,6 +25,7 @@ from lightning_paral.data.position import Position, Source, processed
 from lightning_paral.data.randomness import States
 from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.process_group import host_group
 
 _STEPS = {
     RunningStage.VALIDATING: "validation_step",
@@ -47,17 +48,13 @@ class Injection:
         trainer: its loaders are spread unless it has `use_distributed_sampler=False`.
         sampling: how.
         seed: what all orders derive from; the same on every rank.
-        device: for the collectives that compare ranks.
         run_fillers: whether evaluation steps have collectives, which a rank has to join when its own data has ended.
     """
 
-    def __init__(
-        self, trainer: Trainer, sampling: Sampling, seed: int, device: torch.device, run_fillers: bool
-    ) -> None:
+    def __init__(self, trainer: Trainer, sampling: Sampling, seed: int, run_fillers: bool) -> None:
         self._trainer = trainer
         self._sampling = sampling
         self._seed = Seed(seed)
-        self._device = device
         self._run_fillers = run_fillers
         self.position = Position(trainer, self._seed)
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
@@ -217,19 +214,20 @@ class Injection:
         return loaders.with_iteration(loader, iterate, min(lengths) if share.ending == "drop" else max(lengths))
 
     def _agreed(self, flag: bool, operation: Any) -> bool:
-        tensor = torch.tensor(int(flag), device=self._device)
-        dist.all_reduce(tensor, op=operation)
+        # On the host: for each batch anew, and to read it from a device would wait for all that runs there.
+        tensor = torch.tensor(int(flag), device="cpu")
+        dist.all_reduce(tensor, op=operation, group=host_group())
         return bool(tensor)
 
     def _gather(self, number: int) -> list[int]:
-        ours = torch.tensor([number], device=self._device)
+        ours = torch.tensor([number], device="cpu")
         gathered = [torch.zeros_like(ours) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, ours)
+        dist.all_gather(gathered, ours, group=host_group())
         return [int(each) for each in gathered]
 
     def _of_rank_0(self, states: States) -> States:
         shared = [states]
-        dist.broadcast_object_list(shared, src=0, device=self._device)
+        dist.broadcast_object_list(shared, src=0, group=host_group())
         return shared[0]
 
     def _compare(self, sampler: object, checksum: int) -> None:

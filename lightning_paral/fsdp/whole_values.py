@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.compat.torch.dispatch import schema_of
+from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.sharding_strategies import has_strategy
 from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, leaves_ranks_empty, own_rows
 
@@ -124,7 +126,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, *others = args
         in_place = _writes_in_place(operation)
-        joined = operation._overloadpacket in (aten.cat, aten.stack)
+        joined = operation.overloadpacket in (aten.cat, aten.stack)
         into_plain = in_place and isinstance(target, Tensor) and not isinstance(target, DTensor)
         if not _are_mixed(args, kwargs, 0 if joined or into_plain else 1) or in_step():
             return by_default(operation, args, kwargs)
@@ -135,7 +137,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
                 _write(operation, [tensor], [_nth(other, number) for other in others], kwargs)
         else:
             _write(operation, target, others, kwargs)
-        return target if operation._schema.returns else None
+        return target if schema_of(operation).returns else None
 
     return handle
 
@@ -151,7 +153,7 @@ def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any
         raise RuntimeError(f"{operation}: got mixed torch.Tensor and DTensor")
     whole = in_place_of(tensor, rows)
     operation([whole] if isinstance(target, list) else whole, *others, **kwargs)
-    tensor._local_tensor.copy_(whole[rows])
+    local_of(tensor).copy_(whole[rows])
 
 
 def _nth(other: Any, number: int) -> Any:
@@ -179,7 +181,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 @cache
 def _writes_in_place(operation: Any) -> bool:
-    alias = operation._schema.arguments[0].alias_info
+    alias = schema_of(operation).arguments[0].alias_info
     return alias is not None and alias.is_write
 
 

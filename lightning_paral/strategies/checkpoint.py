@@ -1,13 +1,13 @@
 """The checkpoint of all our strategies: what is saved by one is loaded by every other, at any world size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ from lightning_paral.checkpoint.ended import EndedOptimizers
 from lightning_paral.checkpoint.files import without_scheme
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
-from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
+from lightning_paral.checkpoint.optimizer import group_names, load_state, place_state, state_of
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.random import current_states, restore_states
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
@@ -56,6 +56,11 @@ class PortableCheckpoint(FullReads):
         """Whether the run, or the last one, is a fit."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _own_devices(self) -> Sequence[torch.device]:
+        """The devices on which this process computes."""
+        return [self.root_device]
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -131,6 +136,7 @@ class PortableCheckpoint(FullReads):
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
         states = None if self._is_running and self._is_fit else self._states_of_fit
+        states = states or current_states(self._own_devices)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, states)
         if self._default_form == "sharded":
             with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
@@ -145,7 +151,7 @@ class PortableCheckpoint(FullReads):
             save.write(ranks)
             return
         if self._saver is None:
-            self._saver = BackgroundSaver(self._async_timeout)
+            self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
         self._saver.wait()  # what it writes is about to be overwritten
         staging = self._saver.staging
         ranks.each(f"Saving {path}", lambda: save.stage(staging))
@@ -218,12 +224,12 @@ class PortableCheckpoint(FullReads):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self._load_optimizer_state(optimizer, state)
-        restore_states(self._own_state.get("random_states", []), all_ranks())
+        restore_states(self._own_state.get("random_states", []), all_ranks(), self._own_devices)
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         assert self.lightning_module is not None
         load_state(optimizer, group_names(optimizer, self.lightning_module), state)
-        _optimizer_to_device(optimizer, self.root_device)
+        place_state(optimizer, self.root_device)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once; what is none stays, with a warning. A user's `CheckpointIO` does it its way."""
@@ -246,7 +252,7 @@ class PortableCheckpoint(FullReads):
             CheckpointError: it failed.
         """
         if self._is_fit:
-            self._states_of_fit = current_states()
+            self._states_of_fit = current_states(self._own_devices)
         saver, self._saver = self._saver, None
         self._restores_after_setup = None
         try:

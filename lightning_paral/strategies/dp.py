@@ -100,6 +100,8 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
         assert self.parallel_devices
         return self.parallel_devices
 
+    _own_devices = _devices
+
     @property
     def global_rank(self) -> int:
         """0, whatever the environment says."""

@@ -47,7 +47,7 @@ from lightning_paral.model.optimized import check_averaged
 from lightning_paral.model.pretrained import was_loaded
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
-from lightning_paral.process_group import DEFAULT_TIMEOUT
+from lightning_paral.process_group import DEFAULT_TIMEOUT, check_carries_host_tensors
 from lightning_paral.strategies.portable import PortableStrategy
 
 
@@ -168,6 +168,8 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
+        if self._offload:
+            check_carries_host_tensors("offload=True")
         self._device_mesh = make_mesh(self.root_device, self._replicate)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh

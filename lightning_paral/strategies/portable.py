@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_paral.averaging.callbacks import AveragingCallbacks, forget_ended
 from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.plan import CURRENT_KEY
-from lightning_paral.checkpoint.random import restore_states
+from lightning_paral.checkpoint.random import restore_states, without_devices
 from lightning_paral.checkpoint.ranks import all_ranks
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
@@ -130,7 +130,6 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
             self.lightning_module.trainer,
             self.sampling,
             self.broadcast(int(seed)),
-            self.root_device,
             run_fillers=self.forward_has_collectives,
         )
         if self._position is None or self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -145,11 +144,11 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
 
     def _restore_random(self) -> None:
         if len(self._random_states) == self.world_size:
-            restore_states(list(self._random_states), all_ranks())
+            restore_states(list(self._random_states), all_ranks(), self._own_devices)
         elif self._random_states and draws_as_one_process(self.sampling, self.world_size):
             # Orders of epochs to come are drawn from rank 0's. Where the module draws nothing, all ranks' are the same.
-            of_rank_0 = {name: value for name, value in self._random_states[0].items() if name != "torch.cuda"}
-            restore_states([of_rank_0] * self.world_size, all_ranks())
+            of_rank_0 = without_devices(self._random_states[0])
+            restore_states([of_rank_0] * self.world_size, all_ranks(), self._own_devices)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, weighted by this rank's share of the samples where shares differ."""

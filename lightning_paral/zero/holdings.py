@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.held import TensorRun
 from lightning_paral.checkpoint.optimizer import SavedOptimizer, State, by_number, hyper_parameters
 from lightning_paral.checkpoint.stored import read_run, read_whole
+from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.errors import CheckpointError
 from lightning_paral.zero.masterless import fill, fill_gathered, held
 from lightning_paral.zero.partition import run_of_partition
@@ -192,11 +193,11 @@ class Holdings:
             with partition.opened(write=True) as (flat, state):
                 _load_partition(partition, flat, state, found)
         if self._stage < 3:
-            self._optimizer._hp_optimizer_states_linked = False
+            link_states_of_next_step(self._optimizer)
             if all(
                 self._optimizer.optimizer.state.get(flat) for flat in self._optimizer.single_partition_of_fp32_groups
             ):
-                self._optimizer._lazy_init_hp_params_optimizer_state()
+                link_states(self._optimizer)
 
 
 def _load_partition(

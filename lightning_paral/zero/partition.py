@@ -10,6 +10,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_paral.compat.deepspeed.modules import end_forward, is_of_division, is_of_engine, restore_container
+from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed, join_group
+from lightning_paral.compat.torch import module_hooks
+from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
 
 
@@ -89,25 +93,18 @@ def rejoin(module: Module) -> None:
         ConfigurationError: they were partitioned among another number of ranks.
     """
     from deepspeed.comm import get_rank, get_world_group, get_world_size
-    from deepspeed.runtime.zero.partition_parameters import Init
 
     partitioned: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
     # A failure inside a forward leaves modules and parameters as if they were still in use.
     for part in module.modules():
-        if hasattr(part._parameters, "_in_forward"):
-            part._parameters._in_forward = False
+        end_forward(part)
     for parameter in partitioned:
         if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
             raise ConfigurationError(
                 f"{type(module).__name__} was partitioned by a run with {parameter.ds_zero_partition_world_size} ranks "
                 f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
             )
-        parameter.ds_process_group = get_world_group()
-        parameter.ds_active_sub_modules.clear()
-        # Its methods are closures over the `zero.Init` that made it.
-        for cell in parameter.all_gather.__closure__ or ():
-            if isinstance(cell.cell_contents, Init):
-                cell.cell_contents.ds_process_group = get_world_group()
+        join_group(parameter, get_world_group())
 
 
 class Belongings:
@@ -152,13 +149,7 @@ class Belongings:
 
 def _of_users(parameter: Any) -> set[str]:
     """Return the names of the attributes of a parameter that was built partitioned which DeepSpeed did not give it."""
-    return {
-        name
-        for name, value in vars(parameter).items()
-        if not name.startswith(("ds_", "_ds_"))
-        and name not in ("is_external_param", "nvme_swapper")
-        and not str(getattr(value, "__module__", "")).startswith("deepspeed")
-    }
+    return {name for name, value in vars(parameter).items() if not is_from_deepspeed(name, value)}
 
 
 def _whole_on_host(parameter: Any) -> Tensor:
@@ -169,33 +160,22 @@ def _whole_on_host(parameter: Any) -> Tensor:
     return whole
 
 
-# DeepSpeed sets these only where they are missing: left on a module, they would call an engine that has ended.
-_OF_THE_ENGINE = {"pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"}
-_ATTRIBUTES = ("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def _contents(part: Module) -> tuple[set[str], dict[str, set[int]], type]:
-    return set(vars(part)), {name: set(getattr(part, name)) for name in _HOOKS}, type(part._parameters)
+    hooks = {name: set(module_hooks.hooks_in(part, name)) for name in module_hooks.ALL}
+    return set(vars(part)), hooks, type(own_parameters(part))
 
 
 def _restore_contents(part: Module, contents: tuple[set[str], dict[str, set[int]], type], unpartition: bool) -> None:
     names, hooks, kind = contents
     for name, kept in hooks.items():
-        installed = getattr(part, name)
+        installed = module_hooks.hooks_in(part, name)
         for key in set(installed) - kept:
             del installed[key]
-    for name in _OF_THE_ENGINE & set(vars(part)) - names:
-        delattr(part, name)
-    if not unpartition:
-        return
     for name in set(vars(part)) - names:
-        if name.startswith(_ATTRIBUTES):
+        if is_of_engine(name) or (unpartition and is_of_division(name)):
             delattr(part, name)
-    if type(part._parameters) is not kind:
-        plain = kind(part._parameters.items())
-        del part._parameters
-        part._parameters = plain
+    if unpartition:
+        restore_container(part, kind)
 
 
 def count_trained(parameters: Iterable[Parameter]) -> int:

@@ -29,6 +29,7 @@ LAYERS = (
     "launcher",
     "process_group",
     "failure",
+    "timeout_watch",
     "config",
     "option_types",
     "option_names",

@@ -15,7 +15,7 @@ import lightning_paral
 ROOT = Path(lightning_paral.__file__).parent
 LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed"}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
-OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe"}
+OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames"}
 # Attributes of theirs whose names some class of ours has, too: on anything but `self` they count as theirs.
 OF_MODULES_AND_TENSORS = {"_parameters", "_buffers", "_modules", "_metadata", "_trainer", "_version", "_local_tensor"}
 

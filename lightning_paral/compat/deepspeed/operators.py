@@ -1,4 +1,4 @@
-"""Take over the loading of DeepSpeed's operators.
+"""Take over the loading of DeepSpeed's operators, and leave some of them out.
 
 DeepSpeed 0.19.8 compiles a missing operator silently, in whichever process asks for it, into torch's cache. That cache
 does not distinguish versions, and waits forever for the lock of a process that was killed. All operators go through
@@ -9,6 +9,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="deepspeed.ops.op_builder.builder.OpBuilder.jit_load",
+        purpose="to keep compiled operators by version and processor, and to compile them one at a time",
+        reason="nothing public is called before an operator is compiled",
+        seen="deepspeed 0.19.8",
+        parameters=("self", "verbose"),
+    ),
+    PrivateName(
+        name="deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops",
+        purpose="to let DeepSpeed find operators that were loaded from our folder",
+        reason="only OpBuilder.jit_load, which is replaced, puts them there",
+        seen="deepspeed 0.19.8",
+    ),
+    PrivateName(
+        name="deepspeed.ops.__compatible_ops__",
+        purpose="to keep DeepSpeed from compiling collectives in shared memory, which only its inference uses",
+        reason="no option or variable of the environment leaves them out",
+        seen="deepspeed 0.19.8",
+        upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
+    ),
+    PrivateName(
+        name="deepspeed.comm.torch.TorchBackend.shm_comm_op",
+        purpose="to make sure that they were left out",
+        reason="nothing public says it",
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
+)
+
+_SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
 
 
 @contextmanager
@@ -32,3 +66,17 @@ def loaded_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
         yield
     finally:
         OpBuilder.jit_load = plain
+
+
+def leave_out_shared_memory() -> None:
+    """Keep backends that are made from now on from compiling collectives in shared memory."""
+    import deepspeed
+
+    for name in _SHARED_MEMORY:
+        deepspeed.ops.__compatible_ops__[name] = False
+
+
+def check_shared_memory_left_out(backend: Any) -> None:
+    """Raise a `PrivateNameError` if `backend` has them nevertheless."""
+    if backend.shm_comm_op is not None:
+        raise NAMES[2].error("it no longer leaves them out")

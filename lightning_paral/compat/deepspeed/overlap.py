@@ -1,0 +1,34 @@
+"""Reduce at stage 1 the gradients that DeepSpeed forgets when it reduces while the backward pass runs.
+
+With `overlap_comm`, `reduce_gradients` of DeepSpeed 0.19.8 takes it that hooks have reduced every gradient in the last
+backward pass of a window. They have not reduced those that only an earlier pass of the window reached, nor any if
+nobody knew that the pass was the last: the optimizer would step on this rank's own gradients, without an error.
+"""
+
+from typing import Any
+
+
+def reduce_what_hooks_left(optimizer: Any) -> None:
+    """Let the reduction that ends a window of `optimizer` include every gradient.
+
+    Args:
+        optimizer: a `deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer` of stage 1 with `overlap_comm`.
+    """
+    plain = optimizer.reduce_gradients
+
+    def reduce_gradients(pipeline_parallel: bool = False) -> None:
+        _reduce_rest(optimizer)
+        plain(pipeline_parallel)
+
+    optimizer.reduce_gradients = reduce_gradients
+
+
+def _reduce_rest(optimizer: Any) -> None:
+    optimizer.setup_buckets()
+    waiting = {parameter for bucket in optimizer.ipg_buckets.values() for _, _, parameter in bucket.params}
+    for group, parameters in enumerate(optimizer.bit16_groups):
+        for parameter in parameters:
+            number = optimizer.get_param_id(parameter)
+            is_taken = optimizer.params_already_reduced[number] or number in waiting
+            if not is_taken and optimizer.get_gradient_for_reduction(parameter) is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
