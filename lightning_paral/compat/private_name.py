@@ -61,6 +61,17 @@ class PrivateName:
                 raise PrivateNameError(self._complaint(f"it takes ({', '.join(names)}), not {self.parameters}"))
         return found
 
+    def replace_on(self, instance: object, value: Any) -> None:
+        """Set an attribute that `instance` has already.
+
+        Raises:
+            PrivateNameError: it does not have it: nobody would look at the value.
+        """
+        last = self.name.rpartition(".")[2]
+        if not hasattr(instance, last):
+            raise PrivateNameError(self._complaint(f"{type(instance).__name__} has no attribute of that name"))
+        setattr(instance, last, value)
+
     def _complaint(self, what: str) -> str:
         library = self.name.partition(".")[0]
         return (

@@ -10,15 +10,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_paral.compat.lightning.samplers import IndexBatchSampler, injects_sampler, replace_preparation
 from lightning_paral.config import Sampling
 from lightning_paral.data import loader as loaders
-from lightning_paral.data.evaluation import ExactEvaluation, replace
+from lightning_paral.data.evaluation import ExactEvaluation
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order import Order, Seed
 from lightning_paral.data.position import Position, Source, processed
@@ -59,8 +59,7 @@ class Injection:
         self.position = Position(trainer, self._seed)
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
-        self._injected_by_lightning = trainer._data_connector._prepare_dataloader
-        replace(self._undo, trainer._data_connector, "_prepare_dataloader", self.prepare)
+        self._injected_by_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if trainer.world_size > 1:
             ExactEvaluation(trainer, run_fillers, self._undo)
 
@@ -74,7 +73,7 @@ class Injection:
 
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
         """Return `loader` with this rank's batches. *Collective* where a dataset shards itself."""
-        injects = self._trainer._accelerator_connector.use_distributed_sampler
+        injects = injects_sampler(self._trainer)
         if injects and not isinstance(loader, DataLoader) and self._trainer.world_size > 1:
             # As under Lightning's ddp. It may have been written for several ranks.
             rank_zero_warn(
@@ -159,7 +158,7 @@ class Injection:
         if mode == RunningStage.PREDICTING and order.batched:
             # For prediction writers, which ask for the indices of a batch.
             changed = loaders.with_sampler(loader, sampler)
-            changed.__dict__["batch_sampler"] = _IndexBatchSamplerWrapper(sampler)
+            changed.__dict__["batch_sampler"] = IndexBatchSampler(sampler)
             return changed, sampler
         return loaders.with_sampler(loader, sampler), sampler
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.failure import Meeting, meet, new_run_name
+from lightning_paral.model.attached import trainer_of
 from lightning_paral.process_group import group_for, made_group, name_timeout, release_process_group
 from lightning_paral.timeout_watch import TimeoutWatch
 
@@ -48,15 +49,15 @@ class Collectives(ParallelStrategy):
     _run: str = ""
     """The name of the run, from its beginning to its end."""
     _meeting: Meeting | None = None
-    _timeout: timedelta | None
+    timeout: timedelta
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
         self._meeting, self._is_reported = None, False
-        if self._watch is None and self._timeout is not None and nccl_backends():
-            self._watch = TimeoutWatch(self._timeout, self._timeout_option)
+        if self._watch is None and nccl_backends():
+            self._watch = TimeoutWatch(self.timeout, self._timeout_option)
         self._run = self.broadcast(new_run_name())
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:
@@ -65,8 +66,8 @@ class Collectives(ParallelStrategy):
 
     def _end_run(self) -> None:
         """End the run, and after a failure with several ranks the process group, too: they may be in any collective."""
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            trainer = self.lightning_module.trainer
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None:
             for callback in trainer.checkpoint_callbacks:
                 vars(callback).pop("on_exception", None)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
@@ -79,8 +80,7 @@ class Collectives(ParallelStrategy):
     @property
     def _is_failing(self) -> bool:
         """Whether an exception has ended the run, which is not torn down yet."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _meet(self) -> Meeting:
@@ -88,8 +88,7 @@ class Collectives(ParallelStrategy):
         if not self._is_failing or not dist.is_initialized():
             return Meeting(all_here=True)
         if self._meeting is None:
-            assert self._timeout is not None
-            self._meeting = meet(self._run, self._timeout)
+            self._meeting = meet(self._run, self.timeout)
         return self._meeting
 
     def _ranks(self) -> Ranks:
@@ -187,8 +186,7 @@ class Collectives(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Name the timeout in the message of a collective that ran into it; let nothing wait for ranks elsewhere."""
         super().on_exception(exception)
-        if self._timeout is not None:
-            name_timeout(exception, self._timeout, self._timeout_option)
+        name_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
         if self._may_hang and made_group() is not None and not self._meet().all_here:
             abort_nccl()  # what else the teardown does on the device would wait for the others

@@ -1,6 +1,7 @@
 """ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks."""
 
 import logging
+import os
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,12 +12,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
@@ -173,6 +174,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             process_group_backend=process_group_backend,
             timeout=as_timeout(timeout),
         )
+        self.timeout = as_timeout(timeout)
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self.remote_device = None
@@ -202,7 +204,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
                 f"{type(plugin).__name__} cannot be used under ZeRO. Set Trainer(precision=...) to one of "
                 f"{', '.join(settings.PRECISIONS)} instead."
             )
-        self._precision_plugin = plugin
+        Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
 
     # Process group
 
@@ -212,8 +214,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
+    def _check_configured(self) -> None:
+        super()._check_configured()
         check_accelerator(self.root_device)
         check_precision(self._zero_precision.precision, self.root_device)
         settings.check_precision(self._zero_precision.precision, self._options.users_config)
@@ -228,11 +230,20 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """Join or make the process group and hand it to DeepSpeed. *Collective* over the world."""
         super().setup_distributed()
         self._undo.enter_context(rank_variables_as_before())
-        self._set_node_environment_variables()
+        self._export_rank()
         join_deepspeed(self._logging_level, self.root_device)
         self._undo.callback(leave_deepspeed)
         self._undo.enter_context(operators_kept())
         self.config = self._make_config()
+
+    def _export_rank(self) -> None:
+        """Say in the environment which rank this is, as DeepSpeed looks there."""
+        assert self.cluster_environment is not None
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        os.environ["RANK"] = str(self.global_rank)
+        os.environ["WORLD_SIZE"] = str(self.world_size)
+        os.environ["LOCAL_RANK"] = str(self.local_rank)
 
     # Model wrapping
 
@@ -263,7 +274,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
-            sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
+            sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
         self._belongings = Belongings(self.lightning_module)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
@@ -272,7 +283,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._setup_training()
         else:
             self._setup_evaluation()
-        self._forward_redirection = OutermostCallOnly(new_hooks(self.lightning_module, hooks))
+        set_forward_redirection(self, OutermostCallOnly(new_hooks(self.lightning_module, hooks)))
         self.barrier()
 
     def _setup_training(self) -> None:
@@ -299,9 +310,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             gradients.append(PartitionedGradients(engine, of, self._writes, usage))
         self._gradients = self._zero_precision.start_fit(join_gradients(gradients, optimizers))
         self.optimizers = optimizers
-        for of, wrapped, each in zip(users, self._lightning_optimizers, gradients, strict=True):
+        found: Any = LightningModule.optimizers(module)
+        for of, wrapped, each in zip(users, found if isinstance(found, list) else [found], gradients, strict=True):
             of.hide_state(each.zero_grad)
             vars(wrapped)["zero_grad"] = each.zero_grad  # it inherits torch's
+            self._undo.callback(vars(wrapped).pop, "zero_grad", None)
         vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
@@ -331,11 +344,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         with true_shapes(module):
-            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+            Strategy.setup_optimizers(self, module.trainer)
+        optimizers = self.optimizers
         check_averaged(optimizers, module)
         found = check_kind(optimizers, module)
         if found is None:
-            self.optimizers = optimizers
             return None
         users = [UsersOptimizer(optimizer, module) for optimizer in found]
         if len(users) > 1:
@@ -376,10 +389,10 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     @property
     def _zero_precision(self) -> ZeROPrecision:
-        if self._precision_plugin is None:
-            self._precision_plugin = ZeROPrecision("32-true")
-        assert isinstance(self._precision_plugin, ZeROPrecision)
-        return self._precision_plugin
+        if not isinstance(self.precision_plugin, ZeROPrecision):
+            self.precision_plugin = ZeROPrecision("32-true")
+        assert isinstance(self.precision_plugin, ZeROPrecision)
+        return self.precision_plugin
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -486,8 +499,6 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
                 self._writes.end(settle=not failed)
             for users in self._users_optimizers:
                 users.show_state()
-            for wrapped in self._lightning_optimizers:
-                vars(wrapped).pop("zero_grad", None)
             if self._gradients is not None:  # the setup has succeeded
                 self._keep_optimizers()
             if self._gradients is not None:

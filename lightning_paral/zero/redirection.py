@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch.nn import Module
+
+from lightning_paral.compat.lightning.forward_redirection import ForwardRedirection
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-class OutermostCallOnly(_ForwardRedirection):
+class OutermostCallOnly(ForwardRedirection):
     """Lightning's redirection of `training_step` and the like through the wrapper's `forward`.
 
     A step mostly calls `self(...)`, which calls the root module again, inside its own call. DeepSpeed's hooks would

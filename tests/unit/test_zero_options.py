@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
+from lightning_paral._tested_versions import TESTED_VERSIONS
 from lightning_paral.zero import runtime, settings
 from lightning_paral.zero.nvme import check_space
 from lightning_paral.zero.ops import load_operator
@@ -98,7 +99,7 @@ def test_fp16_on_cuda() -> None:
 
 
 def test_deepspeed_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "MINIMUM_VERSION", "99.0")
+    monkeypatch.setitem(TESTED_VERSIONS, "deepspeed", ">=99.0,<100")
     with pytest.raises(ConfigurationError, match=r"99\.0 or later, but .* is installed: pip install"):
         ParalZeROStrategy()
 
