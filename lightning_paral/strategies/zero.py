@@ -82,8 +82,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054. Accumulation, clipping,
     precision and hooks are Lightning's, as under `paral_ddp`.
 
-    `precision="bf16-mixed"` and `"16-mixed"` are autocast over fp32 weights; `"bf16-true"` and `"16-true"` keep
-    low-precision weights with fp32 master copies in the optimizer.
+    `precision="bf16-mixed"` and `"16-mixed"` are autocast over fp32 weights, which are gathered, and their gradients
+    averaged, in fp32: the numbers of `paral_ddp`. `"bf16-true"` and `"16-true"` keep low-precision weights with fp32
+    master copies in the optimizer, and send half as much.
 
     Args:
         stage: what is divided: 1 the optimizer state, 2 gradients, too, 3 parameters, too.
@@ -95,7 +96,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             tell. ZeRO shows it flattened parts of parameters.
         find_unused_parameters: let ranks agree in every step which parameters got no gradient, as in
             `DistributedDataParallel`; they stay as they are. Otherwise the first step decides which never get one.
-        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: DeepSpeed decides.
+        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA, where there
+            are several ranks. On CPU there are no streams.
         reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
         gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
@@ -304,7 +306,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
         gradients = []
         for engine, of, parts in zip(engines, users, holdings, strict=True):
-            usage = parts.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+            usage = parts.watch_usage(find_unused=self._find_unused_parameters)
             gradients.append(PartitionedGradients(engine, of, self._writes, usage))
         self._gradients = self._zero_precision.start_fit(join_gradients(gradients, optimizers))
         self.optimizers = optimizers
@@ -376,9 +378,13 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         return settings.complete(ours, self._options.users_config)
 
     def _sized_config(self, module: Module) -> dict[str, Any]:
-        num_elements = count_trained(module.parameters())
-        on_cuda = self.root_device.type == "cuda"
-        zero = settings.fill_in(self.config["zero_optimization"], self.stage, num_elements, on_cuda)
+        zero = settings.fill_in(
+            self.config["zero_optimization"],
+            self.stage,
+            count_trained(module.parameters()),
+            device_type=self.root_device.type,
+            num_ranks=self.world_size,
+        )
         return self.config | {"zero_optimization": zero}
 
     @property

@@ -132,10 +132,11 @@ class Holdings:
                     master.copy_(torch.where(master.to(part.dtype) == part, master, part.to(master.dtype)))
                 partition.publish()
 
-    def watch_usage(self, device: torch.device, *, find_unused: bool) -> Usage:
+    def watch_usage(self, *, find_unused: bool) -> Usage:
         """Note from now on which parameters get gradients, and let the optimizer leave the others as they are."""
         trained = [(name, p) for name, p in self._parameters.items() if id(p) in self._partition_of and p.requires_grad]
-        usage = Usage(trained, self._partitions, device, find_unused=find_unused)
+        in_order = self._stage > 1 or getattr(self._optimizer, "overlap_comm", False)
+        usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
         self._usage = usage
         usage.guard(self._optimizer.optimizer)
         if getattr(self._optimizer, "backup_optimizer", None) is not None:  # of what is not offloaded

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from lightning_paral._tested_versions import TESTED_VERSIONS, oldest_tested
 from lightning_paral.compat.deepspeed.backend import current_backend, make_backend, use_backend, use_new_names
 from lightning_paral.compat.deepspeed.checks import check_instance, check_names
 from lightning_paral.compat.deepspeed.counters import read_counters, set_counters
@@ -22,7 +23,6 @@ from lightning_paral.compat.deepspeed.remains import forget_autocast, forget_con
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.environment import variables_as_before
 
-MINIMUM_VERSION = "0.19.8"
 _LOGGER = "DeepSpeed"
 _RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -34,12 +34,12 @@ def check_installed() -> None:
     except metadata.PackageNotFoundError:
         raise ConfigurationError(
             "The paral_zero strategies need DeepSpeed, which is not installed: "
-            f"pip install 'deepspeed>={MINIMUM_VERSION}'"
+            f"pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
         ) from None
-    if Version(installed) < Version(MINIMUM_VERSION):
+    if Version(installed) < Version(oldest_tested("deepspeed")):
         raise ConfigurationError(
-            f"The paral_zero strategies need DeepSpeed {MINIMUM_VERSION} or later, but {installed} is installed: "
-            f"pip install 'deepspeed>={MINIMUM_VERSION}'"
+            f"The paral_zero strategies need DeepSpeed {oldest_tested('deepspeed')} or later, but {installed} is "
+            f"installed: pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
         )
 
 

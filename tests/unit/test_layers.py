@@ -34,6 +34,7 @@ LAYERS = (
     "option_types",
     "option_names",
     "compat",
+    "_tested_versions",
     "_version",
     "errors",
 )

@@ -1,6 +1,7 @@
 """A gradient scaler that unscales gradients another way."""
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ class UnscalingGradScaler(torch.amp.GradScaler):
         PrivateNameError: `GradScaler` of this version of torch unscales another way.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         _UNSCALE.resolve()
-        super().__init__(device)
+        super().__init__(*args, **kwargs)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
