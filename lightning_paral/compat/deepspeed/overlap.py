@@ -7,6 +7,34 @@ nobody knew that the pass was the last: the optimizer would step on this rank's 
 
 from typing import Any
 
+from lightning_paral.compat.private_name import PrivateName
+
+_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_PURPOSE = "to reduce what hooks have left, at stage 1"
+_REASON = "the engine reduces by it, and no option makes it include them"
+
+
+def _attribute(name: str) -> PrivateName:
+    return PrivateName(
+        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", on_instances=True
+    )
+
+
+def _method(name: str, *parameters: str) -> PrivateName:
+    return PrivateName(
+        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", parameters=parameters
+    )
+
+
+NAMES = (
+    _method("reduce_gradients", "self", "pipeline_parallel"),
+    _method("reduce_ready_partitions_and_remove_grads", "self", "param", "i"),
+    _method("get_gradient_for_reduction", "self", "param"),
+    _method("setup_buckets", "self"),
+    _attribute("ipg_buckets"),
+    _attribute("params_already_reduced"),
+)
+
 
 def reduce_what_hooks_left(optimizer: Any) -> None:
     """Let the reduction that ends a window of `optimizer` include every gradient.
