@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -172,13 +171,3 @@ def _part_of_dtensor(value: DTensor) -> Part:
     if any(index for index, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()):
         return NOTHING
     return Part((box,), lambda: flat(value.to_local()))
-
-
-def split(part: Part, values: Tensor) -> list[tuple[Box, Tensor]]:
-    """Return each box of `part` with its values in its shape, as views of `values`."""
-    pieces, position = [], 0
-    for box in part.boxes:
-        pieces.append((box, values[position : position + box.numel].view(box.sizes)))
-        position += box.numel
-    assert position == prod(values.shape)
-    return pieces

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -51,22 +52,36 @@ class PrivateName:
             owner = _find(path)
             found = owner if self.on_instances else getattr(owner, last)
         except (ImportError, AttributeError) as error:
-            raise self.error("there is no such name") from error
+            raise PrivateNameError(self._complaint("there is no such name")) from error
         if self.on_instances and not _gives_instances(owner, last):
-            raise self.error(f"{path} has no attribute of that name")
+            raise PrivateNameError(self._complaint(f"{path} has no attribute of that name"))
         if self.parameters is not None:
             names = tuple(inspect.signature(found).parameters)
             if not set(self.parameters) <= set(names):
-                raise self.error(f"it takes ({', '.join(names)}), not {self.parameters}")
+                raise PrivateNameError(self._complaint(f"it takes ({', '.join(names)}), not {self.parameters}"))
         return found
 
-    def error(self, what: str) -> PrivateNameError:
-        """Return the error that says that the installed version has the name in another form: `what` is different."""
+    def replace_on(self, instance: object, value: Any) -> None:
+        """Set an attribute that `instance` has already.
+
+        Raises:
+            PrivateNameError: it does not have it: nobody would look at the value.
+        """
+        last = self.name.rpartition(".")[2]
+        if not hasattr(instance, last):
+            raise PrivateNameError(self._complaint(f"{type(instance).__name__} has no attribute of that name"))
+        setattr(instance, last, value)
+
+    def _complaint(self, what: str) -> str:
         library = self.name.partition(".")[0]
-        return PrivateNameError(
+        return (
             f"lightning_paral uses the private name {self.name} {self.purpose}, and in {library} {version(library)} "
             f"{what}. It was tested with {self.seen}: install one of these versions."
         )
+
+    def error(self, what: str) -> PrivateNameError:
+        """Return the error for a version that has the name, but not as it is relied on: `what` is otherwise."""
+        return PrivateNameError(self._complaint(what))
 
 
 def _numbers(text: str) -> list[int]:
@@ -92,10 +107,15 @@ def _gives_instances(owner: Any, attribute: str) -> bool:
     for base in getattr(owner, "__mro__", (owner,)):
         if attribute in vars(base) or attribute in vars(base).get("__annotations__", {}):
             return True
-        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # `__name`, mangled
-        try:
-            if re.search(rf"\b{written}\b", inspect.getsource(base)):
-                return True
-        except (OSError, TypeError):  # written in C
-            continue
+        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # of names that Python mangles
+        if re.search(rf"\b{written}\b", _source_of(base)):
+            return True
     return False
+
+
+@cache
+def _source_of(owner: Any) -> str:
+    try:
+        return inspect.getsource(owner)
+    except (OSError, TypeError):  # written in C
+        return ""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
+from lightning_paral.compat.lightning.device_property import set_device_everywhere
 from lightning_paral.compat.torch.fsdp_state import groups_of, initialize
 from lightning_paral.compat.torch.iteration import reset_iteration
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
@@ -247,7 +247,7 @@ def check_module(module: Module) -> None:
 
 def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
     """Let `root.device` and the states of metrics be on `device`; `root.to` would move offloaded shards as well."""
-    _update_properties(root, device=device)
+    set_device_everywhere(root, device)
     for part in root.modules():
         if isinstance(part, Metric):
             part.to(device)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.comm import ALL_REDUCE
 from tests.fsdp_models import GAN, MODULES, OnTheModule, Tied
+from tests.gpu.reductions import reduction_error
+from tests.gpu.rounding import with_sgd
 from tests.models import Regression, fit_regression, quiet_trainer, regression_data
 from tests.zero_models import fit
 
@@ -45,20 +46,18 @@ def fsdp_parity(name: str) -> float:
     """Largest difference of a module's weights after 5 steps on the GPUs to the same training in one process on CPU."""
     clipping = {} if MODULES[name] is GAN else {"gradient_clip_val": 0.5}
     strategy = ParalFSDPStrategy(offload=name == "Tied")
-    _, weights = fit(MODULES[name], 5, WORLD_SIZE, accelerator="gpu", strategy=strategy, **clipping)
+    make = with_sgd(MODULES[name])
+    _, weights = fit(make, 5, WORLD_SIZE, accelerator="gpu", strategy=strategy, **clipping)
     _become_one_process()
-    _, expected = fit(MODULES[name], 5, 1, **clipping)
-    return max((weights[key] - expected[key]).abs().max().item() for key in expected)
+    _, expected = fit(make, 5, 1, **clipping)
+    return max((weights[key].cpu() - expected[key]).abs().max().item() for key in expected)
 
 
 def fsdp_precision(precision: str) -> tuple[list[float], list[float]]:
     """Losses under FSDP and DDP."""
-    return tuple(
-        fit(
-            OnTheModule, 8, WORLD_SIZE, accelerator="gpu", strategy=strategy, precision=precision, gradient_clip_val=0.5
-        )[0]
-        for strategy in ("paral_fsdp", "paral_ddp")
-    )
+    options = {"accelerator": "gpu", "precision": precision, "gradient_clip_val": 0.5}
+    make = with_sgd(OnTheModule)
+    return tuple(fit(make, 8, WORLD_SIZE, strategy=strategy, **options)[0] for strategy in ("paral_fsdp", "paral_ddp"))
 
 
 def fsdp_checkpointing() -> float:
@@ -102,20 +101,7 @@ def _in_group(function: object) -> object:
 def all_reduce(algorithm: str) -> object:
     """Largest error to a float64 sum over several lengths, and whether all ranks hold the same bits."""
 
-    def check(trainer: Trainer, device: torch.device) -> tuple[float, bool]:
-        worst, identical = 0.0, True
-        for length in (1, 5, 1000, 3_000_001):
-            terms = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(WORLD_SIZE)]
-            tensor = terms[dist.get_rank()].to(device)
-            ALL_REDUCE[algorithm](tensor)
-            exact = torch.stack(terms).double().sum(dim=0)
-            worst = max(worst, (tensor.cpu().double() - exact).abs().max().item())
-            others = [torch.empty_like(tensor) for _ in range(WORLD_SIZE)]
-            dist.all_gather(others, tensor)
-            identical = identical and all(torch.equal(other, tensor) for other in others)
-        return worst, identical
-
-    return _in_group(check)
+    return _in_group(lambda trainer, device: reduction_error(algorithm, device))
 
 
 def cpu_path() -> object:

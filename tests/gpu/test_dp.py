@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_paral import ParalDPStrategy
 from tests.distributed.test_dp import NUM_SAMPLES, Logging, Scores, assert_same_weights, fitted, samples
 from tests.distributed.test_dp_manual import GAN
+from tests.gpu.rounding import with_sgd
 from tests.models import fit_regression, quiet_trainer
 from tests.zero_models import MODULES, fit
 
@@ -38,15 +39,16 @@ def test_training_equals_one_process(accumulate: int) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_module_trains_as_in_one_process(name: str) -> None:
-    _, expected = fit(MODULES[name], 5, 1, gradient_clip_val=0.5)
+    make = with_sgd(MODULES[name])
+    _, expected = fit(make, 5, 1, gradient_clip_val=0.5)
 
-    _, weights = fit(MODULES[name], 5, 1, gradient_clip_val=0.5, **on_gpus())
+    _, weights = fit(make, 5, 1, gradient_clip_val=0.5, **on_gpus())
 
     assert_same_weights({key: weight.cpu() for key, weight in weights.items()}, expected, tolerance=1e-4)
 
 
 def test_gan_trains_as_in_one_process() -> None:
-    _, expected = fit_scores(GAN)
+    _, expected = fit_scores(GAN, accelerator="gpu")  # Adam: on the same device, see tests.gpu.rounding
 
     _, weights = fit_scores(GAN, **on_gpus())
 

@@ -5,9 +5,6 @@ from typing import Any
 from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.compat.torch.collectives import all_gather_single, reduce_scatter_single
 
-_OVERRIDDEN = "to run it another way on gloo, by overriding it: under another name it would be DeepSpeed's own again"
-_ONLY_WAY = "init_distributed makes a TorchBackend, and takes no other"
-
 NAMES = (
     PrivateName(
         name="deepspeed.comm.comm.cdb",
@@ -36,33 +33,14 @@ NAMES = (
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
-    PrivateName(
-        name="deepspeed.comm.torch.TorchBackend.reduce",
-        purpose=_OVERRIDDEN,
-        reason=_ONLY_WAY,
-        seen="deepspeed 0.19.8",
-        parameters=("self", "tensor", "dst", "op", "group", "async_op"),
-    ),
-    PrivateName(
-        name="deepspeed.comm.torch.TorchBackend.reduce_scatter_tensor",
-        purpose=_OVERRIDDEN,
-        reason=_ONLY_WAY,
-        seen="deepspeed 0.19.8",
-        parameters=("self", "output_tensor", "input_tensor", "op", "group", "async_op"),
-    ),
-    PrivateName(
-        name="deepspeed.comm.torch.TorchBackend.all_reduce",
-        purpose=_OVERRIDDEN,
-        reason=_ONLY_WAY,
-        seen="deepspeed 0.19.8",
-        parameters=("self", "tensor", "op", "group", "async_op"),
-    ),
-    PrivateName(
-        name="deepspeed.comm.torch.TorchBackend.all_gather_into_tensor",
-        purpose=_OVERRIDDEN,
-        reason=_ONLY_WAY,
-        seen="deepspeed 0.19.8",
-        parameters=("self", "output_tensor", "input_tensor", "group", "async_op"),
+    *(
+        PrivateName(
+            name=f"deepspeed.comm.torch.TorchBackend.{name}",
+            purpose="to run it another way on gloo, by overriding it",
+            reason="init_distributed makes a TorchBackend, and takes no other; under another name it would be its own",
+            seen="deepspeed 0.19.8",
+        )
+        for name in ("reduce", "reduce_scatter_tensor", "all_reduce", "all_gather_into_tensor")
     ),
 )
 

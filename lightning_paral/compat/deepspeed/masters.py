@@ -62,11 +62,11 @@ class MasterRun(NamedTuple):
     position: int
 
 
-def master_run_of(parameter: Any) -> MasterRun | None:
-    """Return this rank's run of `parameter`; `None` if it has none."""
+def master_run_of(parameter: Any) -> MasterRun:
+    """Return this rank's run of `parameter`, which may be empty."""
     mapping = parameter._hp_mapping
     if mapping is None:
-        return None
+        return MasterRun(0, 0, 0)
     address = mapping.lp_fragment_address
     return MasterRun(address.start, address.numel, mapping.hp_fragment_address.start)
 

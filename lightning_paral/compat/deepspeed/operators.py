@@ -12,6 +12,13 @@ from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
+_COMPATIBLE = PrivateName(
+    name="deepspeed.ops.__compatible_ops__",
+    purpose="to keep DeepSpeed from compiling collectives in shared memory, which only its inference uses",
+    reason="no option or variable of the environment leaves them out",
+    seen="deepspeed 0.19.8",
+    upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
+)
 NAMES = (
     PrivateName(
         name="deepspeed.ops.op_builder.builder.OpBuilder.jit_load",
@@ -21,18 +28,24 @@ NAMES = (
         parameters=("self", "verbose"),
     ),
     PrivateName(
+        name="deepspeed.ops.op_builder.cpu.AsyncIOBuilder",
+        purpose="to compile the operator for NVMe on CUDA without the CUDA toolkit",
+        reason="deepspeed.ops.op_builder has the builder of the current accelerator only",
+        seen="deepspeed 0.19.8",
+    ),
+    PrivateName(
+        name="deepspeed.ops.op_builder.builder.CUDAOpBuilder",
+        purpose="to know which operators depend on the CUDA toolkit",
+        reason="it is not among the names of deepspeed.ops.op_builder",
+        seen="deepspeed 0.19.8",
+    ),
+    PrivateName(
         name="deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops",
         purpose="to let DeepSpeed find operators that were loaded from our folder",
         reason="only OpBuilder.jit_load, which is replaced, puts them there",
         seen="deepspeed 0.19.8",
     ),
-    PrivateName(
-        name="deepspeed.ops.__compatible_ops__",
-        purpose="to keep DeepSpeed from compiling collectives in shared memory, which only its inference uses",
-        reason="no option or variable of the environment leaves them out",
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
-    ),
+    _COMPATIBLE,
     PrivateName(
         name="deepspeed.comm.torch.TorchBackend.shm_comm_op",
         purpose="to make sure that they were left out",
@@ -57,7 +70,8 @@ def loaded_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
 
     @wraps(plain)
     def jit_load(self: Any, verbose: bool = True) -> Any:
-        module = load(self, partial(plain, self, verbose))
+        builder = _without_cuda(self)
+        module = load(builder, partial(plain, builder, verbose))
         OpBuilder._loaded_ops[self.name] = module
         return module
 
@@ -66,6 +80,24 @@ def loaded_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
         yield
     finally:
         OpBuilder.jit_load = plain
+
+
+def _without_cuda(builder: Any) -> Any:
+    """Return the CPU accelerator's builder of the same sources in the place of the CUDA accelerator's of `async_io`.
+
+    Nothing in these sources is of CUDA, but the latter needs the CUDA toolkit: it fails with a TypeError where there is
+    none, as in torch's wheels, and links the driver's library, of which toolkits have a stub elsewhere.
+    """
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    return AsyncIOBuilder() if is_for_cuda(builder) and builder.name == AsyncIOBuilder.NAME else builder
+
+
+def is_for_cuda(builder: Any) -> bool:
+    """Whether `builder` compiles with the CUDA toolkit."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    return isinstance(builder, CUDAOpBuilder)
 
 
 def leave_out_shared_memory() -> None:
@@ -79,4 +111,4 @@ def leave_out_shared_memory() -> None:
 def check_shared_memory_left_out(backend: Any) -> None:
     """Raise a `PrivateNameError` if `backend` has them nevertheless."""
     if backend.shm_comm_op is not None:
-        raise NAMES[2].error("it no longer leaves them out")
+        raise _COMPATIBLE.error("it no longer leaves them out")

@@ -1,6 +1,6 @@
 """How `deepspeed.zero.Init` divides parameters, and when."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,10 +49,9 @@ def divide_modules_by(init: Any, divide: Callable[[Callable[[Module], None], Mod
     init._post_init_method = lambda module: divide(as_deepspeed_does, module)
 
 
-def divide_one_by_one(init: Any, parameters: Iterable[Parameter]) -> None:
-    """Divide whole parameters. *Collective* over the world; rank 0's values count."""
-    for parameter in parameters:
-        init._convert_to_zero_parameters([parameter])
+def divide_whole(init: Any, parameter: Parameter) -> None:
+    """Divide a whole parameter. *Collective* over the world; rank 0's values count."""
+    init._convert_to_zero_parameters([parameter])
 
 
 def plain_constructors() -> dict[str, Callable[..., Tensor]]:

@@ -9,6 +9,51 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from lightning_paral.compat.private_name import PrivateName
+
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_RESET = "to reshard what a failed iteration has left gathered"
+_NOT_PUBLIC = "FSDPModule.reset_iter_state is there from torch 2.13 on"
+_SEEN = "torch 2.11 to 2.13"
+
+NAMES = (
+    PrivateName(
+        name=f"{_STATE}.FSDPState._pre_forward",
+        purpose="to begin an iteration of FSDP2 where a step of Lightning's begins",
+        reason="FSDP2 begins one in a hook of the root's forward only",
+        seen=_SEEN,
+        parameters=("module", "args", "kwargs"),
+    ),
+    PrivateName(
+        name="torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState",
+        purpose=_RESET,
+        reason=_NOT_PUBLIC,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name="torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        purpose=_RESET,
+        reason=_NOT_PUBLIC,
+        seen=_SEEN,
+    ),
+    *(
+        PrivateName(name=f"{kind}.{name}", purpose=_RESET, reason=_NOT_PUBLIC, seen=_SEEN, on_instances=True)
+        for kind, names in {
+            f"{_STATE}.FSDPState": (
+                "_state_ctx", "_comm_ctx", "_device_handle", "_modules_to_run_forward", "_training_state",
+                "_fsdp_param_group",
+            ),
+            f"{_GROUP}.FSDPParamGroup": (
+                "_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event",
+                "_wait_all_gather_streams_on_event", "_partial_reduce_output", "_post_forward_indices",
+                "_training_state", "_to_sharded",
+            ),
+        }.items()
+        for name in names
+    ),
+)  # fmt: skip
+
 
 def pre_forward(
     state: Any, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,7 +93,7 @@ def reset_iteration(root: Any) -> None:
         pending.append(communication.reduce_scatter_state)
         communication.reduce_scatter_state = None
     for each in pending:
-        _wait(stream, each)
+        _wait(stream, None if each is None else each.event)
     communication.post_forward_order.clear()
     for each in shared.all_states:
         each._modules_to_run_forward.clear()
@@ -60,14 +105,14 @@ def reset_iteration(root: Any) -> None:
 
 
 def _reset_group(group: Any, stream: Any) -> None:
-    gathered = group._all_gather_result
+    gathered, reduced = group._all_gather_result, group._all_reduce_state
     if gathered is not None:
-        if gathered.all_gather_event is not None:
-            stream.wait_event(gathered.all_gather_event)
+        _wait(stream, gathered.all_gather_event)
         if isinstance(gathered.all_gather_work, dist.Work):
             gathered.all_gather_work.wait()
-        group._all_gather_result = None
-    group._wait_for_post_backward()
+    _wait(stream, group._post_reduce_event)
+    _wait(stream, None if reduced is None else reduced.event)
+    group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
     if group._reshard_after_forward_event is not None:
         group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
         group._reshard_after_forward_event = None
@@ -78,11 +123,12 @@ def _reset_group(group: Any, stream: Any) -> None:
 
 
 def _groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):  # from torch 2.12 on
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
 
 
-def _wait(stream: Any, pending: Any) -> None:
-    if pending is not None and pending.event is not None:
-        stream.wait_event(pending.event)
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)

@@ -1,0 +1,113 @@
+"""What the GPU programs say: a line per check as it ends, a JSON file that is complete at any time, a table."""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.crew import Answer
+
+_LINE = 160
+
+
+@dataclass(frozen=True)
+class Row:
+    """A check that has ended."""
+
+    name: str
+    status: str
+    """`"passed"`, `"failed"` or `"skipped"`."""
+    seconds: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    """Why it failed or was skipped."""
+
+
+def as_row(name: str, seconds: float, answers: Sequence[Answer]) -> Row:
+    """Return the row of a check from what its ranks answered.
+
+    A check returns a mapping of facts; under `"failures"`, sentences that say what was not as it should be.
+    """
+    broken = [(rank, answer) for rank, answer in enumerate(answers) if answer.status in ("raised", "lost")]
+    if broken:
+        reason = "\n".join(f"rank {rank}: {answer.value}" for rank, answer in broken)
+        return Row(name, "failed", seconds, reason=reason)
+    skipped = [answer.value for answer in answers if answer.status == "skipped"]
+    if skipped:
+        return Row(name, "skipped", seconds, reason=skipped[0])
+    facts = dict(answers[0].value or {})
+    failures = [failure for answer in answers for failure in (answer.value or {}).get("failures", ())]
+    facts.pop("failures", None)
+    return Row(name, "failed" if failures else "passed", seconds, facts, "\n".join(dict.fromkeys(failures)))
+
+
+class Report:
+    """Rows, printed as they come and kept in `folder/NAME.json` and, in the end, `folder/NAME.md`."""
+
+    def __init__(self, name: str, folder: Path, about: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}.json"
+        self.about = dict(about)
+        self._began = time.monotonic()
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Print and keep a row."""
+        self.rows.append(row)
+        said = row.reason.strip().splitlines()[-1] if row.status != "passed" and row.reason else brief(row.facts)
+        print(f"{row.status.upper():7} {row.name:38} {row.seconds:6.1f} s  {said[:_LINE]}", flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        content = {
+            "about": self.about | {"seconds": round(time.monotonic() - self._began, 1)},
+            "counts": self.counts,
+            "checks": [asdict(row) for row in self.rows],
+        }
+        write_json(self.path, content)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of checks by status."""
+        return {status: sum(row.status == status for row in self.rows) for status in ("passed", "failed", "skipped")}
+
+    def finish(self) -> int:
+        """Print the table and what failed; return the exit code."""
+        self._write()
+        lines = ["| check | result | s | facts |", "|---|---|---|---|"]
+        for row in self.rows:
+            said = brief(row.facts) if row.status == "passed" else row.reason.strip().splitlines()[-1:] or [""]
+            cell = (said if isinstance(said, str) else said[0]).replace("|", "\\|")
+            lines.append(f"| {row.name} | {row.status} | {row.seconds:.1f} | {cell[:400]} |")
+        table = "\n".join(lines)
+        self.path.with_suffix(".md").write_text(table + "\n")
+        print(f"\n{table}\n", flush=True)
+        for row in self.rows:
+            if row.status == "failed":
+                print(f"FAILED {row.name}: {brief(row.facts)}\n{row.reason[-3000:]}\n", flush=True)
+        counts = ", ".join(f"{number} {status}" for status, number in self.counts.items())
+        print(f"{counts} in {time.monotonic() - self._began:.0f} s; {self.path}", flush=True)
+        return 1 if self.counts["failed"] or not self.counts["passed"] else 0
+
+
+def brief(facts: Mapping[str, Any]) -> str:
+    """Return facts as one line."""
+    return ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, Mapping):
+        return "{" + brief(value) + "}"
+    return str(value)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` to `path`, which is complete at any time."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    os.replace(draft, path)
