@@ -179,7 +179,7 @@ class PartitionedGradients:
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(True)
             if self.stage >= 2:
-                self._optimizer.finalize_gradient_accumulation_boundary()
+                backward.end_window(self._optimizer)
             else:
                 self.engine.allreduce_gradients()
         self._clear_stale(self._usage.unused)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_paral.compat.deepspeed import parameter_files
 from lightning_paral.compat.deepspeed.modules import end_forward, is_of_division, is_of_engine, restore_container
 from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed, join_group
 from lightning_paral.compat.torch import module_hooks
@@ -31,8 +32,8 @@ def run_of_partition(parameter: Any) -> tuple[int, int]:
 
 def lies_in(folder: Path, parameter: Any) -> bool:
     """Whether this rank's part of `parameter` is in a file below `folder`, and only there."""
-    on_nvme = is_partitioned(parameter) and parameter.ds_tensor.status.name == "NOT_AVAILABLE"
-    return on_nvme and Path(parameter.nvme_swapper.swap_folder).is_relative_to(folder)
+    on_nvme = is_partitioned(parameter) and parameter_files.is_in_file_only(parameter)
+    return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
 
 
 @contextmanager
@@ -123,7 +124,7 @@ class Belongings:
     @property
     def are_on_nvme(self) -> bool:
         """Whether parameters were built in files, which stay there."""
-        return any(getattr(parameter, "nvme_swapper", None) is not None for parameter, _ in self._parameters)
+        return any(parameter_files.has_file(parameter) for parameter, _ in self._parameters)
 
     @property
     def num_bytes(self) -> int:

@@ -8,8 +8,7 @@ from lightning.pytorch import LightningModule
 from torch.nn import Module
 
 from lightning_paral.compat.lightning.forward_redirection import ForwardRedirection
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+from lightning_paral.compat.torch.module_hooks import FORWARD, hooks_in
 
 
 class OutermostCallOnly(ForwardRedirection):
@@ -46,15 +45,15 @@ class OutermostCallOnly(ForwardRedirection):
 
     @contextmanager
     def _without_installed(self, module: Module) -> Iterator[None]:
-        before = {name: dict(getattr(module, name)) for name in _HOOKS}
-        for name in _HOOKS:
+        before = {name: dict(hooks_in(module, name)) for name in FORWARD}
+        for name in FORWARD:
             for key in self._installed[name]:
-                getattr(module, name).pop(key, None)
+                hooks_in(module, name).pop(key, None)
         try:
             yield
         finally:
-            for name in _HOOKS:
-                hooks = getattr(module, name)
+            for name in FORWARD:
+                hooks = hooks_in(module, name)
                 new = {key: hook for key, hook in hooks.items() if key not in before[name]}
                 hooks.clear()
                 hooks.update(before[name] | new)
@@ -62,7 +61,7 @@ class OutermostCallOnly(ForwardRedirection):
 
 def hooks_of(module: Module) -> dict[str, set[int]]:
     """Return the keys of the forward hooks on `module`, by the attribute they are in."""
-    return {name: set(getattr(module, name)) for name in _HOOKS}
+    return {name: set(hooks_in(module, name)) for name in FORWARD}
 
 
 def new_hooks(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:

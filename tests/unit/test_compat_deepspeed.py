@@ -40,6 +40,9 @@ def _deepspeed() -> Iterator[None]:
 
 
 def source_of(function: Callable[..., Any]) -> str:
+    for cell in getattr(function, "__closure__", None) or ():  # inside the wrapper of DeepSpeed's profiling
+        if inspect.isfunction(cell.cell_contents):
+            function = cell.cell_contents
     return textwrap.dedent(inspect.getsource(function))
 
 
@@ -250,6 +253,15 @@ def test_a_parameter_that_does_not_know_its_maker_is_an_error() -> None:
         parameters.join_group(parameter, None)
 
 
+def test_gathering_and_releasing_go_through_methods_of_parameters() -> None:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    said = source_of(PartitionedParameterCoordinator)
+
+    for called in ("param_group[0].all_gather_coalesced(", "param.partition("):
+        assert called in said, "what users write to parameters of stage 3 would be lost: they come and go unnoticed"
+
+
 # `zero.Init`
 
 
@@ -296,6 +308,14 @@ def test_the_engine_asks_whether_it_runs_the_backward_pass() -> None:
 
     assert "not self._running_engine_backward" in said, "the flag no longer keeps engines from ending a backward pass"
     assert "self._backward_epilogue()" in said, "a backward pass ends otherwise than by _backward_epilogue"
+
+
+def test_windows_end_by_the_method_that_reduces_what_hooks_left() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    said = source_of(DeepSpeedEngine.allreduce_gradients)
+
+    assert "self.optimizer.reduce_gradients(" in said, "stage 1 with overlap_comm would step on unreduced gradients"
 
 
 def test_losses_are_scaled_by_what_is_replaced() -> None:

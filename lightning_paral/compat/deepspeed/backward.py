@@ -36,6 +36,15 @@ NAMES = (
         )
         for name in ("clear_backward_seen_flag", "backward_prologue", "enter_backward", "exit_backward")
     ),
+    *(
+        PrivateName(
+            name=f"deepspeed.runtime.zero.{owner}.finalize_gradient_accumulation_boundary",
+            purpose="to end a window of backward passes that turns out to have been complete",
+            reason="the engine wants to know before the last pass",
+            seen="deepspeed 0.19.8",
+        )
+        for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
+    ),
 )
 
 
@@ -50,6 +59,11 @@ def begin_shared_pass(engine: Any) -> None:
     engine.optimizer.backward_prologue()
     engine.optimizer.enter_backward()
     engine._running_engine_backward = True
+
+
+def end_window(optimizer: Any) -> None:
+    """Take the backward passes since the last step for all there will be, at stages 2 and 3. *Collective*."""
+    optimizer.finalize_gradient_accumulation_boundary()
 
 
 def end_shared_pass(engine: Any) -> None:

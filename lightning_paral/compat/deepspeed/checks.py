@@ -21,10 +21,11 @@ def check_names() -> None:
 
 def check_instance(instance: Any) -> None:
     """Raise a `PrivateNameError` unless `instance`, an engine or an optimizer of DeepSpeed's, has its attributes."""
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(instance).__mro__}
+    kind: Any = type(instance)
+    kinds = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
     for entry in _entries():
         owner, _, name = entry.name.rpartition(".")
-        if entry.on_instances and owner in kinds and not (hasattr(instance, name) or name in _set_by(type(instance))):
+        if entry.on_instances and owner in kinds and not (hasattr(instance, name) or name in _set_by(kind)):
             raise entry.error("instances do not have it")
 
 

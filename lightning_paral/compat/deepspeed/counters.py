@@ -6,14 +6,15 @@ from lightning_paral.compat.private_name import PrivateName
 
 _REASON = "DeepSpeed never resets it, and compares the numbers between ranks"
 
+_COUNT = PrivateName(
+    name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module",
+    purpose="to let ranks with different pasts number modules alike, by the mutable default of `count`",
+    reason=_REASON,
+    seen="deepspeed 0.19.8",
+    parameters=("self", "module", "count"),
+)
 NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module",
-        purpose="to let ranks with different pasts number modules alike, by the mutable default of `count`",
-        reason=_REASON,
-        seen="deepspeed 0.19.8",
-        parameters=("self", "module", "count"),
-    ),
+    _COUNT,
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.Init.param_id",
         purpose="to let ranks with different pasts number parameters alike",
@@ -45,4 +46,4 @@ def _num_modules() -> list[int]:
         case ([int()],):
             count: list[int] = defaults[0]
             return count
-    raise NAMES[0].error(f"its defaults are {defaults}, and not a list with one number")
+    raise _COUNT.error(f"its defaults are {defaults}, and not a list with one number")

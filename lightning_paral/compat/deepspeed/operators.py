@@ -12,6 +12,13 @@ from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
+_COMPATIBLE = PrivateName(
+    name="deepspeed.ops.__compatible_ops__",
+    purpose="to keep DeepSpeed from compiling collectives in shared memory, which only its inference uses",
+    reason="no option or variable of the environment leaves them out",
+    seen="deepspeed 0.19.8",
+    upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
+)
 NAMES = (
     PrivateName(
         name="deepspeed.ops.op_builder.builder.OpBuilder.jit_load",
@@ -38,13 +45,7 @@ NAMES = (
         reason="only OpBuilder.jit_load, which is replaced, puts them there",
         seen="deepspeed 0.19.8",
     ),
-    PrivateName(
-        name="deepspeed.ops.__compatible_ops__",
-        purpose="to keep DeepSpeed from compiling collectives in shared memory, which only its inference uses",
-        reason="no option or variable of the environment leaves them out",
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
-    ),
+    _COMPATIBLE,
     PrivateName(
         name="deepspeed.comm.torch.TorchBackend.shm_comm_op",
         purpose="to make sure that they were left out",
@@ -110,4 +111,4 @@ def leave_out_shared_memory() -> None:
 def check_shared_memory_left_out(backend: Any) -> None:
     """Raise a `PrivateNameError` if `backend` has them nevertheless."""
     if backend.shm_comm_op is not None:
-        raise NAMES[4].error("it no longer leaves them out")
+        raise _COMPATIBLE.error("it no longer leaves them out")

@@ -8,18 +8,17 @@ from torch.nn import Module
 from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.compat.torch.module_hooks import forward_hooks
 
-NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
-        "._post_forward_module_hook",
-        purpose="to let modules return what they like, by showing this hook tensors only",
-        reason="it calls vars() of every output, which numbers and strings do not have, and startswith on keys of "
-        "dictionaries",
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/issues/7442",
-        on_instances=True,
-    ),
+_HOOK = PrivateName(
+    name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
+    "._post_forward_module_hook",
+    purpose="to let modules return what they like, by showing this hook tensors only",
+    reason="it calls vars() of every output, which numbers and strings do not have, and startswith on keys of "
+    "dictionaries",
+    seen="deepspeed 0.19.8",
+    upstream="https://github.com/deepspeedai/DeepSpeed/issues/7442",
+    on_instances=True,
 )
+NAMES = (_HOOK,)
 
 
 def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
@@ -31,7 +30,7 @@ def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
     """
     root_has_one, *_ = [_replace(part, view) for part in module.modules()]
     if not root_has_one:
-        raise NAMES[0].error(f"the engine has put no hook of that name on {type(module).__name__}")
+        raise _HOOK.error(f"the engine has put no hook of that name on {type(module).__name__}")
 
 
 def _replace(part: Module, view: Callable[[Any], Any]) -> bool:

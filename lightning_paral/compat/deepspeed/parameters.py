@@ -5,37 +5,46 @@ from typing import Any
 from lightning_paral.compat.private_name import PrivateName
 
 _INIT = "deepspeed.runtime.zero.partition_parameters.Init"
-_PART = "to know this rank's part of a parameter, its true shape, and whether it is whole now"
-_NO_PART = "nothing public tells where a part begins, and deepspeed.zero functions gather whole parameters"
 _GIVEN = ("is_external_param", "nvme_swapper")
 
+_ALL_GATHER = PrivateName(
+    name=f"{_INIT}.all_gather",
+    purpose="to let parameters that an earlier run has divided gather in the process group of this one, and to notice "
+    "when DeepSpeed gathers one",
+    reason="DeepSpeed divides a parameter once, for one process group, and tells nobody when it is gathered",
+    seen="deepspeed 0.19.8",
+    on_instances=True,
+)
 NAMES = (
+    _ALL_GATHER,
     *(
-        PrivateName(name=f"{_INIT}.{name}", purpose=_PART, reason=_NO_PART, seen="deepspeed 0.19.8", on_instances=True)
-        for name in (
-            *("ds_id", "ds_status", "ds_tensor", "ds_shape", "ds_numel"),
-            *("ds_zero_partition_rank", "ds_zero_partition_world_size"),
+        PrivateName(name=f"{_INIT}.{name}", purpose=purpose, reason=reason, seen="deepspeed 0.19.8", on_instances=True)
+        for purpose, reason, names in (
+            (
+                "to know this rank's part of a parameter, its true shape, and whether it is whole now",
+                "nothing public tells where a part begins, and functions of deepspeed.zero gather whole parameters",
+                (
+                    *("ds_id", "ds_status", "ds_tensor", "ds_shape", "ds_numel"),
+                    *("ds_zero_partition_rank", "ds_zero_partition_world_size"),
+                ),
+            ),
+            (
+                "to let parameters that an earlier run has divided gather in the process group of this one",
+                "DeepSpeed divides a parameter once, for one process group",
+                ("ds_process_group", "ds_active_sub_modules"),
+            ),
+            (
+                "to notice when DeepSpeed gathers and releases parameters",
+                "DeepSpeed tells nobody",
+                ("all_gather_coalesced", "partition"),
+            ),
+            (
+                "to give parameters back as they were before DeepSpeed took them",
+                "engine.destroy leaves what it has set on them",
+                _GIVEN,
+            ),
         )
-    ),
-    *(
-        PrivateName(
-            name=f"{_INIT}.{name}",
-            purpose="to let parameters that an earlier run has divided gather in the process group of this one",
-            reason="DeepSpeed divides a parameter once, for one process group",
-            seen="deepspeed 0.19.8",
-            on_instances=True,
-        )
-        for name in ("ds_process_group", "ds_active_sub_modules", "all_gather")
-    ),
-    *(
-        PrivateName(
-            name=f"{_INIT}.{name}",
-            purpose="to give parameters back as they were before DeepSpeed took them",
-            reason="engine.destroy leaves what it has set on them",
-            seen="deepspeed 0.19.8",
-            on_instances=True,
-        )
-        for name in _GIVEN
+        for name in names
     ),
 )
 
@@ -50,7 +59,7 @@ def join_group(parameter: Any, group: Any) -> None:
     cells = [cell.cell_contents for cell in parameter.all_gather.__closure__ or ()]
     makers = [each for each in cells if isinstance(each, Init)]
     if not makers:
-        raise NAMES[-3].error("it is no closure over the zero.Init that made the parameter")
+        raise _ALL_GATHER.error("it is no closure over the zero.Init that made the parameter")
     for maker in makers:
         maker.ds_process_group = group
 

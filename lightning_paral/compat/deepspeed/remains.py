@@ -7,6 +7,13 @@ from lightning_paral.compat.private_name import PrivateName
 _FAILED = "to end a `zero.Init` that a failure has left open"
 _NEVER_RESET = "DeepSpeed resets it at the end of the context only, and knows no end of a run"
 
+_CACHE = PrivateName(
+    name="deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
+    "._PartitionedParameterCoordinator__params_to_release",
+    purpose="to empty its cache, which would keep every module of stage 3 and its engine alive",
+    reason="it is a cache of the class, behind a decorator, and engine.destroy leaves it",
+    seen="deepspeed 0.19.8",
+)
 NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.zero_init_context",
@@ -32,13 +39,7 @@ NAMES = (
         reason="DeepSpeed never resets it",
         seen="deepspeed 0.19.8",
     ),
-    PrivateName(
-        name="deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
-        "._PartitionedParameterCoordinator__params_to_release",
-        purpose="to empty its cache, which would keep every module of stage 3 and its engine alive",
-        reason="it is a cache of the class, behind a decorator, and engine.destroy leaves it",
-        seen="deepspeed 0.19.8",
-    ),
+    _CACHE,
 )
 
 
@@ -66,6 +67,6 @@ def forget_modules() -> None:
     within = [decorated, *(cell.cell_contents for cell in getattr(decorated, "__closure__", None) or ())]
     caches = [each for each in within if hasattr(each, "cache_clear")]
     if not caches:
-        raise NAMES[-1].error("there is no cache behind its decorators")
+        raise _CACHE.error("there is no cache behind its decorators")
     for cache in caches:
         cache.cache_clear()

@@ -23,7 +23,10 @@ NAMES = (
         PrivateName(
             name=f"{_OPTIMIZER}.{name}", purpose=_FLAT, reason=_PARTLY, seen="deepspeed 0.19.8", on_instances=True
         )
-        for name in ("fp16_groups", "fp32_partitioned_groups_flat", "grad_position", "subgroup_to_device")
+        for name in (
+            *("fp16_groups", "fp32_partitioned_groups_flat", "grad_position"),
+            *("subgroup_to_device", "backup_optimizer"),
+        )
     ),
     PrivateName(
         name=f"{_OPTIMIZER}._reassign_or_swap_out_partitioned_parameters",
