@@ -8,9 +8,10 @@ import sys
 
 from lightning.pytorch.core import saving
 
+from lightning_paral import _tested_versions as _tested_versions  # warns
 from lightning_paral._version import __version__
 from lightning_paral.checkpoint.outside_runs import is_folder, read_folder
-from lightning_paral.compat import load_from_checkpoint
+from lightning_paral.compat.lightning import load_from_checkpoint
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.data import GatherPredictions
 from lightning_paral.errors import (

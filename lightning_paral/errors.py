@@ -27,3 +27,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 class StorageOptionsError(ConfigurationError, TypeError):
     """`storage_options` were given where none are taken. It is a `TypeError`, too, as Lightning raises in this case."""
+
+
+class PrivateNameError(ParalError, ImportError):
+    """The installed torch, Lightning or DeepSpeed lacks a private name that this package needs."""

@@ -6,6 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_paral.compat.torch.process_groups import default_store
+
 PATIENCE = timedelta(seconds=10)
 """How long the ranks that failed wait for the others."""
 
@@ -41,7 +43,7 @@ def meet(run: str, timeout: timedelta) -> Meeting:
         return Meeting(all_here=True)
     prefix = f"lightning_paral/failed/{run}"
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         keys = [f"{prefix}/{rank}" for rank in range(world_size)]
         store.set(keys[dist.get_rank()], "here")
         try:

@@ -10,15 +10,15 @@ from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
 from lightning_paral.process_group import check_port_is_free
 
 _GRACE_SECONDS = 10.0  # for the other ranks to report what they failed of
 log = logging.getLogger(__name__)
 
 
-class CheckedSubprocessLauncher(_SubprocessScriptLauncher):
+class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     """Starts one process per further local rank by running the user's script again.
 
     Args:

@@ -6,15 +6,16 @@ names, with classes of their own: an object of one package is no instance of the
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric import connector
 from lightning.pytorch.strategies import Strategy
 
+from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
 
 _IN_LIGHTNING = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
@@ -30,10 +31,10 @@ _PYTORCH_LIGHTNING = (
     "lightning_paral.replace_pytorch_lightning() at the top of the script, before that library is imported."
 )
 _OTHERS = {
-    "pytorch_lightning.strategies": ("StrategyRegistry", _PYTORCH_LIGHTNING),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", _FABRIC),
+    "pytorch_lightning.trainer.connectors.accelerator_connector": _PYTORCH_LIGHTNING,
+    "lightning_fabric.connector": _FABRIC,
 }
-"""By module: the name of its registry of strategies, and the message that refuses ours."""
+"""By module that looks strategies up: the message that refuses ours."""
 
 
 def refuse_namesakes(names: Sequence[str]) -> None:
@@ -42,13 +43,12 @@ def refuse_namesakes(names: Sequence[str]) -> None:
     Args:
         names: what our strategies are selected by.
     """
-    _refuse(STRATEGY_REGISTRY, names, _FABRIC)
+    check_before_lookup(connector, _refusing(names, _FABRIC))
     for finder in [finder for finder in sys.meta_path if type(finder).__name__ == _AfterImport.__name__]:
         sys.meta_path.remove(finder)  # of an earlier call
 
     def refuse_in(module: ModuleType) -> None:
-        registry, sentence = _OTHERS[module.__name__]
-        _refuse(getattr(module, registry), names, sentence)
+        check_before_lookup(module, _refusing(names, _OTHERS[module.__name__]))
 
     awaited = set()
     for name in _OTHERS:
@@ -79,25 +79,18 @@ def replace_pytorch_lightning() -> None:
     sys.meta_path.insert(0, _InLightning())
 
 
-class _Refusing(list[str]):
-    """Names of strategies; asking whether a strategy of ours is among them is an error."""
+def _refusing(ours: Sequence[str], sentence: str) -> Callable[[Any], None]:
+    """Return a function that raises an error if it is called with a strategy of ours, or the name of one."""
 
-    def __init__(self, known: Iterable[str], ours: Sequence[str], sentence: str) -> None:
-        super().__init__(known)
-        self._ours = ours
-        self._sentence = sentence
-
-    def __contains__(self, name: object) -> bool:
-        if name in self._ours or (isinstance(name, str) and name.startswith("paral_")):
-            raise ConfigurationError(self._sentence.format(given=repr(name)))
-        kind = name if isinstance(name, type) else type(name)
+    def refuse(strategy: Any) -> None:
+        name = strategy.lower() if isinstance(strategy, str) else None
+        if name is not None and (name in ours or name.startswith("paral_")):
+            raise ConfigurationError(sentence.format(given=repr(strategy)))
+        kind = strategy if isinstance(strategy, type) else type(strategy)
         if issubclass(kind, Strategy) and any(base.__module__.startswith("lightning_paral.") for base in kind.__mro__):
-            raise ConfigurationError(self._sentence.format(given=f"{kind.__name__}()"))
-        return super().__contains__(name)
+            raise ConfigurationError(sentence.format(given=f"{kind.__name__}()"))
 
-
-def _refuse(registry: Any, ours: Sequence[str], sentence: str) -> None:
-    registry.available_strategies = lambda: _Refusing(registry, ours, sentence)
+    return refuse
 
 
 class _AfterImport(MetaPathFinder):

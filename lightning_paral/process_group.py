@@ -12,9 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_paral.compat.torch.aborting import abort_all
+from lightning_paral.compat.torch.process_groups import is_alive
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -41,6 +43,8 @@ class _Made:
 
 
 _made: _Made | None = None
+_host_group: dist.ProcessGroup | None = None
+"""Beside a default group that was made elsewhere, and carries CUDA tensors only."""
 
 
 def made_group() -> dist.ProcessGroup | None:
@@ -49,12 +53,20 @@ def made_group() -> dist.ProcessGroup | None:
     return _made.group if _made is not None and current else None
 
 
-def release_process_group() -> None:
-    """Destroy the default process group, and all others with it, if it was made here."""
-    global _made
+def release_process_group(*, after_failure: bool = False) -> None:
+    """Destroy the default process group, and all others with it, if it was made here.
+
+    Args:
+        after_failure: of ranks, of which some may be elsewhere: to destroy communicators of NCCL waits for all ranks,
+            so they are aborted.
+    """
+    global _made, _host_group
     if made_group() is not None:
-        dist.destroy_process_group()
-    _made = None
+        if after_failure and _made is not None and "nccl" in _made.backend:
+            abort_all()
+        else:
+            dist.destroy_process_group()
+    _made, _host_group = None, None
 
 
 def _release_at_exit() -> None:
@@ -72,7 +84,9 @@ def _release_at_exit() -> None:
 
 
 def backend_for(device: torch.device, requested: str | None = None) -> str:
-    """Return `requested`, or the backend for tensors on `device` that gives CPU tensors and objects a path as well.
+    """Return the backend for tensors on `device` that gives CPU tensors and objects a path as well.
+
+    That is `requested`, with gloo for what it does not carry: `"nccl"` becomes `"cuda:nccl,cpu:gloo"`.
 
     Raises:
         ConfigurationError: a backend that this build of torch lacks or that cannot carry tensors of `device`.
@@ -91,7 +105,10 @@ def backend_for(device: torch.device, requested: str | None = None) -> str:
             f"process_group_backend={backend!r} cannot carry tensors on {device.type!r}. "
             f"Leave it out to get {backend_for(device)!r}."
         )
-    return backend
+    if ":" in backend:
+        return backend if "cpu" in by_device else f"{backend},cpu:gloo"
+    carried = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    return backend if "cpu" in carried else f"{device.type}:{backend},cpu:gloo"
 
 
 def check_device(device: torch.device) -> None:
@@ -140,7 +157,8 @@ def join_process_group(
 
     Args:
         environment: says who this rank is, how many there are and where rank 0 listens.
-        device: this rank's device; bound to the group on CUDA, so that NCCL starts at once and barriers know it.
+        device: this rank's device; with several ranks bound to the group on CUDA, so that NCCL starts at once and
+            barriers know it.
         backend: what `torch.distributed.init_process_group` takes; chosen from `device` if `None`.
         timeout: how long ranks are waited for, here and in every operation of the group.
 
@@ -152,6 +170,7 @@ def join_process_group(
     global _made
     if made_group() is None and dist.is_initialized():
         _check_fits(rank, world_size)
+        _complete_with_host_group(timeout)
         return
     backend = backend_for(device, backend)
     if made_group() is not None and _made is not None:
@@ -169,7 +188,9 @@ def join_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            # With it NCCL starts at once, and later groups are split off. One rank has nobody to split off from:
+            # https://github.com/deepspeedai/DeepSpeed/issues/8248
+            device_id=device if device.type == "cuda" and world_size > 1 else None,
         )
     except (dist.DistError, RuntimeError) as error:
         raise _explained(error, rank, world_size, address, port, timeout) from error
@@ -178,6 +199,38 @@ def join_process_group(
     _made = _Made(group, store, backend, device, timeout)
     atexit.unregister(_release_at_exit)
     atexit.register(_release_at_exit)  # runs before functions registered earlier: the group may depend on what they end
+
+
+def carries_host_tensors(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `group`, by default that of all ranks, has a backend for tensors on the host."""
+    return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for tensors on the host; `None`, the default group, where that carries them."""
+    return _host_group if is_alive(_host_group) and not carries_host_tensors() else None
+
+
+def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that carries `tensor`: `None` is the default group."""
+    return host_group() if tensor.device.type == "cpu" else None
+
+
+def check_carries_host_tensors(option: str) -> None:
+    """Raise a `ConfigurationError` if the default group cannot carry the host tensors that `option` leads to."""
+    if dist.get_world_size() > 1 and not carries_host_tensors():
+        raise ConfigurationError(
+            f"{option} reduces gradients on the host, but the process group, made before the run, carries CUDA tensors "
+            f"only (backend {dist.get_backend_config()!r}). Make it by init_process_group('cuda:nccl,cpu:gloo'), or "
+            "leave it to the strategy to make the group."
+        )
+
+
+def _complete_with_host_group(timeout: timedelta) -> None:
+    """Make a group for host tensors where the default one carries none. *Collective* then."""
+    global _host_group
+    if not carries_host_tensors() and not is_alive(_host_group):
+        _host_group = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def is_first_to_say(message: str) -> bool:

@@ -1,13 +1,15 @@
 """The table of strategy names, and how Lightning's Trainer comes to know them."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors import accelerator_connector
 
+from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.namesakes import refuse_namesakes
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
@@ -107,28 +109,22 @@ def register_strategies() -> None:
         StrategyRegistry.register(
             entry.name, entry.strategy, description=entry.description, override=True, **entry.arguments
         )
-    # The Trainer looks a name up in what this returns, before any code of ours runs; an instance attribute is the one
-    # place from which a misspelt name of ours can be answered better than by Lightning's own list.
-    StrategyRegistry.available_strategies = lambda: _KnownNames(StrategyRegistry)  # type: ignore[method-assign]
+    check_before_lookup(accelerator_connector, _explain_unknown)
     refuse_namesakes(tuple(entry.name for entry in STRATEGIES))
 
 
-class _KnownNames(list[str]):
-    """Names of strategies. Looking up an unknown name that is meant as ours raises an error that says what to write."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__(names)
-
-    def __contains__(self, name: object) -> bool:
-        known = super().__contains__(name)
-        if not known and isinstance(name, str) and _is_meant_as_ours(name):
-            raise ConfigurationError(explain_unknown_name(name))
-        if isinstance(name, type) and issubclass(name, Strategy):
-            raise ConfigurationError(
-                f"Trainer(strategy={name.__name__}): this is the class itself. Give an object of it: "
-                f"strategy={name.__name__}()."
-            )
-        return known
+def _explain_unknown(strategy: Any) -> None:
+    """Raise an error that says what to write if `strategy` is a class, or an unknown name that is meant as ours."""
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise ConfigurationError(
+            f"Trainer(strategy={strategy.__name__}): this is the class itself. Give an object of it: "
+            f"strategy={strategy.__name__}()."
+        )
+    if not isinstance(strategy, str):
+        return
+    name = strategy.lower()  # as Lightning looks it up
+    if name not in StrategyRegistry and _is_meant_as_ours(name):
+        raise ConfigurationError(explain_unknown_name(name))
 
 
 def _is_meant_as_ours(name: str) -> bool:

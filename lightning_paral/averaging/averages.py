@@ -76,7 +76,7 @@ class Averages:
     def end(self) -> None:
         """Let go of the shards: the fit ends."""
         self._shards = None
-        for name in list(self._inner.module._parameters):
+        for name, _ in list(self._inner.module.named_parameters(recurse=False)):
             delattr(self._inner.module, name)
 
     # As AveragedModel

@@ -9,7 +9,8 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.nn import Module
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.compat.methods import replace_methods
+from lightning_paral.compat.lightning.averaging import SWAP, averages_of, swap_method
+from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.model.buffers import shared_buffers
 
 
@@ -30,10 +31,10 @@ def share_when_swapped() -> Callable[[], None]:
 
     For strategies under which a rank has whole weights, and averages them as Lightning does.
     """
-    swap = WeightAveraging._swap_models
+    swap = swap_method()
 
     def swap_models(callback: Any, pl_module: LightningModule) -> None:
-        share_averaged_buffers(pl_module, callback._average_model.module)
+        share_averaged_buffers(pl_module, averages_of(callback).module)
         swap(callback, pl_module)
 
-    return replace_methods(WeightAveraging, {"_swap_models": swap_models})
+    return replace_methods(WeightAveraging, {SWAP: swap_models})

@@ -14,11 +14,23 @@ from torch import Tensor
 from lightning_paral.averaging.averages import Averages, CopiedAverages
 from lightning_paral.averaging.elementwise import check_elementwise
 from lightning_paral.averaging.shards import WeightShards
-from lightning_paral.compat.methods import replace_methods
+from lightning_paral.compat.lightning.averaging import (
+    COPY,
+    SWAP,
+    averages_of,
+    averaging_function_of,
+    copy_method,
+    options_of,
+    passed_on,
+    replace_schedulers_late,
+    set_averages,
+    swap_method,
+)
+from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.errors import ConfigurationError
 
 _OWN = {
-    WeightAveraging: ("_swap_models", "_copy_average_to_current"),
+    WeightAveraging: (SWAP, COPY),
     StochasticWeightAveraging: ("update_parameters", "transfer_weights"),
 }
 """Methods that subclasses must not override, because they use full weights."""
@@ -70,12 +82,13 @@ class AveragingCallbacks:
             return
         shards = make_shards()
         for callback in self._callbacks:
-            if not isinstance(callback._average_model, Averages):
+            averages = averages_of(callback)
+            if not isinstance(averages, Averages):
                 raise ConfigurationError(
                     f"{type(callback).__name__} makes a copy of the whole module in a setup of its own, and ranks hold "
                     "parts of it. Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
                 )
-            callback._average_model.attach(shards, shares_buffers=shares_buffers)
+            averages.attach(shards, shares_buffers=shares_buffers)
 
     @property
     def are_in_state_dict(self) -> bool:
@@ -94,14 +107,14 @@ class AveragingCallbacks:
 
     @property
     def _of_weights(self) -> list[Averages]:
-        found: list[Any] = [each._average_model for each in self._callbacks if isinstance(each, WeightAveraging)]
+        found: list[Any] = [averages_of(each) for each in self._callbacks if isinstance(each, WeightAveraging)]
         return [averages for averages in found if isinstance(averages, Averages)]
 
     def end(self) -> None:
         """Restore Lightning's classes. Averages that have not become the module's weights are lost."""
         self._undo.close()
         for callback in self._callbacks:
-            averages = callback._average_model
+            averages = averages_of(callback)
             if isinstance(averages, Averages) and averages.is_attached:
                 averages.end()
                 if averages.is_lost and isinstance(callback, WeightAveraging):
@@ -109,7 +122,7 @@ class AveragingCallbacks:
                         f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
                         "module. They were kept as shards and are gone; checkpoints of the fit have them."
                     )
-                    callback._average_model = None
+                    set_averages(callback, None)
         self._callbacks = []
 
     def _is_of(self, trainer: Trainer) -> bool:
@@ -118,43 +131,43 @@ class AveragingCallbacks:
     def _of_weight_averaging(self) -> dict[str, Any]:
         theirs = WeightAveraging
         set_up, swap, copy, save, load = (
-            theirs.setup, theirs._swap_models, theirs._copy_average_to_current, theirs.on_save_checkpoint,
-            theirs.on_load_checkpoint,
+            theirs.setup, swap_method(), copy_method(), theirs.on_save_checkpoint, theirs.on_load_checkpoint,
         )  # fmt: skip
 
         def setup(callback: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if not self._is_of(trainer):
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
-                about = {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
-                callback._average_model = Averages(pl_module, self._save_frozen, **about)
+                set_averages(callback, Averages(pl_module, self._save_frozen, **options_of(callback)))
 
         def swap_models(callback: Any, pl_module: LightningModule) -> None:
-            averages = callback._average_model
+            averages = averages_of(callback)
             if isinstance(averages, Averages) and averages.is_attached:
                 averages.swap()
             else:
                 swap(callback, pl_module)
 
         def copy_average_to_current(callback: Any, pl_module: LightningModule) -> None:
-            averages = callback._average_model
+            averages = averages_of(callback)
             if isinstance(averages, Averages):
                 averages.become_weights(buffers=True)
             else:
                 copy(callback, pl_module)
 
         def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            if isinstance(callback._average_model, Averages):
-                checkpoint["state_dict"] = callback._average_model.complete(checkpoint["state_dict"])
+            averages = averages_of(callback)
+            if isinstance(averages, Averages):
+                checkpoint["state_dict"] = averages.complete(checkpoint["state_dict"])
             save(callback, trainer, module, checkpoint)
 
         def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
             # The strategy has given the weights to the averages, or will, when it loads the module's.
-            if not isinstance(callback._average_model, Averages):
+            averages = averages_of(callback)
+            if not isinstance(averages, Averages):
                 load(callback, trainer, module, checkpoint)
             elif "current_model_state" in checkpoint and "averaging_state" in checkpoint:
                 rank_zero_info("Found current_model_state in the checkpoint. This is used to initialize the model.")
-                callback._average_model.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
+                averages.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
             else:
                 rank_zero_warn(
                     "The checkpoint was not created with WeightAveraging. Both the current and the average model are "
@@ -163,8 +176,8 @@ class AveragingCallbacks:
 
         return {
             "setup": setup,
-            "_swap_models": swap_models,
-            "_copy_average_to_current": copy_average_to_current,
+            SWAP: swap_models,
+            COPY: copy_average_to_current,
             "on_save_checkpoint": on_save_checkpoint,
             "on_load_checkpoint": on_load_checkpoint,
         }
@@ -180,7 +193,7 @@ class AveragingCallbacks:
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
                 # Kept where the shards are until the first average is taken, as Lightning's copy.
-                callback._average_model = CopiedAverages(pl_module, self._save_frozen)
+                set_averages(callback, CopiedAverages(pl_module, self._save_frozen))
 
         def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
             if isinstance(average_model, Averages):
@@ -197,9 +210,8 @@ class AveragingCallbacks:
 
         def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
             load(callback, state_dict)
-            is_late = callback._model_contains_batch_norm is not None  # `on_fit_start` has been called
-            if isinstance(callback._average_model, Averages) and is_late and callback._scheduler_state is not None:
-                callback._clear_schedulers(self._trainer)
+            if isinstance(averages_of(callback), Averages):
+                replace_schedulers_late(callback, self._trainer)
 
         return {
             "setup": setup,
@@ -212,8 +224,8 @@ class AveragingCallbacks:
 def forget_ended(callbacks: list[Any]) -> None:
     """Forget averages of a fit that has ended: evaluation of a checkpoint takes the averages in its `state_dict`."""
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and isinstance(callback._average_model, Averages):
-            callback._average_model = None
+        if isinstance(callback, WeightAveraging) and isinstance(averages_of(callback), Averages):
+            set_averages(callback, None)
 
 
 def _check(callback: Any) -> None:
@@ -226,14 +238,15 @@ def _check(callback: Any) -> None:
                     "them. Keep the method of Lightning's class, or use paral_ddp."
                 )
     if isinstance(callback, StochasticWeightAveraging):
-        check_elementwise(f"avg_fn of {kind.__name__}", callback._avg_fn, multi=False)
+        check_elementwise(f"avg_fn of {kind.__name__}", averaging_function_of(callback), multi=False)
         return
-    unknown = sorted(callback._kwargs.keys() - {"avg_fn", "multi_avg_fn"})
+    options = passed_on(callback)
+    unknown = sorted(options.keys() - {"avg_fn", "multi_avg_fn"})
     if unknown:
         raise ConfigurationError(
             f"{kind.__name__} passes {', '.join(unknown)} on to AveragedModel. Under a strategy that shards weights it "
             "can pass avg_fn and multi_avg_fn only. Leave out the others, or use paral_ddp."
         )
     for name in ("avg_fn", "multi_avg_fn"):
-        if callback._kwargs.get(name) is not None:
-            check_elementwise(f"{name} of {kind.__name__}", callback._kwargs[name], multi=name == "multi_avg_fn")
+        if options.get(name) is not None:
+            check_elementwise(f"{name} of {kind.__name__}", options[name], multi=name == "multi_avg_fn")

@@ -17,11 +17,11 @@ from typing import Any
 import numpy
 import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 from torch.serialization import get_safe_globals
 
 from lightning_paral.checkpoint.arrays import check_array, check_dtype, item_bytes
 from lightning_paral.checkpoint.opcodes import Made, Named, PickleError, RefusedError, check_key
+from lightning_paral.compat.torch.unpickling import IMPORT_MAPPING, NAME_MAPPING
 
 _ENUMERATIONS = (RunningStage, TrainerFn, TrainerStatus)
 _MAX_EXPANDED_BYTES = 2**28

@@ -7,17 +7,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
+from lightning_paral.checkpoint.staging import Staging
 
 
 class BackgroundSaver:
-    """Writes what was staged. *Collective* over the world when it is made: it makes a gloo group of all ranks."""
+    """Writes what was staged. *Collective* over the world when it is made: it makes a gloo group of all ranks.
 
-    def __init__(self, timeout: timedelta) -> None:
+    Args:
+        timeout: how long ranks are waited for.
+        pin: whether what is saved is on CUDA.
+    """
+
+    def __init__(self, timeout: timedelta, *, pin: bool = False) -> None:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self.staging = Staging()
+        self.staging = Staging(pin=pin)
         self._save: Future[None] | None = None
         self._later: list[Future[None]] = []
 
@@ -63,3 +68,4 @@ class BackgroundSaver:
             self.wait()
         finally:
             self._thread.shutdown()
+            self.staging.release()

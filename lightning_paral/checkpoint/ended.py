@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.geometry import run_of_box
 from lightning_paral.checkpoint.held import TensorRun, box_of_dtensor, flat, same
 from lightning_paral.checkpoint.optimizer import State, group_names
+from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
 Names = list[list[str]]

@@ -247,7 +247,7 @@ def put_file(source: Path, url: str) -> None:
         CheckpointError: that is a folder, and no checkpoint.
     """
     fs, path = file_system(url)
-    fs.makedirs(fs._parent(path), exist_ok=True)
+    fs.makedirs(path.rpartition("/")[0] or fs.root_marker, exist_ok=True)
     check_replaceable_at(fs, path, url, folder=False)
     if not fs.isdir(path):
         fs.put_file(str(source), path)

@@ -3,8 +3,7 @@
 import io
 import os
 import pickle
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -18,11 +17,15 @@ from lightning_paral.checkpoint.archive import check_regular
 from lightning_paral.checkpoint.checksums import FileRecord, blocks_of, checksum_of_block, reader_of
 from lightning_paral.checkpoint.flushing import Flushing
 from lightning_paral.checkpoint.geometry import Box
-from lightning_paral.checkpoint.held import Part, same, split
+from lightning_paral.checkpoint.held import flat
 from lightning_paral.checkpoint.manifest import Manifest, embed
+from lightning_paral.checkpoint.pieces import HostBytes
 from lightning_paral.checkpoint.plan import Entry, replace
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.unpickle import load_safely
+from lightning_paral.compat.torch.archives import record_offset
+from lightning_paral.compat.torch.fake_tensors import fake_tensors
+from lightning_paral.compat.torch.storages import identity_of, untyped
 from lightning_paral.errors import CheckpointError
 
 
@@ -55,10 +58,7 @@ def write_full(
 
 def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> list[int]:
     """Write the file with holes where the entries' data belong; return the offset of each."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        fakes = [torch.empty(entry.shape, dtype=entry.dtype) for entry in entries]
+    fakes = fake_tensors((entry.shape, entry.dtype) for entry in entries)
     at = {where: fake for entry, fake in zip(entries, fakes, strict=True) for where in (entry.path, *entry.twins)}
     skeleton = replace(tree, at)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -69,9 +69,9 @@ def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> li
             raise
         finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
         finder.dump(skeleton)
-    reader: Any = torch._C.PyTorchFileReader(str(path))
-    place = {data: reader.get_record_offset(f"data/{number}") for number, data in enumerate(finder.found)}
-    offsets = [place[fake.untyped_storage()._cdata] for fake in fakes]
+    offset_of = record_offset(path)
+    place = {data: offset_of(f"data/{number}") for number, data in enumerate(finder.found)}
+    offsets = [place[identity_of(fake.untyped_storage())] for fake in fakes]
     with open(path, "r+b") as file:
         for data, storage in finder.found.items():
             if place[data] not in set(offsets) and storage.nbytes():
@@ -101,10 +101,10 @@ class _StorageFinder(pickle.Pickler):
         self.found: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
-        if not isinstance(storage, torch.UntypedStorage):
+        storage = untyped(obj)
+        if storage is None:
             return None
-        self.found.setdefault(storage._cdata, storage)
+        self.found.setdefault(identity_of(storage), storage)
         return "storage"
 
 
@@ -112,32 +112,37 @@ def _write_parts(entries: list[Entry], offsets: list[int], path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY)
     try:
         with Flushing(descriptor) as flushing:
-            for entry, offset in zip(entries, offsets, strict=True):
-                if entry.part.boxes:
-                    write_part(descriptor, entry, offset, entry.part)
+            with HostBytes.of(entries) as source:
+                for entry, offset in zip(entries, offsets, strict=True):
+                    write_part(descriptor, entry, offset, entry.part.boxes, source)
                     flushing.wrote(sum(box.numel for box in entry.part.boxes) * entry.dtype.itemsize)
             flushing.finish()
     finally:
         os.close(descriptor)
 
 
-def write_part(descriptor: int, entry: Entry, offset: int, part: Part) -> None:
-    """Write a part of a tensor whose data begins at byte `offset` of the file."""
-    for box, values in split(part, part.values().to("cpu", entry.dtype)):
-        _write_box(descriptor, entry.shape, entry.dtype.itemsize, offset, box, values)
+def write_part(descriptor: int, entry: Entry, offset: int, boxes: Sequence[Box], source: HostBytes) -> None:
+    """Write boxes of a tensor whose data begins at byte `offset` of the file, with the next bytes of `source`."""
+    for box in boxes:
+        for start, nbytes in _stretches(entry.shape, entry.dtype.itemsize, box):
+            position = offset + start
+            for data in source.read(nbytes):
+                write_all(descriptor, data, position)
+                position += len(data)
 
 
-def _write_box(descriptor: int, shape: tuple[int, ...], itemsize: int, offset: int, box: Box, values: Tensor) -> None:
+def _stretches(shape: tuple[int, ...], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
+    """Yield where in the tensor's bytes those of `box` lie, in order: offset and length of each stretch."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
     num_outer = len(shape)  # dimensions before the last that is cut: each index of them begins a stretch of the file
     while num_outer and box.sizes[num_outer - 1] == shape[num_outer - 1]:
         num_outer -= 1
     outer = box.sizes[: max(0, num_outer - 1)]
-    stretches = values.reshape(prod(outer), -1)
-    for number, index in enumerate(product(*map(range, outer))):
+    nbytes = box.numel // max(1, prod(outer)) * itemsize
+    for index in product(*map(range, outer)):
         position = start + sum(at * stride for at, stride in zip(index, strides, strict=False))
-        write_all(descriptor, bytes_of(stretches[number]), offset + position * itemsize)
+        yield position * itemsize, nbytes
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -166,7 +171,8 @@ def _write_parts_of_others(
         def write(parts: list[Any] | None = parts, entry: Entry = entry, offset: int = offset) -> None:
             with open(path, "r+b") as file:
                 for boxes, values in filter(None, parts or ()):
-                    write_part(file.fileno(), entry, offset, Part(boxes, partial(same, values)))
+                    with HostBytes([flat(values.to(entry.dtype))]) as source:
+                        write_part(file.fileno(), entry, offset, boxes, source)
                 os.fsync(file.fileno())
 
         ranks.on_first(what, write)

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_paral.checkpoint.geometry import Box, boxes_of_run, whole
+from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
+from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
 
 
@@ -74,7 +74,7 @@ class TensorRun(Tensor):
         place: int = 0,
     ) -> "TensorRun":
         """Make the tensor without memory of its own."""
-        run: TensorRun = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        run = without_memory(cls, shape, dtype)
         run.start = start
         run.held = numel
         run.read = read
@@ -171,13 +171,3 @@ def _part_of_dtensor(value: DTensor) -> Part:
     if any(index for index, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()):
         return NOTHING
     return Part((box,), lambda: flat(value.to_local()))
-
-
-def split(part: Part, values: Tensor) -> list[tuple[Box, Tensor]]:
-    """Return each box of `part` with its values in its shape, as views of `values`."""
-    pieces, position = [], 0
-    for box in part.boxes:
-        pieces.append((box, values[position : position + box.numel].view(box.sizes)))
-        position += box.numel
-    assert position == prod(values.shape)
-    return pieces

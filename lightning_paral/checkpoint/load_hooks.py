@@ -8,40 +8,42 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_paral.compat.torch.state_dicts import load_hooks, save_own, set_load_hooks, set_versions, versions_in
+
 
 def has_load_hooks(module: Module) -> bool:
     """Whether any part of `module` has such hooks."""
-    return any(part._load_state_dict_pre_hooks for part in module.modules())
+    return any(load_hooks(part) for part in module.modules())
 
 
 def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) -> "OrderedDict[str, Any]":
     """Return what the hooks make of `state_dict`, as `Module.load_state_dict` would run them."""
     changed = OrderedDict(state_dict)
-    about = getattr(state_dict, "_metadata", None) or {}
+    about = versions_in(state_dict) or {}
     for name, part in module.named_modules(remove_duplicate=False):
         run_own_load_hooks(part, changed, f"{name}." if name else "", about.get(name, {}), strict, [], [], [])
     if about:
-        changed._metadata = about  # type: ignore[attr-defined]
+        set_versions(changed, about)
     return changed
 
 
 def run_own_load_hooks(part: Module, state_dict: Mapping[str, Any], *about: Any) -> None:
     """Run the hooks of `part` alone, with the arguments of `Module._load_from_state_dict`."""
-    for hook in part._load_state_dict_pre_hooks.values():
+    for hook in load_hooks(part).values():
         hook(state_dict, *about)
 
 
 @contextmanager
 def without_load_hooks(module: Module, *, recurse: bool = True) -> Iterator[None]:
     """Let `Module.load_state_dict` run no such hooks, for they have run; those of `module` only if not `recurse`."""
-    hooks = [(part, part._load_state_dict_pre_hooks) for part in (module.modules() if recurse else (module,))]
+    hooks = [(part, load_hooks(part)) for part in (module.modules() if recurse else (module,))]
     try:
         for part, _ in hooks:
-            part._load_state_dict_pre_hooks = OrderedDict()
+            set_load_hooks(part, OrderedDict())
         yield
     finally:
         for part, of_part in hooks:
-            part._load_state_dict_pre_hooks = of_part
+            set_load_hooks(part, of_part)
 
 
 def names_to_load(module: Module) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def names_to_load(module: Module) -> dict[str, Any]:
     """
     own: OrderedDict[str, Any] = OrderedDict()
     for name, part in module.named_modules(remove_duplicate=False):
-        part._save_to_state_dict(own, f"{name}." if name else "", keep_vars=True)
+        save_own(part, own, f"{name}." if name else "")
     known = {id(value) for value in own.values() if isinstance(value, Tensor)}
     saved: dict[str, Any] = module.state_dict(keep_vars=True)
     return own | {name: value for name, value in saved.items() if name not in own and id(value) not in known}

@@ -6,9 +6,10 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from lightning_paral.checkpoint.opcodes import Made, Named, PickleError, RefusedError, interpret
+from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo
 from lightning_paral.errors import CheckpointError
 
 T = TypeVar("T")
@@ -165,7 +166,7 @@ def _place(found: Any) -> Any:
             f"{_key(fields['relative_path'])} was written with transforms ({fields['transform_descriptors']}), as of "
             "compression, which are not read. Load it with torch.distributed.checkpoint, and save it without them"
         )
-    return filesystem._StorageInfo(_key(fields["relative_path"]), offset, length)
+    return StorageInfo(_key(fields["relative_path"]), offset, length)
 
 
 def _planner_data(found: Any) -> dict[str, tuple[str | int, ...]] | None:

@@ -1,17 +1,19 @@
 """Optimizer state by the names of parameters, so that order, grouping and division do not matter."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.memory import fresh_like
 from lightning_paral.checkpoint.stored import read_into, read_whole
+from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import CheckpointError
 
 State = dict[str, Any]
@@ -164,6 +166,25 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
             number += 1
     beside = tree_map_only(Tensor, _copied, beside_state(saved))
     optimizer.load_state_dict(beside | {"state": state, "param_groups": groups})
+
+
+def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
+    """Move the state of each parameter to that parameter's device, where an optimizer's own loading has not.
+
+    Steps stay where the optimizer has put them: torch's want them on the host, fused and capturable ones on the device.
+
+    Args:
+        optimizer: any; its state need not be one dict per parameter.
+        otherwise: for state that is no parameter's.
+    """
+    for owner, state in optimizer.state.items():
+        device = owner.device if isinstance(owner, Tensor) else otherwise
+        if not isinstance(state, MutableMapping):
+            optimizer.state[owner] = apply_to_collection(state, Tensor, move_data_to_device, device, allow_frozen=True)
+            continue
+        for key, value in state.items():
+            if key != "step":
+                state[key] = move_data_to_device(value, device)
 
 
 def _restored(key: str, value: Any, parameter: Parameter) -> Any:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.files import file_system, is_remote
+from lightning_paral.compat.torch.pytree import tree_map_only
 
 
 def is_folder(path: Any) -> bool:

@@ -1,8 +1,6 @@
 """A module's own `state_dict` and `load_state_dict`: called as Lightning calls them, whatever ranks hold."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +9,8 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.checkpoint.load_hooks import run_own_load_hooks, without_load_hooks
+from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.torch.state_dicts import loading_by, saving_by, versions_in
 from lightning_paral.errors import CheckpointError
 
 
@@ -45,14 +45,14 @@ def own_state_dict(module: Module, held: Callable[[Parameter], Tensor]) -> dict[
             elif isinstance(value, Tensor):
                 destination[name] = value.detach()
 
-    with _shadowed(module, "_save_to_state_dict", save):
+    with saving_by(module, save):
         state = module.state_dict()
     if not isinstance(state, Mapping) or any(not isinstance(name, str) for name in state):
         raise CheckpointError(
             f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, not a dict of tensors by name, "
             "which a checkpoint has to have. Return one."
         )
-    return dict(state) if not hasattr(state, "_metadata") else state
+    return dict(state) if versions_in(state) is None else state
 
 
 def load_its_own(
@@ -81,7 +81,7 @@ def load_its_own(
         run_own_load_hooks(part, state, prefix, about, *rest)
         missing, errors = rest[1], rest[3]
         done = set()
-        for name, parameter in part._parameters.items():
+        for name, parameter in own_parameters(part).items():
             saved = state.get(prefix + name)
             if parameter is None or not isinstance(saved, Tensor):
                 continue
@@ -96,24 +96,5 @@ def load_its_own(
             own({name: value for name, value in state.items() if name not in done}, prefix, about, *rest)
         missing[:] = [name for name in missing if name not in done and name not in left_out]
 
-    with _shadowed(module, "_load_from_state_dict", load), torch.no_grad():
+    with loading_by(module, load), torch.no_grad():
         module.load_state_dict(state_dict, strict=strict)
-
-
-@contextmanager
-def _shadowed(module: Module, name: str, method: Callable[..., None]) -> Iterator[None]:
-    """Call `method(part, own, ...)` in the place of `own`, which is the method `name` of each part of `module`.
-
-    The method is set on instances: torch calls it on each part, inside the methods that users override.
-    """
-    parts = list(module.modules())
-    before = [vars(part).get(name) for part in parts]
-    try:
-        for part in parts:
-            vars(part)[name] = partial(method, part, getattr(part, name))
-        yield
-    finally:
-        for part, kept in zip(parts, before, strict=True):
-            vars(part).pop(name, None)
-            if kept is not None:
-                vars(part)[name] = kept

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_paral.checkpoint.checksums import checksum
 from lightning_paral.checkpoint.geometry import share_of
 from lightning_paral.checkpoint.held import NOTHING, Part, is_divided, part_of, run_of
 from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.compat.torch.pytree import tree_leaves
 from lightning_paral.errors import CheckpointError
 
 Path = tuple[str | int, ...]

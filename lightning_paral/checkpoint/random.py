@@ -1,33 +1,70 @@
 """The states of random number generators, of each rank its own."""
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_paral.checkpoint.ranks import Ranks
 
+CUDA = "cuda"
+"""Under this name, the states of this rank's own CUDA devices, in their order."""
+_ALL_VISIBLE = "torch.cuda"
+"""Under this name, in earlier checkpoints, the states of all CUDA devices that the process saw, by index."""
 
-def current_states() -> dict[str, Any]:
-    """Return this rank's states, in types that can be loaded safely."""
-    states = _collect_rng_states(include_cuda=torch.cuda.is_available())
-    if "numpy" in states:
-        kind, keys, *rest = states["numpy"]
-        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+
+def current_states(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Return this rank's states, in types that can be loaded safely.
+
+    Args:
+        devices: those that this rank computes on; other ranks save the states of theirs.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype="int64")), *rest),
+    }
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    if on_cuda:
+        states[CUDA] = [torch.cuda.get_rng_state(device) for device in on_cuda]
     return states
 
 
-def restore_states(states: list[dict[str, Any]], ranks: Ranks) -> None:
-    """Continue this rank's random numbers where they were. At another world size there is nothing to continue."""
+def restore_states(states: list[dict[str, Any]], ranks: Ranks, devices: Sequence[torch.device]) -> None:
+    """Continue this rank's random numbers where they were. At another world size there is nothing to continue.
+
+    Args:
+        states: of all ranks that saved.
+        ranks: those of now.
+        devices: those that this rank computes on. Any without a state, as after a run on CPU, are left as they are.
+    """
     if len(states) != ranks.world_size:
         held = f"the random states of {len(states)} ranks" if states else "no random states"
         rank_zero_info(f"The checkpoint holds {held}, for {ranks.world_size} now: random numbers do not continue.")
         return
-    mine = dict(states[ranks.rank])
+    mine = states[ranks.rank]
+    torch.set_rng_state(mine["torch"])
+    version, state, gauss = mine["python"]
+    random.setstate((version, tuple(state), gauss))
     if "numpy" in mine:
         kind, keys, *rest = mine["numpy"]
-        mine["numpy"] = (kind, keys.numpy().astype("uint32"), *rest)
-    if not torch.cuda.is_available():
-        mine.pop("torch.cuda", None)
-    _set_rng_states(mine)
+        np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    for device, on_cuda in _by_device(mine, devices):
+        torch.cuda.set_rng_state(on_cuda, device)
+
+
+def without_devices(states: dict[str, Any]) -> dict[str, Any]:
+    """Return `states` without those of devices: for other ranks than the one that saved them."""
+    return {name: value for name, value in states.items() if name not in (CUDA, _ALL_VISIBLE)}
+
+
+def _by_device(states: dict[str, Any], devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.Tensor]]:
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    if CUDA in states:
+        return list(zip(on_cuda, states[CUDA], strict=False))
+    visible = states.get(_ALL_VISIBLE, [])
+    return [(device, visible[device.index or 0]) for device in on_cuda if (device.index or 0) < len(visible)]

@@ -4,7 +4,6 @@ import io
 import shutil
 import tempfile
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from lightning_paral.checkpoint.files import Folder, LocalFolder, RemoteFolder, 
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.optimizer import BESIDE_KEY, beside_state, by_name
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at, found_at
 from lightning_paral.checkpoint.plan import OF_WEIGHTS, Entry, check_same, is_large, plan, replace, tensors_in
@@ -27,6 +25,7 @@ from lightning_paral.checkpoint.plan import Path as TreePath
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.replicas import find_differing
 from lightning_paral.checkpoint.sharded import META, METADATA, flatten, make_metadata, serialized, write_rank_file
+from lightning_paral.checkpoint.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.unpickle import warn_of_refused
 from lightning_paral.config import Form
 from lightning_paral.errors import CheckpointError
@@ -109,7 +108,7 @@ class Save:
         self._check_target()
         staging.stage(self.entries)
         holes = {path: None for entry in self.entries for path in (entry.path, *entry.twins)}
-        self.tree, self.rest = deepcopy(replace(self.tree, holes)), deepcopy(self.rest)
+        self.tree, self.rest = copied_to_host((replace(self.tree, holes), self.rest))
 
     def write(self, ranks: Ranks) -> None:
         """Write and commit. *Collective*.

@@ -5,6 +5,7 @@ Keys and files are those of Lightning's `ModelParallelStrategy`, so that it, `to
 """
 
 import io
+import os
 import pickle
 import uuid
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,9 +27,10 @@ from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.checksums import FileRecord
 from lightning_paral.checkpoint.geometry import Box, coverage_fault
-from lightning_paral.checkpoint.held import split
+from lightning_paral.checkpoint.pieces import HostBytes
 from lightning_paral.checkpoint.plan import Entry, Path
 from lightning_paral.checkpoint.writing import Writing
+from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo, flatten_state_dict
 from lightning_paral.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -63,14 +64,12 @@ def write_rank_file(
 ) -> WrittenFile:
     """Write this rank's parts of `entries`, and `objects`, values that are no tensors, already serialized."""
     boxes, places = [], {}
-    with open_file(name) as file, config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+    with open_file(name) as file, HostBytes.of(entries) as source:
         for number, entry in enumerate(entries):
-            if not entry.part.boxes:
-                continue
-            for box, values in split(entry.part, entry.part.values().to("cpu", entry.dtype)):
+            for box in entry.part.boxes:
                 file.pad(_ALIGNMENT)
                 offset = file.position
-                torch.save(_alone(values), cast("IO[bytes]", file))
+                _write_box(file, box, entry.dtype, source)
                 boxes.append(WrittenBox(number, box, offset, file.position - offset))
         for path, data in objects.items():
             places[path] = (file.position, len(data))
@@ -78,18 +77,40 @@ def write_rank_file(
     return WrittenFile(name, file.record(), boxes, places)
 
 
-def _alone(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` with a storage of just its size: `torch.save` writes whole storages."""
-    storage = values.untyped_storage()
-    if storage.nbytes() == values.nbytes:
-        return values
-    return values if values.numel() == 0 else _view_of_slice(values)
+def _write_box(file: Writing, box: Box, dtype: torch.dtype, source: HostBytes) -> None:
+    """Write what `torch.save` would for a tensor of the size of `box`, with the next bytes of `source`."""
+    stand_in = torch.empty(box.sizes, dtype=dtype)  # never touched
+    filled = _Filled(file, source)
+    try:
+        with config.patch({"save.compute_crc32": False}), torch.serialization.skip_data():  # type: ignore[attr-defined]
+            torch.save(stand_in, cast("IO[bytes]", filled))
+    except BaseException:
+        if filled.error is not None:
+            raise filled.error from None  # torch raises one of its own
+        raise
+    assert filled.num_filled == stand_in.nbytes, "torch.save has not asked for the data as skip_data says"
 
 
-def _view_of_slice(values: torch.Tensor) -> torch.Tensor:
-    # A storage over the same memory, without a copy.
-    data: Any = values.view(-1).view(torch.uint8).numpy()
-    return torch.frombuffer(memoryview(data), dtype=values.dtype).view(values.shape)
+class _Filled:
+    """A file for `torch.save`, with bytes of a source where it leaves them out."""
+
+    def __init__(self, file: Writing, source: HostBytes) -> None:
+        self._file = file
+        self._source = source
+        self.write, self.flush = file.write, file.flush
+        self.num_filled = 0
+        self.error: BaseException | None = None
+
+    def seek(self, nbytes: int, whence: int) -> None:
+        """Write the next `nbytes` bytes of the source: `skip_data` has torch seek over them."""
+        assert whence == os.SEEK_CUR
+        try:
+            for data in self._source.read(nbytes):
+                self._file.write(data)
+        except BaseException as error:
+            self.error = error
+            raise
+        self.num_filled += nbytes
 
 
 def serialized(values: dict[Path, Any]) -> dict[Path, bytes]:
@@ -125,7 +146,7 @@ def make_metadata(entries: list[Entry], written: list[WrittenFile]) -> bytes:
             key = _key(path)
             paths[key] = path
             state[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = filesystem._StorageInfo(file.name, offset, length)
+            storage[MetadataIndex(key)] = StorageInfo(file.name, offset, length)
     for entry, found in zip(entries, boxes, strict=True):
         fault = coverage_fault(entry.shape, [box.box for _, box in found])
         if fault is not None:
@@ -137,7 +158,7 @@ def make_metadata(entries: list[Entry], written: list[WrittenFile]) -> bytes:
             state[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
             for number, (name, b) in enumerate(found):
                 index = MetadataIndex(key, b.box.offsets, number)
-                storage[index] = filesystem._StorageInfo(name, b.offset, b.length)
+                storage[index] = StorageInfo(name, b.offset, b.length)
     metadata = Metadata(
         state_dict_metadata=state,
         planner_data=paths,

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.geometry import Box, boxes_of_run, intersection, run_of_box, whole
 from lightning_paral.checkpoint.held import box_of_dtensor, flat
+from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
 
 
@@ -40,7 +41,7 @@ class StoredTensor(Tensor):
         cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[StoredPiece], device: torch.device | None = None
     ) -> "StoredTensor":
         """Make the tensor without reading it; `device`, the host if `None`, is where it is read to."""
-        stored: StoredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        stored = without_memory(cls, shape, dtype, device)
         stored.pieces = pieces
         return stored
 

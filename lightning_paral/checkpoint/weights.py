@@ -9,8 +9,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.hugging_face import KEY as MODELS_KEY
@@ -18,9 +16,10 @@ from lightning_paral.checkpoint.hugging_face import describe_models
 from lightning_paral.checkpoint.load_hooks import has_load_hooks, names_to_load, run_load_hooks, without_load_hooks
 from lightning_paral.checkpoint.optimizer import listing
 from lightning_paral.checkpoint.overrides import load_its_own, loads_its_own, own_state_dict, saves_its_own
-from lightning_paral.checkpoint.random import current_states
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.stored import StoredTensor, read_whole
+from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.state_dicts import EXTRA_STATE, set_versions, versions_in
 from lightning_paral.errors import CheckpointError
 
 OWN_KEY = "lightning_paral"
@@ -61,22 +60,20 @@ def addresses_of_whole(module: Module) -> set[int]:
     return {parameter.untyped_storage().data_ptr() for parameter in whole}
 
 
-def own_state(
-    module: Module, save_frozen: bool, ranks: Ranks, random_states: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def own_state(module: Module, save_frozen: bool, ranks: Ranks, random_states: dict[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint holds for this package only. *Collective*.
 
     Args:
         module: the unwrapped LightningModule.
         save_frozen: whether the checkpoint holds frozen parameters, too.
         ranks: who save together.
-        random_states: this rank's, at the end of the fit; those of now if `None`.
+        random_states: this rank's, of now or at the end of the fit.
     """
     frozen = [
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
     ]
     models = describe_models(module)
-    about = {"frozen": [] if save_frozen else frozen, "random_states": ranks.gather(random_states or current_states())}
+    about = {"frozen": [] if save_frozen else frozen, "random_states": ranks.gather(random_states)}
     return about | ({MODELS_KEY: models} if models else {})
 
 
@@ -146,14 +143,14 @@ def load_weights(
                     filled.add(id(parameter))
                 else:
                     rest[name] = saved
-    if hasattr(state_dict, "_metadata"):
-        rest._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    if (versions := versions_in(state_dict)) is not None:
+        set_versions(rest, versions)
     with without_load_hooks(module) if hooked else nullcontext():
         module.load_state_dict(rest, strict=False)
 
 
 def _is_extra_state(name: str) -> bool:
-    return name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+    return name.endswith(EXTRA_STATE)
 
 
 def true_shape(value: Any) -> tuple[int, ...]:

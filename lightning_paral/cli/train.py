@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
 from lightning_paral.cli.parser import BriefParser
+from lightning_paral.compat.lightning.command_line import CheckpointChoiceCLI
 from lightning_paral.reported import inner_error
 
 TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
@@ -26,22 +27,22 @@ class StrategyFirstTrainer(Trainer):
         super().__init__(*args, strategy=strategy, **kwargs)
 
 
-class AnyModelCLI(LightningCLI):
+class AnyModelCLI(CheckpointChoiceCLI):
     """LightningCLI for any model, which also resumes from checkpoints that were saved without it."""
 
-    def _parse_ckpt_path(self) -> None:
-        # Lightning lets the checkpoint's hyper-parameters replace the configured model. Saved outside of a LightningCLI
-        # they name no class, which ends in a parser error: then the configuration alone says what the model is.
-        command = self.config.get("subcommand")
-        path = self.config[command].get("ckpt_path") if command else None
-        if path and Path(path).is_file():
-            try:
-                checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError, EOFError):
-                return  # the strategy knows more types and whether the file is trusted, and says what is wrong
-            if "_class_path" not in checkpoint.get("hyper_parameters", {}):
-                return
-        super()._parse_ckpt_path()
+    def takes_hyper_parameters(self, path: str) -> bool:
+        """Whether the hyper-parameters in the checkpoint at `path` name a class.
+
+        Saved outside of a LightningCLI they do not, which would end in a parser error: then the configuration alone
+        says what the model is.
+        """
+        if not Path(path).is_file():
+            return True
+        try:
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError):
+            return False  # the strategy knows more types and whether the file is trusted, and says what is wrong
+        return "_class_path" in checkpoint.get("hyper_parameters", {})
 
     def instantiate_classes(self) -> None:
         """Make the objects that the configuration describes.

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_paral.process_group import group_for
+
 LARGE_BYTES = 1024 * 1024
 """From this size on a tensor is broadcast by itself, smaller ones together."""
 
@@ -19,7 +21,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
     """
     for bucket in _buckets(tensors):
         flat = _bytes_of(bucket[0]) if len(bucket) == 1 else torch.cat([_bytes_of(tensor) for tensor in bucket])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, src=0, group=group_for(flat))
         if dist.get_rank() == 0:
             continue
         parts = torch.split(flat, [tensor.numel() * tensor.element_size() for tensor in bucket])

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm.reduction import AllReduce
@@ -83,5 +82,5 @@ class BucketReducer:
         return done
 
 
-def _reduce_bucket(reducer: BucketReducer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce_bucket(reducer: BucketReducer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     return reducer.start(bucket.buffer())

@@ -85,7 +85,10 @@ def plan_reduction(
             f"A wire dtype narrows floating-point tensors, but got wire_dtype={wire_dtype} for a tensor of "
             f"{tensor.dtype}. Leave wire_dtype out."
         )
-    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    if group is None:
+        dist.get_rank()  # says so if there is no default group
+        group = dist.group.WORLD
+        assert group is not None
     if wire_dtype is None or wire_dtype.itemsize >= tensor.dtype.itemsize:
         wire_dtype = tensor.dtype
     return Reduction(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.compat.torch.modules import own_buffers
+
 # What `Module.__init__` makes, apart from buffers, belongs to torch and to the engines, not to the step.
 _OF_TORCH = set(vars(Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
@@ -56,7 +58,8 @@ def without_trace(module: Module) -> Iterator[None]:
     """
     states = _random_states()
     attributes = [(each.__dict__, _own(each), _keep(_own(each))) for each in module.modules()]
-    buffers = [(each._buffers, dict(each._buffers), _keep(each._buffers)) for each in module.modules()]
+    of_modules = [own_buffers(each) for each in module.modules()]
+    buffers = [(current, dict(current), _keep(current)) for current in of_modules]
     try:
         yield
     finally:

@@ -10,21 +10,22 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_paral.compat.lightning.samplers import IndexBatchSampler, injects_sampler, replace_preparation
 from lightning_paral.config import Sampling
 from lightning_paral.data import loader as loaders
-from lightning_paral.data.evaluation import ExactEvaluation, replace
+from lightning_paral.data.evaluation import ExactEvaluation
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order import Order, Seed
 from lightning_paral.data.position import Position, Source, processed
 from lightning_paral.data.randomness import States
 from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.process_group import host_group
 
 _STEPS = {
     RunningStage.VALIDATING: "validation_step",
@@ -47,23 +48,18 @@ class Injection:
         trainer: its loaders are spread unless it has `use_distributed_sampler=False`.
         sampling: how.
         seed: what all orders derive from; the same on every rank.
-        device: for the collectives that compare ranks.
         run_fillers: whether evaluation steps have collectives, which a rank has to join when its own data has ended.
     """
 
-    def __init__(
-        self, trainer: Trainer, sampling: Sampling, seed: int, device: torch.device, run_fillers: bool
-    ) -> None:
+    def __init__(self, trainer: Trainer, sampling: Sampling, seed: int, run_fillers: bool) -> None:
         self._trainer = trainer
         self._sampling = sampling
         self._seed = Seed(seed)
-        self._device = device
         self._run_fillers = run_fillers
         self.position = Position(trainer, self._seed)
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
-        self._injected_by_lightning = trainer._data_connector._prepare_dataloader
-        replace(self._undo, trainer._data_connector, "_prepare_dataloader", self.prepare)
+        self._injected_by_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if trainer.world_size > 1:
             ExactEvaluation(trainer, run_fillers, self._undo)
 
@@ -77,7 +73,7 @@ class Injection:
 
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
         """Return `loader` with this rank's batches. *Collective* where a dataset shards itself."""
-        injects = self._trainer._accelerator_connector.use_distributed_sampler
+        injects = injects_sampler(self._trainer)
         if injects and not isinstance(loader, DataLoader) and self._trainer.world_size > 1:
             # As under Lightning's ddp. It may have been written for several ranks.
             rank_zero_warn(
@@ -162,7 +158,7 @@ class Injection:
         if mode == RunningStage.PREDICTING and order.batched:
             # For prediction writers, which ask for the indices of a batch.
             changed = loaders.with_sampler(loader, sampler)
-            changed.__dict__["batch_sampler"] = _IndexBatchSamplerWrapper(sampler)
+            changed.__dict__["batch_sampler"] = IndexBatchSampler(sampler)
             return changed, sampler
         return loaders.with_sampler(loader, sampler), sampler
 
@@ -217,19 +213,20 @@ class Injection:
         return loaders.with_iteration(loader, iterate, min(lengths) if share.ending == "drop" else max(lengths))
 
     def _agreed(self, flag: bool, operation: Any) -> bool:
-        tensor = torch.tensor(int(flag), device=self._device)
-        dist.all_reduce(tensor, op=operation)
+        # On the host: for each batch anew, and to read it from a device would wait for all that runs there.
+        tensor = torch.tensor(int(flag), device="cpu")
+        dist.all_reduce(tensor, op=operation, group=host_group())
         return bool(tensor)
 
     def _gather(self, number: int) -> list[int]:
-        ours = torch.tensor([number], device=self._device)
+        ours = torch.tensor([number], device="cpu")
         gathered = [torch.zeros_like(ours) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, ours)
+        dist.all_gather(gathered, ours, group=host_group())
         return [int(each) for each in gathered]
 
     def _of_rank_0(self, states: States) -> States:
         shared = [states]
-        dist.broadcast_object_list(shared, src=0, device=self._device)
+        dist.broadcast_object_list(shared, src=0, group=host_group())
         return shared[0]
 
     def _compare(self, sampler: object, checksum: int) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
+from lightning_paral.compat.lightning.results import ResultCollection
+from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**23
@@ -94,7 +95,7 @@ _EVERY_RANK = (
 )
 
 
-class CheckedResults(_ResultCollection):
+class CheckedResults(ResultCollection):
     """Lightning's results, with each key reduced by its `CheckedReduce`."""
 
     def __init__(self, training: bool = True) -> None:
@@ -161,9 +162,7 @@ def _gather(value: Any) -> list[Any]:
 
 def _tell(key: str, group: Any) -> dict[int, str]:
     """Return the other keys of ranks that find the same, as far as they say so in time."""
-    from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to the group's store
-
-    store: Any = _get_default_store()
+    store: Any = default_store()
     ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
     # Counted, as the store may still hold what was told in another fit.
     count = store.add(f"lightning_paral/logged/{dist.get_rank()}", 1)

@@ -1,12 +1,11 @@
 """Where training is in its data: kept in a checkpoint, and found again at any world size."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.progress import _BaseProgress, _ProcessedTracker, _Progress, _StartedTracker
 
+from lightning_paral.compat.lightning.loops import begin_training_data_anew, training_data_has_begun
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.order import Seed
 from lightning_paral.data.sampler import RankBatchSampler
@@ -32,8 +31,7 @@ class Position:
         """Return what a checkpoint keeps."""
         fit_loop = self._trainer.fit_loop
         num_steps = processed(fit_loop.epoch_loop.batch_progress)
-        begun = fit_loop.epoch_progress.current
-        assert isinstance(begun, _StartedTracker)
+        begun: Any = fit_loop.epoch_progress.current
         return {
             "seed": self._seed.value,
             # The epoch that began last: after it `processed` is the next one, and after the fit so is `current_epoch`.
@@ -41,8 +39,10 @@ class Position:
             "loaders": [_position(source, num_steps) for source in self.sources],
         }
 
-    def resume(self, state: dict[str, Any], restore_random: Callable[[], None]) -> None:
+    def resume(self, state: dict[str, Any], restore_random: Callable[[], None]) -> bool:
         """Go on where the state was taken, at whatever world size. Called when training starts.
+
+        Returns whether that is inside an epoch, whose batches so far are not drawn again.
 
         Args:
             state: what `state` returned.
@@ -55,9 +55,8 @@ class Position:
                 _restore_generators(source, position)
 
         fit_loop = self._trainer.fit_loop
-        fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
-        if fetcher is None or combined is None:
-            return
+        if not training_data_has_begun(self._trainer):
+            return False
         self._seed.value = state["seed"]
         epoch = processed(fit_loop.epoch_progress)
         num_steps = processed(fit_loop.epoch_loop.batch_progress)
@@ -68,11 +67,11 @@ class Position:
             else:
                 restore()
             # The iterator was made before the position was known; workers may have begun to load from the start.
-            combined.reset()
-            iter(fetcher)
+            begin_training_data_anew(self._trainer)
         if inside_epoch:
             # A new iterator draws a seed for its workers. The uninterrupted run did that when the epoch began.
             restore()
+        return inside_epoch and bool(self.sources)
 
     def _move(self, positions: list[dict[str, Any]], epoch: int, num_steps: int) -> None:
         moved = [
@@ -83,14 +82,11 @@ class Position:
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
         for counter in ("ready", "started", "processed", "completed"):
             setattr(progress, counter, getattr(progress, counter) + moved[0] - num_steps)
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
 
-def processed(progress: _Progress) -> int:
-    """Return how many epochs, or batches of the current one, are behind."""
-    current: _BaseProgress = progress.current
-    assert isinstance(current, _ProcessedTracker)
-    return current.processed
+def processed(progress: Any) -> int:
+    """Return how many epochs, or batches of the current one, are behind. `progress` is of Lightning's loops."""
+    return int(progress.current.processed)
 
 
 def _position(source: Source, num_steps: int) -> dict[str, Any]:

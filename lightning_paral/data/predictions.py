@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_paral.data.iterable import ShardedIterable
@@ -24,8 +25,9 @@ class GatherPredictions(Callback):
         loop = trainer.predict_loop
         if trainer.world_size == 1 or not loop.return_predictions:
             return
-        assert loop._combined_loader is not None
-        for loader, predictions in zip(loop._combined_loader.flattened, loop._predictions, strict=True):
+        loaders = CombinedLoader(trainer.predict_dataloaders).flattened
+        of_loaders = [loop.predictions] if len(loaders) == 1 else loop.predictions
+        for loader, predictions in zip(loaders, of_loaders, strict=True):
             share, fillers = _share(loader)
             steps = (step for step in range(len(predictions) + len(fillers)) if step not in fillers)
             gathered: list[Any] = [None] * dist.get_world_size()

@@ -7,14 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_paral.compat.lightning.metrics import count_as_updated, set_computed, states_of
+from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
 from lightning_paral.data.logged import CheckedResults
 
 _LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -80,32 +77,33 @@ class EvaluationResults(CheckedResults):
             metric = self[key] = self._revive(entry, module, metric)
             if not entry.sync and entry.value is not None:
                 # Not synchronised, and nothing of its own: a rank needs some figure to monitor.
-                metric._computed = _reduce([entry]).to(module.device)  # type: ignore[assignment]
+                set_computed(metric, _reduce([entry]).to(module.device))
         self[key] = self.pop(key)  # torchmetrics are computed, collectively, in the order of the keys
         if entry.value is None or not entry.sync or entry.rank_zero_only:
             return
         group = metric.meta.sync.group
         ranks = range(len(entries)) if group is None else dist.get_process_group_ranks(group)
         if dist.get_rank() in ranks:
-            metric._computed = _reduce([each for r in ranks if (each := entries[r]) is not None]).to(module.device)
+            reduced = _reduce([each for r in ranks if (each := entries[r]) is not None])
+            set_computed(metric, reduced.to(module.device))
 
-    def _revive(self, entry: _Entry, module: LightningModule, metric: _ResultMetric | None) -> _ResultMetric:
+    def _revive(self, entry: _Entry, module: LightningModule, metric: ResultMetric | None) -> ResultMetric:
         """Make what this rank would have under a key, had it logged what the others have."""
         if metric is None:
             logged = entry.logged | {"reduce_fx": entry.reduction, "dataloader_idx": entry.dataloader_idx}
-            meta = _Metadata(**logged, metric_attribute=entry.metric_attribute)
-            meta.sync = _Sync(fn=self.reduce_for(entry.key, module.trainer.strategy.reduce), _should=entry.sync)
-            metric = _ResultMetric(meta, is_tensor=entry.value is not None)
+            meta = Metadata(**logged, metric_attribute=entry.metric_attribute)
+            meta.sync = make_sync(self.reduce_for(entry.key, module.trainer.strategy.reduce), should=entry.sync)
+            metric = ResultMetric(meta, is_tensor=entry.value is not None)
         if entry.value is None:
             assert entry.metric_attribute is not None
             metric.value = attrgetter(entry.metric_attribute)(module)
-            metric._computed = None
-        metric._update_count = max(1, metric._update_count)  # it is joined with the others' updates: no warning
+            set_computed(metric, None)
+        count_as_updated(metric)  # it is joined with the others' updates: no warning
         metric.has_reset = False
         return metric
 
 
-def _entry(key: str, metric: _ResultMetric) -> _Entry:
+def _entry(key: str, metric: ResultMetric) -> _Entry:
     meta = metric.meta
     return _Entry(
         key=key,
@@ -134,8 +132,7 @@ def _reduce(entries: list[_Entry]) -> Tensor:
 
 def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape behind the first dimension of what a metric collects in lists, as far as it has any."""
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    filled = {name: state[0] for name, state in states.items() if isinstance(state, list) and state}
+    filled = {name: state[0] for name, state in states_of(metric).items() if isinstance(state, list) and state}
     return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}
 
 

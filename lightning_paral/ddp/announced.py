@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_paral.compat.torch.backward import at_end_of_backward
 from lightning_paral.errors import ConfigurationError
 
 
@@ -42,7 +42,7 @@ class AnnouncedBackward:
     def _begin(self, gradient: Tensor) -> None:
         self._forget_those_set_to_zero()
         self._is_running = True
-        Variable._execution_engine.queue_callback(self._end)
+        at_end_of_backward(self._end)
 
     def _end(self) -> None:
         self._is_running = False

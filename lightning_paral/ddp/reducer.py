@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
@@ -139,17 +137,6 @@ class ReducedParameters:
                 f"step whose gradients it averages: {listed(late)}. Unfreeze or add them before the "
                 "step: in on_train_epoch_start or on_train_batch_start."
             )
-
-
-def remove_reducer(model: DistributedDataParallel) -> None:
-    """Take the reducer of `model` off its parameters.
-
-    Raises:
-        RuntimeError: torch's, if the last backward pass did not bring it all gradients.
-    """
-    wrapper: Any = model  # neither method has a public name; torch 2.8 to 2.13 have them
-    wrapper._check_reducer_finalized()
-    wrapper._remove_autograd_hooks()
 
 
 _WHERE_BACKWARD_MAY_RUN = (

@@ -2,12 +2,12 @@
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch._dynamo import OptimizedModule
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from lightning_paral.compat.torch.compiled import is_compiled
 from lightning_paral.data.loader import samplers
 from lightning_paral.errors import ConfigurationError
 
@@ -50,7 +50,7 @@ def check_draws_all(loader: object) -> None:
 
 
 def _cannot_be_replicated(module: Module) -> str | None:
-    if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+    if is_compiled(module):
         return "compiled"
     if isinstance(module, ScriptModule):
         return "a ScriptModule"

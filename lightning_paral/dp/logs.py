@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_paral.compat.lightning.metrics import set_value_of_step, value_of_step
 from lightning_paral.dp.gather import weigh
 
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -46,7 +47,7 @@ class LogRecord:
         value = arguments["value"]
         if isinstance(value, Metric):
             arguments["value"] = original = self._original_of(value)
-            self.batch_values[id(original)] = value._forward_cache
+            self.batch_values[id(original)] = value_of_step(value)
         given = arguments.get("batch_size")
         self.calls.append(LogCall(arguments, self._num_samples if given is None else given))
 
@@ -100,4 +101,5 @@ def _merge_batch_value(
 ) -> None:
     cached = [record.batch_values[id(metric)] for record in records if id(metric) in record.batch_values]
     if len(cached) == len(calls) and all(isinstance(value, Tensor) for value in cached):
-        metric._forward_cache = weigh([value.detach() for value in cached], [c.num_samples for c in calls], device)
+        merged = weigh([value.detach() for value in cached], [c.num_samples for c in calls], device)
+        set_value_of_step(metric, merged)

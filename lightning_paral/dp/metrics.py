@@ -9,8 +9,9 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
-from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
+
+from lightning_paral.compat.torch.pytree import tree_leaves
 
 
 def is_metric(module: object) -> bool:
@@ -89,5 +90,5 @@ def _detached_by_id(metric: Module) -> dict[int, Any]:
 
     `deepcopy` refuses such tensors.
     """
-    leaves = [leaf for part in metric.modules() for leaf in pytree.tree_leaves(dict(vars(part)))]
+    leaves = [leaf for part in metric.modules() for leaf in tree_leaves(dict(vars(part)))]
     return {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}

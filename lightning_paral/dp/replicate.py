@@ -1,14 +1,16 @@
 """Copies of a module for a step, one per further device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_paral.compat.lightning.device_property import set_device
+from lightning_paral.compat.torch.modules import own_buffers, own_children, own_parameters
+from lightning_paral.compat.torch.replicas import copy_without_values
 from lightning_paral.dp.broadcast import broadcast, copy_to
 from lightning_paral.dp.metrics import MetricCopies, is_metric
 from lightning_paral.errors import ConfigurationError
@@ -48,7 +50,7 @@ class Replicas:
 
     def copy_parameters(self) -> None:
         """Give the copies the master's present parameters."""
-        parameters = _by_id(self._originals, "_parameters")
+        parameters = _by_id(map(own_parameters, self._originals))
         self._masters = list(parameters.values())
         self._memory = [master.data_ptr() for master in self._masters]
         self._on_devices = broadcast(self._masters, self._devices, self._before_backward)
@@ -57,14 +59,15 @@ class Replicas:
             values = dict(zip(parameters, tensors, strict=True))
             for original in self._originals:
                 copy = copies[id(original)]
-                copy._parameters = {}
-                for name, parameter in original._parameters.items():
+                own: dict[str, Any] = own_parameters(copy)
+                own.clear()
+                for name, parameter in own_parameters(original).items():
                     value = None if parameter is None else values[id(parameter)]
                     # Recurrent layers keep a list of what is assigned to them.
                     setattr(copy, name, value)
                     # As an attribute it would hide what `torch.func.functional_call` puts in its place.
                     copy.__dict__.pop(name, None)
-                    copy._parameters[name] = value  # type: ignore[assignment]
+                    own[name] = value
 
     def copy_values(self) -> None:
         """Let the copies' parameters have the master's present values, for the backward pass of a step that ran.
@@ -93,7 +96,7 @@ class Replicas:
             )
 
     def _copy_buffers(self) -> None:
-        buffers = _by_id(self._originals, "_buffers")
+        buffers = _by_id(map(own_buffers, self._originals))
         # Those that require gradients, as vector quantizers have, get theirs from all copies, as parameters do.
         trained = {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
         plain = {key: buffer for key, buffer in buffers.items() if key not in trained}
@@ -102,9 +105,9 @@ class Replicas:
         for copies, *tensors in zip(self._copies, of_plain, of_trained, strict=True):
             values = dict(zip([*plain, *trained], [*tensors[0], *tensors[1]], strict=True))
             for original in self._originals:
-                copies[id(original)]._buffers = {
-                    name: None if buffer is None else values[id(buffer)] for name, buffer in original._buffers.items()
-                }
+                own_buffers(copies[id(original)]).update(
+                    {name: values[id(buffer)] for name, buffer in own_buffers(original).items() if buffer is not None}
+                )
 
 
 def _modules(module: Module, seen: set[int] | None = None) -> Iterator[Module]:
@@ -114,13 +117,13 @@ def _modules(module: Module, seen: set[int] | None = None) -> Iterator[Module]:
         return
     seen.add(id(module))
     yield module
-    for child in module._modules.values():
+    for child in own_children(module).values():
         if child is not None:
             yield from _modules(child, seen)
 
 
-def _by_id(modules: Sequence[Module], kind: str) -> dict[int, Tensor]:
-    return {id(tensor): tensor for module in modules for tensor in getattr(module, kind).values() if tensor is not None}
+def _by_id(of_modules: Iterable[Mapping[str, Tensor | None]]) -> dict[int, Tensor]:
+    return {id(tensor): tensor for own in of_modules for tensor in own.values() if tensor is not None}
 
 
 def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: MetricCopies) -> dict[int, Module]:
@@ -130,25 +133,23 @@ def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: 
         copies[id(original)] = _copy_one(original)
     for original in originals:
         copy = copies[id(original)]
-        for name, child in original._modules.items():
+        for name, child in own_children(original).items():
             if child is not None:
-                copy._modules[name] = metrics.copy_of(child) if is_metric(child) else copies[id(child)]
+                own_children(copy)[name] = metrics.copy_of(child) if is_metric(child) else copies[id(child)]
         for name, value in list(copy.__dict__.items()):
             if type(value) is MethodType and id(value.__self__) in copies:
                 copy.__dict__[name] = MethodType(value.__func__, copies[id(value.__self__)])
-        if isinstance(copy, _DeviceDtypeModuleMixin):
-            copy.__dict__["_device"] = device
+        set_device(copy, device)
     return copies
 
 
 def _copy_one(original: Any) -> Module:
     if all("__new__" not in vars(base) for base in type(original).__mro__[:-1]):
-        copy: Module = original._replicate_for_data_parallel()
-        return copy
+        return copy_without_values(original)
     # torch calls `original.__new__(cls)`, which may want the arguments that the module was made with.
     original.__dict__["__new__"] = object.__new__
     try:
-        copy = original._replicate_for_data_parallel()
+        copy = copy_without_values(original)
     finally:
         del original.__dict__["__new__"]
     del copy.__dict__["__new__"]

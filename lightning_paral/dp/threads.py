@@ -1,6 +1,5 @@
 """Running replicas at the same time: the first in the caller's thread, each further one in a thread of its own."""
 
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -35,8 +34,7 @@ def run_replicas(
     errors = {index: error for index, (_, error) in enumerate(results) if error is not None}
     causes = {index: error for index, error in errors.items() if not isinstance(error, MeetingEndedError)} or errors
     for index, error in causes.items():
-        if sys.version_info >= (3, 11):
-            error.add_note(f"This was raised in replica {index} of {len(calls)} (paral_dp), on {devices[index]}.")
+        error.add_note(f"This was raised in replica {index} of {len(calls)} (paral_dp), on {devices[index]}.")
         raise error
     return [result for result, _ in results]
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.compat.torch.dtensor import adopt, local_of, set_local
+from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.parts import Part
 from lightning_paral.fsdp.rows import own_rows
 
-_DATA: Any = Tensor.__dict__.get("data") or vars(torch._C.TensorBase)["data"]
+_DATA: Any = Tensor.data
 
 
 class ShardedData:
@@ -51,16 +53,16 @@ def check_assigned(name: str, before: Any, value: Any) -> None:
 
 def _assign(param: Any, value: Any) -> None:
     target = param.sharded_param
-    check_assigned(str(param._param_fqn), target, value)
+    check_assigned(str(name_of(param)), target, value)
     value = value.detach()
     if not isinstance(value, DTensor):
         rows = own_rows(target)
         if rows is None:
             raise ConfigurationError(
-                f"{param._param_fqn}.data was assigned a whole tensor, but its layout {target.placements} is your "
+                f"{name_of(param)}.data was assigned a whole tensor, but its layout {target.placements} is your "
                 "own. Assign a DTensor of that layout."
             )
-        value._local_tensor = value[rows].clone()
+        set_local(value, value[rows].clone())
     elif (value.device_mesh, value.placements) != (target.device_mesh, target.placements):
         value = value.redistribute(target.device_mesh, target.placements)
     _rebind(param, value)
@@ -68,7 +70,7 @@ def _assign(param: Any, value: Any) -> None:
 
 def _rebind(param: Any, value: Any) -> None:
     """Let `param` hold the memory of `value`, as assignment does, and FSDP gather from there."""
-    local = value._local_tensor
+    local = local_of(value)
     if local.numel() == 0:
         return
     size, dim = param.padded_sharded_param_size, param.fsdp_placement.dim
@@ -80,9 +82,9 @@ def _rebind(param: Any, value: Any) -> None:
         memory.narrow(dim, 0, local.size(dim)).copy_(local)
         padded = memory.view(-1)
         # What is written to the value later is written to the parameter.
-        local = value._local_tensor = memory.narrow(dim, 0, local.size(dim))
-    param._sharded_param_data = padded
-    param.sharded_param._local_tensor = local
+        local = memory.narrow(dim, 0, local.size(dim))
+        set_local(value, local)
+    gather_from(param, padded, local)
 
 
 def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
@@ -103,4 +105,4 @@ def _assign_to_any(tensor: Any, value: Any) -> None:
             tensor.copy_(value)
         return
     _DATA.__set__(tensor, value)
-    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+    adopt(tensor, value)

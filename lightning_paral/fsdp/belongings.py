@@ -5,17 +5,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-_HOOKS = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)  # fmt: skip
-
+from lightning_paral.compat.torch.fsdp_state import forget
+from lightning_paral.compat.torch.module_hooks import hook_tables
+from lightning_paral.compat.torch.modules import own_parameters
 
 LEFT_SHARDED = "_lightning_paral_left_sharded"
 """Set on a module that could not be given back, to the reason."""
@@ -43,7 +39,7 @@ class Belongings:
 
     def original(self, module: Module, name: str) -> Parameter:
         """Return the parameter that `module` had before under `name`."""
-        parameter = self._parts[module]._parameters[name]
+        parameter = self._parts[module].parameters[name]
         assert parameter is not None
         return parameter
 
@@ -74,40 +70,41 @@ class _Part:
         self._module = module
         self._class = type(module)
         self._attributes = set(vars(module))
-        self._hooks = {name: set(getattr(module, name)) for name in _HOOKS}
-        self._parameters = dict(module._parameters)
+        self._hooks = {name: set(table) for name, table in hook_tables(module).items()}
+        self.parameters = dict(own_parameters(module))
         self._gained: tuple[set[str], dict[str, set[int]]] = (set(), {})
 
     def note(self) -> None:
-        self._parameters = dict(self._module._parameters)
+        self.parameters = dict(own_parameters(self._module))
 
     def release(self) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter is not None and self._module._parameters.get(name) is not parameter:
+        for name, parameter in self.parameters.items():
+            if parameter is not None and own_parameters(self._module).get(name) is not parameter:
                 parameter.data = parameter.new_empty(0)
 
     def seal(self) -> None:
-        hooks = {name: set(getattr(self._module, name)) - kept for name, kept in self._hooks.items()}
+        hooks = {name: set(table) - self._hooks[name] for name, table in hook_tables(self._module).items()}
         self._gained = (set(vars(self._module)) - self._attributes, hooks)
 
     def restore(self, gather: "Gather", whole: dict[Parameter, Parameter]) -> None:
-        module = self._module
-        for name, current in list(module._parameters.items()):
+        module, present = self._module, own_parameters(self._module)
+        for name, current in list(present.items()):
             if current is None:
                 continue
             if current not in whole:
-                before = self._parameters.get(name)
+                before = self.parameters.get(name)
                 whole[current] = _given_back(current, current if before is None else before, gather)
-            module._parameters[name] = whole[current]
+            present[name] = whole[current]
         attributes, hooks = self._gained
         for name in attributes:
             vars(module).pop(name, None)
+        tables = hook_tables(module)
         for name, keys in hooks.items():
             for key in keys:
-                getattr(module, name).pop(key, None)
+                tables[name].pop(key, None)
         if isinstance(module, FSDPModule) and type(module) is not self._class:
             module.__class__ = self._class  # type: ignore[assignment]
-            _module_state_mapping.pop(module, None)
+            forget(module)
 
 
 def _given_back(current: Parameter, before: Parameter, gather: "Gather") -> Parameter:

@@ -5,13 +5,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lightning_paral.comm.reduce_scatter import direct_reduce_scatter
 
 
-class DirectReduceScatter(ReduceScatter):
-    """For gloo, whose own reduce-scatter is an all-reduce that throws most of its result away."""
+class DirectReduceScatter:
+    """For gloo, whose own reduce-scatter is an all-reduce that throws most of its result away.
+
+    It has the methods of what `FSDPModule.set_custom_reduce_scatter` takes, a class that has no public name.
+    """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for input or output."""

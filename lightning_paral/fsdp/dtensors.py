@@ -6,6 +6,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.compat.torch.dtensor import operation_handlers
+from lightning_paral.compat.torch.fsdp_param import name_of
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.fsdp.assignment import ShardedData
 from lightning_paral.fsdp.guards import refuse_hook
 from lightning_paral.fsdp.newton_schulz import WholeNewtonSchulz
@@ -49,7 +52,7 @@ class DTensorSemantics:
         self._params = params
         self._hooks = hooks
         self._by_id: dict[int, Any] = {}
-        registered = DTensor._op_dispatcher._custom_op_handlers
+        registered = operation_handlers()
         self._ours = handlers(in_step)
         self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
         registered.update(self._ours)
@@ -58,9 +61,7 @@ class DTensorSemantics:
         attributes["register_hook"] = self._registering(DTensor.register_hook)
         kind = "register_post_accumulate_grad_hook"
         attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
-        self._before = {name: vars(DTensor).get(name) for name in attributes}
-        for name, value in attributes.items():
-            setattr(DTensor, name, value)
+        self._end_attributes = replace_attributes(DTensor, attributes)
         self._newton_schulz = WholeNewtonSchulz()
 
     def _param_of(self, tensor: Any) -> Any:
@@ -83,20 +84,16 @@ class DTensorSemantics:
         def refuse_for_parameters(tensor: Any, hook: Any) -> Any:
             param = self._param_of(tensor)
             if param is not None:
-                refuse_hook(str(param._param_fqn), kind)
+                refuse_hook(str(name_of(param)), kind)
             return register(tensor, hook)
 
         return refuse_for_parameters
 
     def remove(self) -> None:
         """Give DTensors back as they were."""
-        registered = DTensor._op_dispatcher._custom_op_handlers
+        registered = operation_handlers()
         for operation in self._ours:
             registered.pop(operation, None)
         registered.update(self._others)
-        for name, value in self._before.items():
-            if value is None:
-                delattr(DTensor, name)
-            else:
-                setattr(DTensor, name, value)
+        self._end_attributes()
         self._newton_schulz.remove()

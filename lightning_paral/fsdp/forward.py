@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from lightning_paral.compat.torch.fsdp_state import ForwardHooks, groups_of
+from lightning_paral.compat.torch.iteration import pre_forward
 from lightning_paral.fsdp.explained import MIXED
-from lightning_paral.fsdp.gathered import groups_of
 
 _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
 
@@ -23,10 +24,8 @@ class UnitCalls:
 
     def __init__(self, module: Any, methods: list[str]) -> None:
         self._module = module
-        self._state = self._module._get_fsdp_state()
+        self._hooks = ForwardHooks(module)
         self._entered = False
-        self._state._pre_forward_hook_handle.remove()
-        self._state._post_forward_hook_handle.remove()
         self._module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         self._module.register_forward_hook(self._after_forward)
         self._in_forward = 0
@@ -42,14 +41,14 @@ class UnitCalls:
             self._in_forward += 1
             return args, kwargs
         self._entered = True
-        return self._state._pre_forward(module, args, kwargs)
+        return pre_forward(self._hooks.state, module, args, kwargs)
 
     def _after_forward(self, module: Module, args: Any, output: Any) -> Any:
         if self._in_forward:
             self._in_forward -= 1
             return output
         self._entered = False
-        return self._state._post_forward(module, args, output)
+        return self._hooks.after(output)
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,11 +56,11 @@ class UnitCalls:
                 return method(*args, **kwargs)
             self._entered = True
             try:
-                args, kwargs = self._state._pre_forward(self._module, args, kwargs)
+                args, kwargs = pre_forward(self._hooks.state, self._module, args, kwargs)
                 output = method(*args, **kwargs)
             finally:
                 self._entered = False
-            return self._state._post_forward(self._module, args, output)
+            return self._hooks.after(output)
 
         return call
 
@@ -88,9 +87,7 @@ class RootCalls:
     def __init__(self, root: Any, units: list[UnitCalls], inner: set[Module]) -> None:
         self._root = root
         self._units = units
-        self._state = root._get_fsdp_state()
-        self._state._pre_forward_hook_handle.remove()
-        self._state._post_forward_hook_handle.remove()
+        self._hooks = ForwardHooks(root)
         self._depth = 0
         self._in_manual_step = False
         self.await_backward = False
@@ -109,11 +106,11 @@ class RootCalls:
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of automatic optimization: its backward pass comes after it."""
         self._enter()
-        self._state._pre_forward(self._root, (), {})
+        pre_forward(self._hooks.state, self._root)
         output = step(*args, **kwargs)
         if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
             raise RuntimeError(MIXED)
-        output = self._state._post_forward(self._root, (), output)
+        output = self._hooks.after(output)
         self._depth = 0
         self.await_backward = output is not None
         if output is None:
@@ -134,8 +131,8 @@ class RootCalls:
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step without a backward pass."""
         self._enter()
-        self._state._pre_forward(self._root, (), {})
-        output = self._state._post_forward(self._root, (), step(*args, **kwargs))
+        pre_forward(self._hooks.state, self._root)
+        output = self._hooks.after(step(*args, **kwargs))
         self._depth = 0
         self._root.reshard()
         return output
@@ -145,7 +142,7 @@ class RootCalls:
         if loss.requires_grad:
             loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         if self._in_manual_step:
-            self._state._register_pre_backward_hook(loss)
+            self._hooks.expect_backward(loss)
 
     def _note_backward(self, gradient: Tensor) -> None:
         self.await_backward = False
@@ -179,7 +176,7 @@ class RootCalls:
 
     def _before_call(self, module: Module, args: Any) -> None:
         if self._depth == 0:
-            self._state._pre_forward(self._root, (), {})
+            pre_forward(self._hooks.state, self._root)
         elif not all(group.is_unsharded for group in groups_of(self._root)):
             self._root.unshard()  # `state_dict` and `load_state_dict` in a step let go
         self._depth += 1
@@ -187,6 +184,6 @@ class RootCalls:
     def _after_call(self, module: Module, args: Any, output: Any) -> Any:
         self._depth -= 1
         if self._depth == 0:
-            output = self._state._post_forward(self._root, (), output)
+            output = self._hooks.after(output)
             self._root.reshard()
         return output

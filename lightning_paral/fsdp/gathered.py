@@ -6,18 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.compat.torch import fsdp_group, fsdp_param
+from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.assignment import check_assigned
 from lightning_paral.fsdp.guards import refuse_hook
 from lightning_paral.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.fsdp.rows import like, own_rows
 
-_DATA: Any = vars(torch._C.TensorBase)["data"]
-_GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
 
 
 class GatheredParameter(Parameter):
@@ -80,14 +82,14 @@ class GatheredParameter(Parameter):
     @property
     def was_written(self) -> bool:
         """Whether its values have been changed since it was gathered, by all that can be known."""
-        aliased = self._alias is not None and self._alias._version > 0
-        return self._version != self._seen or self._assigned or aliased
+        aliased = self._alias is not None and version_of(self._alias) > 0
+        return version_of(self) != self._seen or self._assigned or aliased
 
     def watch_anew(self) -> None:
         """Take its values for those of the shards."""
         if self._assigned:
             _DATA.__set__(self, self._gathered)
-        self._alias, self._assigned, self._seen = None, False, self._version
+        self._alias, self._assigned, self._seen = None, False, version_of(self)
 
     def register_hook(self, hook: Any) -> Any:
         """Register a hook that stays with the parameter after the run."""
@@ -130,9 +132,7 @@ class WatchedGroup:
         self._is_of_another = is_of_another
         self._watched: list[tuple[Any, GatheredParameter]] = []
         self._began = False
-        group._to_unsharded = self._around_unsharding(group._to_unsharded)
-        for name in ("_to_sharded", "_to_sharded_post_forward"):
-            setattr(group, name, self._around_sharding(getattr(group, name)))
+        fsdp_group.watch(group, self._when_gathered, self._bring_back)
 
     def shares_memory(self, param: Tensor, value: Tensor) -> bool:
         """Whether `value` lies in the memory of a gathered parameter of this unit other than `param`."""
@@ -141,39 +141,29 @@ class WatchedGroup:
             whole is not param and whole._gathered.untyped_storage().data_ptr() == start for _, whole in self._watched
         )
 
-    def _around_unsharding(self, unshard: Callable[[], None]) -> Callable[[], None]:
-        def to_unsharded() -> None:
-            unshard()
-            if not self._began:  # FSDP makes them once
-                self._began = True
-                self._watched = [(param, self._watch(param)) for param in self._group.fsdp_params if _is_plain(param)]
-                for param in self._group.fsdp_params:
-                    self._gradient_hooks.attach(param)
-
-        return to_unsharded
-
-    def _around_sharding(self, shard: Callable[[], None]) -> Callable[[], None]:
-        def to_sharded() -> None:
-            if self._group._sharded_state is ShardedState.UNSHARDED:
-                self._bring_back()
-            shard()
-
-        return to_sharded
+    def _when_gathered(self) -> None:
+        if self._began:  # FSDP makes them once
+            return
+        self._began = True
+        params = self._group.fsdp_params
+        self._watched = [(param, self._watch(param)) for param in params if fsdp_param.is_plain(param)]
+        for param in params:
+            self._gradient_hooks.attach(param)
 
     def _watch(self, param: Any) -> GatheredParameter:
-        whole: Any = param._unsharded_param
+        whole: Any = fsdp_param.gathered(param)
         whole.__class__ = GatheredParameter
-        whole._name, whole._is_of_another = str(param._param_fqn), self._is_of_another
+        whole._name, whole._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
         whole._sharded = lambda: param.sharded_param if self._in_hooks() else None
         whole._register_hook = partial(self._gradient_hooks.register, param)
-        whole._gathered, whole._seen = _DATA.__get__(whole), whole._version
+        whole._gathered, whole._seen = _DATA.__get__(whole), version_of(whole)
         watched: GatheredParameter = whole
         return watched
 
     def _bring_back(self) -> None:
         changed = False
         for param, whole in self._watched:
-            if whole._version == whole._seen and whole._alias is None and not whole._assigned:
+            if version_of(whole) == whole._seen and whole._alias is None and not whole._assigned:
                 continue
             written = whole.was_written
             try:
@@ -186,31 +176,14 @@ class WatchedGroup:
             finally:
                 whole.watch_anew()
         if changed:
-            event = self._group.device_handle.Event()
-            event.record()
-            self._group._wait_all_gather_streams_on_event(event)
-
-
-def groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups of a sharded module; before torch 2.12 there was at most one."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
-
-
-def _is_plain(param: Any) -> bool:
-    """Whether `param` has no layout of the user's, and was not gathered in inference mode, which counts no versions."""
-    return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()
+            fsdp_group.await_writes(self._group)
 
 
 @torch.no_grad()
 def _copy_own_part(param: Any, whole: GatheredParameter) -> None:
-    local, dim = param.sharded_param._local_tensor, param.fsdp_placement.dim
+    local = local_of(param.sharded_param)
     if local.numel() > 0:
-        start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
-        local.copy_(whole.detach().narrow(dim, start, local.size(dim)))
+        local.copy_(fsdp_param.own_part(param, whole.detach()))
     if whole._assigned:  # FSDP shards what it gathered over fewer ranks
         whole._gathered.copy_(whole.detach())
 
@@ -218,8 +191,8 @@ def _copy_own_part(param: Any, whole: GatheredParameter) -> None:
 def _too_narrow(param: Any) -> str:
     kind = str(param.param_dtype).removeprefix("torch.")
     return (
-        f"{param._param_fqn} was changed where it is gathered, in a step or in a method of its unit. There it is a "
-        f"copy in {kind}, from which its {str(param.orig_dtype).removeprefix('torch.')} values cannot be had. Change "
-        "it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and exact, or "
-        "train with precision='32-true' or 'bf16-true'."
+        f"{fsdp_param.name_of(param)} was changed where it is gathered, in a step or in a method of its unit. There "
+        f"it is a copy in {kind}, from which its {str(param.orig_dtype).removeprefix('torch.')} values cannot be had. "
+        "Change it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and "
+        "exact, or train with precision='32-true' or 'bf16-true'."
     )

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.compat.torch.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
+
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
@@ -48,7 +50,7 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local = [_local(gradient) for gradient in _gradients(parameters)]
     for alike in _by_type(local):
-        torch._foreach_mul_(alike, factor.to(alike[0].device))
+        foreach_mul_(alike, factor.to(alike[0].device))
     return norm
 
 
@@ -56,8 +58,8 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
 def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
     """Clamp every element of the gradients, in place, to at most `max_value` in magnitude. No collective."""
     for alike in _by_type([_local(gradient) for gradient in _gradients(parameters)]):
-        torch._foreach_clamp_min_(alike, -max_value)
-        torch._foreach_clamp_max_(alike, max_value)
+        foreach_clamp_min_(alike, -max_value)
+        foreach_clamp_max_(alike, max_value)
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
@@ -77,7 +79,7 @@ def _square(tensors: list[Tensor]) -> Tensor:
     squares: list[Tensor] = []
     for alike in _by_type([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
         dtype = torch.promote_types(alike[0].dtype, torch.float32)
-        squares += [norm.square() for norm in torch._foreach_norm(alike, 2, dtype=dtype)]
+        squares += [norm.square() for norm in foreach_norm(alike, 2, dtype=dtype)]
     device = squares[0].device
     return torch.stack([square.to(device) for square in squares]).sum()
 

@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import ModelPruning
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.compat.torch.fsdp_param import is_form_of, places_of
+from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.compat.torch.tensor_hooks import accumulated_hooks, gradient_hooks
 from lightning_paral.errors import ConfigurationError
 
 _INSTEAD = (
@@ -20,11 +22,10 @@ _INSTEAD = (
 def check_user_hooks(module: Module) -> None:
     """Raise a `ConfigurationError` if a parameter of `module` has hooks that cannot be called."""
     for name, parameter in module.named_parameters():
-        kinds = {"register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+        kinds = {"register_post_accumulate_grad_hook": accumulated_hooks(parameter)}
         if isinstance(parameter, DTensor):
-            kinds["register_hook"] = "_backward_hooks"
-        for kind, attribute in kinds.items():
-            hooks = getattr(parameter, attribute, None)
+            kinds["register_hook"] = gradient_hooks(parameter)
+        for kind, hooks in kinds.items():
             if hooks:
                 hook = next(iter(hooks.values()))
                 raise ConfigurationError(
@@ -60,11 +61,9 @@ class Registrations:
     def __init__(self, root: Module, params: list[Any]) -> None:
         self._places: dict[tuple[Module, str], Any] = {}
         for param in params:
-            info = param._module_info
-            modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
-            self._places.update(dict.fromkeys(zip(modules, names, strict=True), param))
+            self._places.update(dict.fromkeys(places_of(param), param))
         parts = {part: name for name, part in root.named_modules()}
-        self._before = before = (Module.register_parameter, Module.__delattr__)
+        before = (Module.register_parameter, Module.__delattr__)
 
         def register_parameter(module: Module, name: str, param: Parameter | None) -> None:
             if module in parts:
@@ -76,17 +75,16 @@ class Registrations:
                 self._check(module, parts[module], name, None)
             before[1](module, name)
 
-        Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
-        Module.__delattr__ = delete  # type: ignore[method-assign]
+        self._undo = replace_attributes(Module, {"register_parameter": register_parameter, "__delattr__": delete})
 
     def remove(self) -> None:
         """Refuse no more."""
-        Module.register_parameter, Module.__delattr__ = self._before  # type: ignore[method-assign]
+        self._undo()
 
     def _check(self, module: Module, module_name: str, name: str, param: Parameter | None) -> None:
         place = self._places.get((module, name))
         # FSDP2 itself comes here in modules with a `__setattr__` of their own.
-        if param is None if place is None else _is_ours(place, param):
+        if param is None if place is None else is_form_of(param, place):
             return
         where = module_name or type(module).__name__
         raise ConfigurationError(
@@ -95,8 +93,3 @@ class Registrations:
             "change values with parameter.copy_(...) or load_state_dict (without assign=True); or train with "
             "paral_ddp."
         )
-
-
-def _is_ours(place: Any, param: Tensor | None) -> bool:
-    own = (getattr(place, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
-    return param is not None and any(param is one for one in own)

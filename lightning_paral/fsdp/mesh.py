@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_paral.compat.sharding_cache import forget_meshes
+from lightning_paral.compat.torch.process_groups import is_alive
+from lightning_paral.compat.torch.sharding_cache import forget_meshes
 from lightning_paral.errors import ConfigurationError
 
 SHARD = "data_parallel"
@@ -15,6 +16,7 @@ HYBRID = ("data_parallel_replicate", "data_parallel_shard")
 
 
 _default_of_meshes: "weakref.ref[dist.ProcessGroup] | None" = None
+_groups: "weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
 def check_replicate(replicate: int, world_size: int) -> None:
@@ -66,13 +68,12 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
     DTensor keeps the first mesh of a shape (torch 2.13) and finds that mesh's groups by name. So the groups of a later
     fit in the same default group have to be the same.
     """
-    description = f"lightning_paral: ranks {ranks}"
-    groups: list[dist.ProcessGroup] = list(dist.distributed_c10d._world.pg_map)
-    for group in groups:
-        if group.group_desc == description:
-            return group
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
-    return made
+    group = _groups.get(tuple(ranks))
+    if group is None or not is_alive(group):
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"lightning_paral: ranks {ranks}")
+        assert group is not None
+        _groups[tuple(ranks)] = group
+    return group
 
 
 def shard_ranks(mesh: DeviceMesh) -> list[int]:

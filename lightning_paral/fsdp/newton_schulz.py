@@ -1,13 +1,12 @@
 """Muon on whole matrices."""
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.compat.torch.muon import replace_newton_schulz
 from lightning_paral.fsdp.rows import like, own_rows
-
-_NAME = "_zeropower_via_newtonschulz"
 
 
 class WholeNewtonSchulz:
@@ -18,20 +17,15 @@ class WholeNewtonSchulz:
     """
 
     def __init__(self) -> None:
-        self._muon: Any = getattr(torch.optim, "_muon", None)  # since torch 2.9
-        if self._muon is None:
-            return
-        self._before = before = vars(self._muon)[_NAME]
+        self.remove = replace_newton_schulz(_of_whole)
+        """Gives torch's back."""
 
-        def orthogonalise(gradient: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = own_rows(gradient) if isinstance(gradient, DTensor) else None
-            if rows is None:
-                return before(gradient, *args, **kwargs)
-            return like(gradient, before(gradient.full_tensor(), *args, **kwargs), rows)
 
-        vars(self._muon)[_NAME] = orthogonalise
+def _of_whole(orthogonalise: Callable[..., Any]) -> Callable[..., Any]:
+    def orthogonalise_whole(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = own_rows(gradient) if isinstance(gradient, DTensor) else None
+        if rows is None:
+            return orthogonalise(gradient, *args, **kwargs)
+        return like(gradient, orthogonalise(gradient.full_tensor(), *args, **kwargs), rows)
 
-    def remove(self) -> None:
-        """Give torch's back."""
-        if self._muon is not None:
-            vars(self._muon)[_NAME] = self._before
+    return orthogonalise_whole

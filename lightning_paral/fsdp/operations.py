@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_paral.compat.torch.dtensor import local_of, operation_handlers
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp import whole_values
 from lightning_paral.fsdp.parts import Part, mark_parts
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 
 def _by_default(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what torch does."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers = operation_handlers()
     ours = handlers.pop(operation)
     try:
         return operation(*args, **kwargs)
@@ -38,7 +39,7 @@ def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _by_default(operation, args, kwargs)
     whole = in_place_of(target, rows, filled=False)
     operation(whole, *map(as_whole, others), **kwargs)
-    target._local_tensor.copy_(whole[rows])
+    local_of(target).copy_(whole[rows])
     return target
 
 
@@ -77,7 +78,7 @@ def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return _by_default(operation, args, kwargs)
     whole = in_place_of(target, rows)
     operation(whole, *map(as_whole, others), **{key: as_whole(value) for key, value in kwargs.items()})
-    target._local_tensor.copy_(whole[rows])
+    local_of(target).copy_(whole[rows])
     return target
 
 
@@ -87,7 +88,7 @@ def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = _rows(target)
     if rows is None or isinstance(source, DTensor):
         return _by_default(operation, args, kwargs)
-    target._local_tensor.copy_(source.expand(target.shape)[rows])
+    local_of(target).copy_(source.expand(target.shape)[rows])
     return target
 
 
@@ -98,7 +99,7 @@ def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return _by_default(operation, args, kwargs)
     whole = in_place_of(target, rows, filled=False)
     operation(*args, **{**kwargs, "out": whole})
-    target._local_tensor.copy_(whole[rows])
+    local_of(target).copy_(whole[rows])
     return target
 
 
@@ -174,11 +175,11 @@ def set_items(target: Any, index: Any, value: Any) -> None:
         return
     if isinstance(target, Part):
         target.refresh()
-    local = target._local_tensor
+    local = local_of(target)
     with torch.no_grad():
         masked = isinstance(index, DTensor) and index.dtype == torch.bool and index.shape == target.shape
         if masked and index.placements == target.placements and not isinstance(value, Tensor):
-            local[index._local_tensor] = value
+            local[local_of(index)] = value
         else:
             whole = in_place_of(target, rows)
             whole[as_whole(index)] = as_whole(value)

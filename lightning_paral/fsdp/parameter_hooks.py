@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_paral.compat.torch.fsdp_param import gathered, name_of, places_of
+from lightning_paral.compat.torch.tensor_hooks import gradient_hooks
 from lightning_paral.fsdp.guards import refuse_hook
 
 
@@ -27,14 +29,14 @@ class ParameterHooks:
         self._originals = originals
         self._attached: set[Any] = set()
         for name, parameter in lost:
-            if parameter._backward_hooks:
+            if gradient_hooks(parameter):
                 refuse_hook(name, "register_hook (while the parameter had no values yet)")
 
     def register(self, param: Any, requires_grad: bool, hook: Any) -> RemovableHandle:
         """Register a hook of `param`, an `FSDPParam`, as `torch.Tensor.register_hook` does."""
         original = self._originals[param]
         if isinstance(original, DTensor):  # sharded by the user
-            refuse_hook(str(param._param_fqn), "register_hook")
+            refuse_hook(str(name_of(param)), "register_hook")
         original.requires_grad_(requires_grad)  # torch refuses hooks on frozen parameters
         handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
         self.attach(param)
@@ -42,12 +44,12 @@ class ParameterHooks:
 
     def attach(self, param: Any) -> None:
         """Make the hooks of `param`, if it has any, be called, once it has been gathered for the first time."""
-        whole: Tensor | None = getattr(param, "_unsharded_param", None)
+        whole: Tensor | None = gathered(param)
         original = self._originals[param]
-        if whole is None or param in self._attached or not original._backward_hooks:
+        if whole is None or param in self._attached or not gradient_hooks(original):
             return
         if not isinstance(whole, Parameter) or isinstance(original, DTensor) or whole.is_inference():
-            refuse_hook(str(param._param_fqn), "register_hook")
+            refuse_hook(str(name_of(param)), "register_hook")
         self._attached.add(param)
         trained = whole.requires_grad
         whole.requires_grad_(True)
@@ -56,7 +58,7 @@ class ParameterHooks:
 
 
 def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
-    hooks: dict[int, Any] = original._backward_hooks or {}
+    hooks = gradient_hooks(original)
     seen = gradient.to(original.dtype)  # a parameter that is gathered in 16 bits gets a 16-bit gradient
     changed = False
     for hook in tuple(hooks.values()):
@@ -68,5 +70,4 @@ def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
 
 def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
     """Return what `params`, `FSDPParam`s, were made of; `original(module, name)` tells."""
-    infos = {param: param._module_info for param in params}
-    return {param: original(info.module, info.param_name) for param, info in infos.items()}
+    return {param: original(*places_of(param)[0]) for param in params}

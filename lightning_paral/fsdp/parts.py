@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.rows import in_place_of, is_replicated, own_rows
 
@@ -30,17 +33,17 @@ class Part(DTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             name = func.__name__
             parts = [] if name in _HARMLESS else list(_parts_in((*args, *kwargs.values())))
             if name != "__get__":
                 for part in parts:
                     part.refresh()
-            before = [part._version for part in parts]
+            before = [version_of(part) for part in parts]
             result = func(*args, **kwargs)
             in_place_list = name.startswith("_foreach_") and name.endswith("_")  # counts no versions
             written = list(_parts_in(args[:1])) if in_place_list else []
-            written += [part for part, version in zip(parts, before, strict=True) if part._version != version]
+            written += [part for part, version in zip(parts, before, strict=True) if version_of(part) != version]
             for part in written:
                 part.write_back()
             for part in parts:
@@ -61,7 +64,7 @@ class Part(DTensor):
             if isinstance(self._origin, Part):
                 self._origin.refresh()
             with torch.no_grad():
-                self._local_tensor.copy_(self._take(self._origin)._local_tensor)
+                local_of(self).copy_(local_of(self._take(self._origin)))
 
     def write_back(self) -> None:
         """Write the elements to where they come from: each rank those it holds."""
@@ -77,8 +80,8 @@ class Part(DTensor):
             )
         with torch.no_grad():
             whole = in_place_of(origin, rows)
-            self._take(whole).copy_(self._local_tensor)
-            origin._local_tensor.copy_(whole[rows])
+            self._take(whole).copy_(local_of(self))
+            local_of(origin).copy_(whole[rows])
         torch.autograd.graph.increment_version(origin)
         if isinstance(origin, Part):
             origin.write_back()
@@ -107,7 +110,7 @@ def _mark_views(result: Any, part: Part) -> None:
 
 
 def _memory(tensor: Any) -> int:
-    pointer: int = tensor._local_tensor.untyped_storage().data_ptr()
+    pointer: int = local_of(tensor).untyped_storage().data_ptr()
     return pointer
 
 

@@ -8,9 +8,11 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Bilinear, GroupNorm, LayerNorm, Module
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
+from lightning_paral.compat.torch.foreach import check_and_unscale_
+from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
+from lightning_paral.compat.torch.normalization import InstanceNorm
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.gradients import clip_by_norm, clip_by_value, local_gradients
 
@@ -20,22 +22,23 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 _COMPUTED_IN = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ShardedScaler(torch.amp.GradScaler):
+class ShardedScaler(UnscalingGradScaler):
     """A gradient scaler for shards: where one rank's part is not finite, all ranks skip the step.
 
     torch's own looks at each rank's gradients alone, or refuses shards beside whole tensors.
     """
 
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    def unscale_gradients(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
+        """Unscale what this rank holds, and return whether any rank holds what is not finite. *Collective*."""
         found = torch.zeros_like(found_inf)
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in local_gradients(p for group in optimizer.param_groups for p in group["params"]):
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, _), gradients in alike.items():
             here = torch.zeros_like(found, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
+            check_and_unscale_(gradients, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(found.device))
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -123,7 +126,7 @@ def match_inputs(module: Module) -> None:
     """Cast inputs of layers that, on CPU, refuse any that are wider than their 16-bit weights."""
     for part in module.modules():
         if (
-            isinstance(part, LayerNorm | GroupNorm | _InstanceNorm | Bilinear)
+            isinstance(part, LayerNorm | GroupNorm | InstanceNorm | Bilinear)
             and next(part.parameters(), None) is not None
         ):
             part.register_forward_pre_hook(_cast_to_weight)

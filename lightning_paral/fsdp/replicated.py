@@ -6,15 +6,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.compat.torch.backward import at_end_of_backward
 
 __all__ = ["AveragedGradients", "broadcast", "unshardable"]
 
-_DATA: Any = vars(torch._C.TensorBase)["data"]
+_DATA: Any = Tensor.data
 
 
 def unshardable(module: Module) -> list[Parameter]:
@@ -70,7 +70,7 @@ class AveragedGradients:
     def _gradient_came(self, parameter: Tensor) -> None:
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._average)
+            at_end_of_backward(self._average)
 
     def _average(self) -> None:
         self._queued = False

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_paral.compat.torch.dtensor import local_of
+
 
 def own_rows(tensor: Any) -> slice | None:
     """Return the rows that this rank holds of `tensor`, a DTensor: all of one that is replicated.
@@ -44,7 +46,7 @@ def in_place_of(tensor: Any, rows: slice, *, filled: bool = True) -> Tensor:
 
     For operations of which each element of the result depends on the same element alone: they need no gathering.
     """
-    local = tensor._local_tensor
+    local = local_of(tensor)
     whole: Tensor = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     if filled:
         whole.zero_()

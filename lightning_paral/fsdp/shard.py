@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,16 +18,20 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
-from lightning_paral.compat.sharded_classes import prepare_class
+from lightning_paral.compat.lightning.device_property import set_device_everywhere
+from lightning_paral.compat.torch.fsdp_state import groups_of, initialize
+from lightning_paral.compat.torch.iteration import reset_iteration
+from lightning_paral.compat.torch.modules import own_buffers, own_parameters
+from lightning_paral.compat.torch.normalization import BatchNorm
+from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
 from lightning_paral.fsdp.communication import DirectReduceScatter
 from lightning_paral.fsdp.dtensors import DTensorSemantics
 from lightning_paral.fsdp.forward import RootCalls, UnitCalls, public_methods
-from lightning_paral.fsdp.gathered import WatchedGroup, groups_of
+from lightning_paral.fsdp.gathered import WatchedGroup
 from lightning_paral.fsdp.guards import Registrations
 from lightning_paral.fsdp.parameter_hooks import ParameterHooks, originals_of
 from lightning_paral.fsdp.precision import match_inputs
@@ -108,7 +111,7 @@ class ShardedModule:
         self._install_communication()
         inner = {unit.module for unit in units.inner}
         calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
-        self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        initialize(self.root)
         self.calls = RootCalls(self._sharded[-1], calls, inner)
         self._watch_writes()
 
@@ -130,7 +133,7 @@ class ShardedModule:
     def reshard(self) -> None:
         """Reshard what a failed step has left gathered."""
         if isinstance(self.root, FSDPModule):
-            self.root.reset_iter_state()
+            reset_iteration(self.root)
 
     def restore(self, gather: Gather | str) -> dict[Parameter, Parameter]:
         """Give the module back as it was. *Collective* over the group of `gather`.
@@ -189,12 +192,12 @@ class ShardedModule:
         for whole in replicated:
             whole.data = whole.data.to(self._sharding.device)
         for part in parts:
-            for parameter in part._parameters.values():
+            for parameter in own_parameters(part).values():
                 if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
                     parameter.data = parameter.data.contiguous()
         if self._sharding.policy.param_dtype is not None:
             for part in parts:
-                if isinstance(part, _BatchNorm) and next(part.parameters(), None) is not None and part is not module:
+                if isinstance(part, BatchNorm) and next(part.parameters(), None) is not None and part is not module:
                     # Its kernels want parameters as wide as the running statistics.
                     self._fully_shard(part, MixedPrecisionPolicy(), replicated)
         self._fully_shard(module, self._sharding.policy, replicated)
@@ -244,7 +247,7 @@ def check_module(module: Module) -> None:
 
 def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
     """Let `root.device` and the states of metrics be on `device`; `root.to` would move offloaded shards as well."""
-    _update_properties(root, device=device)
+    set_device_everywhere(root, device)
     for part in root.modules():
         if isinstance(part, Metric):
             part.to(device)
@@ -267,7 +270,7 @@ def _own_parts(module: Module) -> list[Module]:
 def _own_tensors(parts: list[Module]) -> list[Tensor]:
     tensors: dict[int, Tensor] = {}
     for part in parts:
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
+        for tensor in (*own_parameters(part).values(), *own_buffers(part).values()):
             if tensor is not None and not isinstance(tensor, DTensor) and not tensor.is_meta:
                 tensors[id(tensor)] = tensor
     return list(tensors.values())

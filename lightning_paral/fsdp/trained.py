@@ -8,6 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from lightning_paral.compat.torch.fsdp_param import gathered
+from lightning_paral.compat.torch.fsdp_state import groups_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.trained import TrainedParameters, TrainingAgreement, listed
 
@@ -42,8 +44,7 @@ class TrainedShards:
             return
         parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
         # What an evaluation gathered may stay so: reshard_after_forward=False.
-        gathered = [getattr(each, "_unsharded_param", None) for part in parts for each in _sharded_params(part)]
-        known = self._known.union(gathered)
+        known = self._known.union(gathered(each) for part in parts for each in _sharded_params(part))
         new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
         if new:
             raise ConfigurationError(
@@ -58,13 +59,12 @@ class TrainedShards:
     def carry_over(self) -> None:
         """Give the root's shards `requires_grad` that the step has set on them while they were gathered."""
         for number, each in enumerate(self._of_root):
-            gathered = getattr(each, "_unsharded_param", None)
-            if gathered is not None and gathered.requires_grad != self._at_start[number]:
-                self._at_start[number] = gathered.requires_grad
-                each.sharded_param.requires_grad_(gathered.requires_grad)
+            now = gathered(each)
+            if now is not None and now.requires_grad != self._at_start[number]:
+                self._at_start[number] = now.requires_grad
+                each.sharded_param.requires_grad_(now.requires_grad)
 
 
 def _sharded_params(module: Any) -> list[Any]:
     """Return FSDP2's records of the parameters that are gathered with `module`."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else list(group.fsdp_params)
+    return [param for group in groups_of(module) for param in group.fsdp_params]

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.compat.torch.dispatch import schema_of
+from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.sharding_strategies import has_strategy
 from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, leaves_ranks_empty, own_rows
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -39,9 +42,27 @@ GATHERED = (
 )  # fmt: skip
 """Operations that torch (2.13) refuses for DTensors, or does on a rank's part: done on whole values outside steps."""
 
+MISTAKEN = (
+    "argmax.default", "argmin.default", "max.dim", "min.dim", "mse_loss.default", "smooth_l1_loss.default",
+    "huber_loss.default",
+)  # fmt: skip
+"""Operations that are wrong on shards: indices within a rank's part (torch 2.11), means of uneven parts (2.13)."""
+
+LATER = (
+    "median.default", "median.dim", "nanmedian.default", "nanmedian.dim", "mode.default", "kthvalue.default",
+    "cummax.default", "cummin.default", "cumprod.default", "logcumsumexp.default", "nansum.default", "any.dims",
+    "var_mean.correction", "flip.default", "roll.default", "isfinite.default", "ne.Tensor", "div.Scalar_mode",
+    "clip.Tensor", "leaky_relu.default", "elu.default", "hardtanh.default", "softplus.default", "mish.default",
+    "_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default", "linalg_inv_ex.default",
+    "linalg_cholesky_ex.default", "linalg_matrix_exp.default", "linalg_eig.default", "linalg_cross.default",
+    "linalg_pinv.atol_rtol_tensor", "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", "rot90.default",
+    "index_fill.int_Scalar", "index_fill.int_Tensor", "std_mean.correction",
+)  # fmt: skip
+"""Operations that DTensors learn in torch 2.12 or 2.13: until then done on whole values outside steps."""
+
 WITHOUT_IDENTITY = (
-    "max.default", "min.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "amax.default",
-    "amin.default", "aminmax.default", "linalg_vector_norm.default", "_foreach_norm.Scalar", "_foreach_max.default",
+    "max.default", "min.default", "amax.default", "amin.default", "aminmax.default", "linalg_vector_norm.default",
+    "_foreach_norm.Scalar", "_foreach_max.default",
 )  # fmt: skip
 """Reductions that fail on a rank that holds no element: done on whole values where some rank holds none."""
 
@@ -105,7 +126,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, *others = args
         in_place = _writes_in_place(operation)
-        joined = operation._overloadpacket in (aten.cat, aten.stack)
+        joined = operation.overloadpacket in (aten.cat, aten.stack)
         into_plain = in_place and isinstance(target, Tensor) and not isinstance(target, DTensor)
         if not _are_mixed(args, kwargs, 0 if joined or into_plain else 1) or in_step():
             return by_default(operation, args, kwargs)
@@ -116,7 +137,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
                 _write(operation, [tensor], [_nth(other, number) for other in others], kwargs)
         else:
             _write(operation, target, others, kwargs)
-        return target if operation._schema.returns else None
+        return target if schema_of(operation).returns else None
 
     return handle
 
@@ -132,7 +153,7 @@ def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any
         raise RuntimeError(f"{operation}: got mixed torch.Tensor and DTensor")
     whole = in_place_of(tensor, rows)
     operation([whole] if isinstance(target, list) else whole, *others, **kwargs)
-    tensor._local_tensor.copy_(whole[rows])
+    local_of(tensor).copy_(whole[rows])
 
 
 def _nth(other: Any, number: int) -> Any:
@@ -160,7 +181,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 @cache
 def _writes_in_place(operation: Any) -> bool:
-    alias = operation._schema.arguments[0].alias_info
+    alias = schema_of(operation).arguments[0].alias_info
     return alias is not None and alias.is_write
 
 
@@ -209,6 +230,12 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 found[getattr(packet, overload)] = handle
+    found |= dict.fromkeys(_overloads(MISTAKEN), on_whole)  # in steps, too
+    for operation in _overloads(LATER):
+        if not has_strategy(operation):
+            found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
+    if not has_strategy(aten.detach_.default):  # of what autograd does, nothing is left to do for the shards
+        found[aten.detach_.default] = lambda operation, args, kwargs: args[0]
     return found
 
 

@@ -1,17 +1,17 @@
 """A unit's activations are freed after its forward and computed anew in the backward pass."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
-from torch.autograd.graph import save_on_cpu
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from lightning_paral.config import ActivationCheckpointing
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.offloaded_inputs import OffloadedInputs
 from lightning_paral.model.units import Unit, choose_units
 
 
@@ -28,8 +28,9 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
         ConfigurationError: there are no units to choose, or one lies inside another.
     """
     units = checkpointed_units(root, options)
+    offloaded = OffloadedInputs() if options.offload_to_cpu else None
     for unit in units:
-        _checkpoint(unit.module, options.offload_to_cpu)
+        _checkpoint(unit.module, offloaded)
 
     def undo() -> None:
         for unit in units:
@@ -60,19 +61,15 @@ def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequen
     return units
 
 
-def _checkpoint(module: Module, offload_to_cpu: bool) -> None:
+def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     forward = module.forward
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with _kept_inputs(offload_to_cpu):
+        # Only the inputs come to the hooks from outside of the checkpoint; what is inside meets its own.
+        with nullcontext() if offloaded is None else offloaded.of_call():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = recomputed
-
-
-def _kept_inputs(on_cpu: bool) -> AbstractContextManager[Any]:
-    # Only the inputs come to the hooks from outside of the checkpoint; what is inside meets its own.
-    return save_on_cpu(pin_memory=torch.cuda.is_available()) if on_cpu else nullcontext()

@@ -3,8 +3,8 @@
 import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_paral.compat.torch.normalization import BatchNorm
 from lightning_paral.errors import ConfigurationError
 
 
@@ -12,7 +12,7 @@ def check_sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: t
     """Raise a `ConfigurationError` if BatchNorm is to be synchronized on a device for which torch cannot."""
     if not isinstance(layer_sync, TorchSyncBatchNorm) or device.type != "cpu":
         return
-    if any(isinstance(part, _BatchNorm) for part in module.modules()):
+    if any(isinstance(part, BatchNorm) for part in module.modules()):
         raise ConfigurationError(
             "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
         )

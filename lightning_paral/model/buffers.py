@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
+from lightning_paral.compat.torch.modules import own_buffers
 
 
 class RankZeroBuffers:
@@ -56,12 +58,13 @@ class RankZeroBuffers:
 def _gather_sharded(module: Module) -> None:
     """Make buffers whole that were assigned values of sharded parameters, as averages of weights are."""
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        buffers = own_buffers(part)
+        for name, buffer in buffers.items():
             if isinstance(buffer, DTensor):
-                part._buffers[name] = buffer.full_tensor().detach()
+                buffers[name] = buffer.full_tensor().detach()
 
 
 def shared_buffers(module: Module) -> list[Tensor]:
-    """Return the buffers of `module` but those it tells DDP to leave alone (`_ddp_params_and_buffers_to_ignore`)."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    """Return the buffers of `module` but those it tells DDP to leave alone."""
+    ignored = ignored_by_ddp(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]

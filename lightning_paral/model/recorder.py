@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_paral.compat.torch.dispatch import TorchDispatchMode, schema_of
+from lightning_paral.compat.torch.pytree import tree_flatten, tree_map
 from lightning_paral.model.pretrained import is_placeholder
 from lightning_paral.model.tape import OVERWRITING, Tape, View, generator_state
 
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
             return func(*args, **kwargs)
         owned = [tensor for tensor in tensors if self._tape.owns(tensor)]
-        makes = func is not _to_copy and any(argument.name == "device" for argument in func._schema.arguments)
+        makes = func is not _to_copy and any(argument.name == "device" for argument in schema_of(func).arguments)
         if makes and not (owned and kwargs.get("device") is None):
             return self._make(func, args, kwargs, likes=owned)
         if owned:
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
         target = kwargs.get("device")
         if func is _to_copy and target is not None and torch.device(target).type != "meta":
             return True
-        returns_tensors = any("Tensor" in str(result.type) for result in func._schema.returns)
+        returns_tensors = any("Tensor" in str(result.type) for result in schema_of(func).returns)
         return not returns_tensors and not written
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: list[Tensor]) -> Any:
@@ -141,8 +141,8 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors an operation changes in place."""
-    positional = [argument for argument in func._schema.arguments if not argument.kwarg_only]
-    named = {argument.name: argument for argument in func._schema.arguments}
+    positional = [argument for argument in schema_of(func).arguments if not argument.kwarg_only]
+    named = {argument.name: argument for argument in schema_of(func).arguments}
     pairs = [*zip(args, positional, strict=False), *((value, named[name]) for name, value in kwargs.items())]
     for value, argument in pairs:
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_paral.process_group import host_group
+
 _SHARE = 0.9
 
 
@@ -13,7 +15,7 @@ def lack_of_room(num_bytes: int, num_local_ranks: int) -> str | None:
     available = _available_bytes()
     fits = available is None or num_bytes * num_local_ranks < _SHARE * available
     has_room = torch.tensor(fits, dtype=torch.int32)
-    dist.all_reduce(has_room, op=dist.ReduceOp.MIN)
+    dist.all_reduce(has_room, op=dist.ReduceOp.MIN, group=host_group())
     if has_room:
         return None
     return (

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_paral.compat.torch.dispatch import schema_of, without_modes
+from lightning_paral.compat.torch.pytree import tree_flatten, tree_map
+from lightning_paral.compat.torch.storages import identity_of
+from lightning_paral.compat.torch.torch_function import DisableTorchFunction
 
 _aten = torch.ops.aten
 OVERWRITING = {
@@ -31,7 +34,7 @@ class View:
     def of(cls, tensor: Tensor) -> "View":
         """Return where `tensor` lies."""
         return cls(
-            storage=tensor.untyped_storage()._cdata,
+            storage=identity_of(tensor.untyped_storage()),
             dtype=tensor.dtype,
             size=tensor.size(),
             stride=tuple(tensor.stride()),
@@ -70,12 +73,12 @@ class Tape:
         """Whether `value` is a tensor without values that was made on this tape."""
         if not isinstance(value, Tensor):
             return False
-        with torch._C.DisableTorchFunction():
-            return value.is_meta and value.untyped_storage()._cdata in self._storages
+        with DisableTorchFunction():
+            return value.is_meta and identity_of(value.untyped_storage()) in self._storages
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Return where the values of `tensor` are to be."""
-        return self._storages[tensor.untyped_storage()._cdata][1]
+        return self._storages[identity_of(tensor.untyped_storage())][1]
 
     def record(
         self,
@@ -94,7 +97,8 @@ class Tape:
         )
         for result in tree_flatten(results)[0]:
             if isinstance(result, Tensor) and not self.owns(result):
-                self._storages[result.untyped_storage()._cdata] = (result.untyped_storage(), device)
+                storage = result.untyped_storage()
+                self._storages[identity_of(storage)] = (storage, device)
         new = {view.storage for view in made if view}
         changed = [View.of(tensor) for tensor in written]
         if not new and not changed:
@@ -128,7 +132,7 @@ class Tape:
                 path.append(operation)
                 needed = (needed - operation.overwrites) | operation.reads
         real: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch.no_grad(), DisableTorchFunction(), without_modes():
             for operation in reversed(path):
                 self._repeat(operation, real)
             return [self._real(view, real) for view in views]
@@ -172,7 +176,7 @@ def generator_state(generator: torch.Generator | None, device: torch.device) -> 
 
 
 def _draw_again(func: Any, args: Any, kwargs: Any, device: torch.device, state: Tensor) -> Any:
-    if "generator" in {argument.name for argument in func._schema.arguments}:
+    if "generator" in {argument.name for argument in schema_of(func).arguments}:
         generator = torch.Generator(device)
         generator.set_state(state)
         return func(*args, **{**kwargs, "generator": generator})

@@ -16,6 +16,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
+from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.errors import ConfigurationError
 
 _requires_grad = attrgetter("requires_grad")
@@ -47,7 +49,7 @@ class TrainedParameters:
 
     def current_by_name(self) -> dict[str, Parameter]:
         """All parameters the module has now."""
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = ignored_by_ddp(self._module)
         return {name: p for name, p in self._module.named_parameters() if name not in ignored}
 
     @property
@@ -164,9 +166,7 @@ def _gather(value: Any) -> list[Any]:
 
 def _gather_in_store(value: str, key: str, timeout: timedelta, explain: Callable[[list[int]], str]) -> list[str]:
     # Unlike a collective of the backend this does no harm where some ranks do not call it, and can say which.
-    from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to the group's store
-
-    store: Any = _get_default_store()
+    store = default_store()
     keys = [f"lightning_paral/{key}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], value)
     try:

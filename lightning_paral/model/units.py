@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
+from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.config import UnitChoice, check_unit_choice
 from lightning_paral.errors import ConfigurationError
 
@@ -192,7 +193,7 @@ def _join_tied(root: Module, chosen: set[Module]) -> None:
     modules = dict(root.named_modules(remove_duplicate=False))
     places: dict[Parameter, list[str]] = {}
     for name, module in modules.items():
-        for parameter in module._parameters.values():
+        for parameter in own_parameters(module).values():
             if parameter is not None:
                 places.setdefault(parameter, []).append(name)
     shared = [names for names in places.values() if len(names) > 1]

@@ -1,13 +1,14 @@
 """The checkpoint of all our strategies: what is saved by one is loaded by every other, at any world size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,14 +20,16 @@ from lightning_paral.checkpoint.ended import EndedOptimizers
 from lightning_paral.checkpoint.files import without_scheme
 from lightning_paral.checkpoint.held import is_divided
 from lightning_paral.checkpoint.hyper_parameters import with_whole_modules
-from lightning_paral.checkpoint.optimizer import group_names, load_state, state_of
+from lightning_paral.checkpoint.optimizer import group_names, load_state, place_state, state_of
 from lightning_paral.checkpoint.plan import tensors_in
 from lightning_paral.checkpoint.random import current_states, restore_states
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.checkpoint.stored import read_into
 from lightning_paral.checkpoint.weights import OWN_KEY, addresses_of_whole, held_state_dict, load_weights, own_state
+from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.config import CheckpointOptions, Form
 from lightning_paral.errors import CheckpointError, StorageOptionsError
+from lightning_paral.model.attached import trainer_of
 from lightning_paral.process_group import DEFAULT_TIMEOUT
 from lightning_paral.strategies.full_reads import FullReads
 
@@ -54,8 +57,18 @@ class PortableCheckpoint(FullReads):
     @property
     def _is_fit(self) -> bool:
         """Whether the run, or the last one, is a fit."""
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
+        trainer = trainer_of(self.lightning_module)
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _saves_users_way(self) -> bool:
+        """Whether the user has given a `CheckpointIO` of their own."""
+        return type(self.checkpoint_io) is not TorchCheckpointIO
+
+    @property
+    def _own_devices(self) -> Sequence[torch.device]:
+        """The devices on which this process computes."""
+        return [self.root_device]
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -79,7 +92,8 @@ class PortableCheckpoint(FullReads):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as torch does, with the names of the parameters in the groups."""
         assert self.lightning_module is not None
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         return state_of(optimizer, self._ended.names(optimizer, self.lightning_module))
 
     def _ranks(self) -> Ranks:
@@ -106,7 +120,7 @@ class PortableCheckpoint(FullReads):
         from lightning_paral.checkpoint.saving import Save  # here, as torch's checkpoints take long to import
 
         assert self.lightning_module is not None
-        if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
+        if self._saves_users_way:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # the user's own way of saving
             return
         if storage_options is not None:
@@ -131,13 +145,14 @@ class PortableCheckpoint(FullReads):
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
         states = None if self._is_running and self._is_fit else self._states_of_fit
+        states = states or current_states(self._own_devices)
         checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, states)
         if self._default_form == "sharded":
             with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = addresses_of_whole(self.lightning_module)
-        local_sgd = getattr(self, "_model_averager", None) is not None
-        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, type(self).__name__, local_sgd)
+        name, local_sgd = type(self).__name__, averages_models(self)
+        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._saves_in_background:
             if self._saver is not None:
@@ -145,7 +160,7 @@ class PortableCheckpoint(FullReads):
             save.write(ranks)
             return
         if self._saver is None:
-            self._saver = BackgroundSaver(self._async_timeout)
+            self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
         self._saver.wait()  # what it writes is about to be overwritten
         staging = self._saver.staging
         ranks.each(f"Saving {path}", lambda: save.stage(staging))
@@ -160,7 +175,7 @@ class PortableCheckpoint(FullReads):
         """
         from lightning_paral.checkpoint.loading import load
 
-        if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
+        if self._saves_users_way:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             self._own_state = checkpoint.pop(OWN_KEY, {})
             return checkpoint
@@ -218,18 +233,18 @@ class PortableCheckpoint(FullReads):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self._load_optimizer_state(optimizer, state)
-        restore_states(self._own_state.get("random_states", []), all_ranks())
+        restore_states(self._own_state.get("random_states", []), all_ranks(), self._own_devices)
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         assert self.lightning_module is not None
         load_state(optimizer, group_names(optimizer, self.lightning_module), state)
-        _optimizer_to_device(optimizer, self.root_device)
+        place_state(optimizer, self.root_device)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once; what is none stays, with a warning. A user's `CheckpointIO` does it its way."""
         from lightning_paral.checkpoint.saving import remove_at
 
-        if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
+        if self._saves_users_way:
             super().remove_checkpoint(filepath)
             return
         if not self.is_global_zero:
@@ -246,7 +261,7 @@ class PortableCheckpoint(FullReads):
             CheckpointError: it failed.
         """
         if self._is_fit:
-            self._states_of_fit = current_states()
+            self._states_of_fit = current_states(self._own_devices)
         saver, self._saver = self._saver, None
         self._restores_after_setup = None
         try:

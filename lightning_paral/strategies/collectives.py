@@ -1,5 +1,6 @@
 """Collectives of a run, which must not wait after an exception: some ranks may never join them."""
 
+import logging
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,8 +15,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.checkpoint.ranks import Ranks, all_ranks
+from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.failure import Meeting, meet, new_run_name
-from lightning_paral.process_group import name_timeout, release_process_group
+from lightning_paral.model.attached import trainer_of
+from lightning_paral.process_group import group_for, made_group, name_timeout, release_process_group
+from lightning_paral.timeout_watch import TimeoutWatch
+
+log = logging.getLogger(__name__)
 
 
 class _OnException:
@@ -43,11 +49,15 @@ class Collectives(ParallelStrategy):
     _run: str = ""
     """The name of the run, from its beginning to its end."""
     _meeting: Meeting | None = None
-    _timeout: timedelta | None
+    timeout: timedelta
+    _watch: TimeoutWatch | None = None
+    _is_reported: bool = False
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
-        self._meeting = None
+        self._meeting, self._is_reported = None, False
+        if self._watch is None and nccl_backends():
+            self._watch = TimeoutWatch(self.timeout, self._timeout_option)
         self._run = self.broadcast(new_run_name())
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:
@@ -56,19 +66,21 @@ class Collectives(ParallelStrategy):
 
     def _end_run(self) -> None:
         """End the run, and after a failure with several ranks the process group, too: they may be in any collective."""
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            trainer = self.lightning_module.trainer
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None:
             for callback in trainer.checkpoint_callbacks:
                 vars(callback).pop("on_exception", None)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
-                release_process_group()
+                release_process_group(after_failure=True)
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         self._run, self._meeting = "", None
 
     @property
     def _is_failing(self) -> bool:
         """Whether an exception has ended the run, which is not torn down yet."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _meet(self) -> Meeting:
@@ -76,8 +88,7 @@ class Collectives(ParallelStrategy):
         if not self._is_failing or not dist.is_initialized():
             return Meeting(all_here=True)
         if self._meeting is None:
-            assert self._timeout is not None
-            self._meeting = meet(self._run, self._timeout)
+            self._meeting = meet(self._run, self.timeout)
         return self._meeting
 
     def _ranks(self) -> Ranks:
@@ -104,6 +115,7 @@ class Collectives(ParallelStrategy):
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
     ) -> None:
         """Let `callback` save, if that is possible. The exception that is raised stays the one that ended the run."""
+        self._report(exception)
         try:
             if self._meet().all_here:
                 type(callback).on_exception(callback, trainer, module, exception)
@@ -164,7 +176,7 @@ class Collectives(ParallelStrategy):
             dist.all_reduce(on_host, op=operation, group=meeting.group)
             tensor.copy_(on_host)
         else:
-            dist.all_reduce(tensor, op=operation, group=group)
+            dist.all_reduce(tensor, op=operation, group=group_for(tensor) if group is None else group)
         if average:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return tensor / dist.get_world_size(group)
@@ -172,7 +184,24 @@ class Collectives(ParallelStrategy):
         return tensor
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the timeout in the message of a collective that ran into it."""
+        """Name the timeout in the message of a collective that ran into it; let nothing wait for ranks elsewhere."""
         super().on_exception(exception)
-        if self._timeout is not None:
-            name_timeout(exception, self._timeout, f"{type(self).__name__}(timeout=...)")
+        name_timeout(exception, self.timeout, self._timeout_option)
+        self._report(exception)
+        if self._may_hang and made_group() is not None and not self._meet().all_here:
+            abort_nccl()  # what else the teardown does on the device would wait for the others
+
+    @property
+    def _timeout_option(self) -> str:
+        return f"{type(self).__name__}(timeout=...)"
+
+    @property
+    def _may_hang(self) -> bool:
+        """Whether ranks wait for one another on a device, where no exception ends the wait."""
+        return self.world_size > 1 and bool(nccl_backends())
+
+    def _report(self, exception: BaseException) -> None:
+        """Log an exception where the teardown, which comes before it is raised, may wait or be ended by a launcher."""
+        if self._may_hang and not self._is_reported and isinstance(exception, Exception):
+            self._is_reported = True
+            log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)

@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,9 +20,16 @@ from lightning_paral.averaging.buffers import share_when_swapped
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
+from lightning_paral.compat.lightning.strategies import (
+    ddp_options,
+    forget_static_graph,
+    layer_sync_of,
+    set_ddp_options,
+)
+from lightning_paral.compat.torch.ddp_reducer import remove_reducer
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
 from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
-from lightning_paral.ddp.reducer import ReducedParameters, remove_reducer
+from lightning_paral.ddp.reducer import ReducedParameters
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
@@ -122,6 +128,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_options,
         )
+        self.timeout = as_timeout(timeout)
+        self._comm_state, self._comm_hook, self._comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
@@ -141,7 +149,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         """Move the module to its device and wrap it. *Collective* over the world."""
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            check_sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
+            check_sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
             self.checkpoint_activations()
         super().setup(trainer)
 
@@ -156,31 +164,35 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         if self.world_size > 1:
             check_averaged(self.optimizers, self.lightning_module)
         takes_turns = not self.lightning_module.automatic_optimization and len(self.optimizers) > 1
-        if takes_turns and not {"find_unused_parameters", "static_graph"} & self._ddp_kwargs.keys():
+        options = ddp_options(self)
+        if takes_turns and not {"find_unused_parameters", "static_graph"} & options.keys():
             # Each backward pass reaches only some of the parameters, such as the generator's.
-            self._undo.callback(setattr, self, "_ddp_kwargs", self._ddp_kwargs)
-            self._ddp_kwargs = self._ddp_kwargs | {"find_unused_parameters": True}
+            self._undo.callback(set_ddp_options, self, options)
+            set_ddp_options(self, options | {"find_unused_parameters": True})
             self._make_reducer_anew()
 
     def configure_ddp(self) -> None:
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.world_size)
-        super().configure_ddp()
+        self._wrap()
         assert isinstance(self.model, DistributedDataParallel)
-        assert self._timeout is not None
-        self._reduced = ReducedParameters(self.lightning_module, self._timeout, self._undo)
+        self._reduced = ReducedParameters(self.lightning_module, self.timeout, self._undo)
         # Buffers with a hook of the user's own are the hook's.
         shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
         self._buffers = RankZeroBuffers(self.lightning_module, shares)
         if shares:
             self._undo.callback(share_when_swapped())
 
-    def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.
+    def _wrap(self) -> None:
+        """Make a DDP of the module, and let it reduce gradients as was asked for."""
+        super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         self._static_graph_learnt = False
-        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        hook, wrapper = self._comm_hook, self._comm_wrapper
+        if hook is not None and self.root_device.type != "cuda":
+            # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.
+            self.model.register_comm_hook(self._comm_state, hook if wrapper is None else wrapper(hook))
         all_reduce = self._choose_all_reduce()
         if all_reduce is not None and self._reducer is None:
             self._reducer = BucketReducer(all_reduce, self.model.process_group, self.root_device, self._wire_dtype)
@@ -214,29 +226,30 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             self._make_reducer_anew()
 
     def _make_reducer_anew(self) -> None:
-        old, options = self.model, self._ddp_kwargs
+        old, options = self.model, ddp_options(self)
         assert isinstance(old, DistributedDataParallel)
         assert self._reduced is not None
         assert self.lightning_module is not None
         with self._unused_explained():
             remove_reducer(old)
         # What ranks hold is the same already, or differs on purpose, between the averagings of post-local SGD.
-        self._ddp_kwargs = options | {"init_sync": False}
+        set_ddp_options(self, options | {"init_sync": False})
+        self.model = self.lightning_module
         try:
             with self._reduced.for_next_reducer():
-                self.model = self._setup_model(self.lightning_module)
+                self._wrap()
         finally:
-            self._ddp_kwargs = options
+            set_ddp_options(self, options)
+        assert isinstance(self.model, DistributedDataParallel)
         self.model.require_forward_param_sync = old.require_forward_param_sync
-        self._pl_static_graph_delay_done = False
-        self._register_ddp_hooks()
+        forget_static_graph(self)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients locally in backward passes inside this context."""
         # A static graph is learnt from the first backward pass, in which torch's reducer asserts that it may reduce
         # (torch 2.13). Reducing once too often changes no sum: the average of an average is itself.
-        if self._ddp_kwargs.get("static_graph") and not self._static_graph_learnt:
+        if ddp_options(self).get("static_graph") and not self._static_graph_learnt:
             yield
             self._static_graph_learnt = True
         else:

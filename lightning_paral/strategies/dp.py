@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.config import CheckpointOptions, as_checkpoint_options
 from lightning_paral.dp.checks import check_draws_all, check_replicable
 from lightning_paral.dp.step import ParallelStep
@@ -73,8 +74,12 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
 
     # Process group: none. One process; what concerns ranks is about this one alone.
 
-    def _configure_launcher(self) -> None:
-        # The last thing a Trainer does to its strategy while it is being built.
+    def set_world_ranks(self) -> None:
+        """Check what the Trainer has set: this is among the last things that it does to its strategy, when it is built.
+
+        Raises:
+            ConfigurationError: several nodes or processes, devices that do not exist, or `sync_batchnorm`.
+        """
         environment = self.cluster_environment
         num_processes = environment.world_size() if environment and environment.creates_processes_externally else 1
         if self.num_nodes > 1 or num_processes > 1:
@@ -84,7 +89,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
             )
         for device in self._devices:
             check_device(device)
-        if self._layer_sync is not None and len(self._devices) > 1:
+        if layer_sync_of(self) is not None and len(self._devices) > 1:
             raise ConfigurationError(
                 "Trainer(sync_batchnorm=True) needs a process per device. Leave it out, so that each replica "
                 "normalizes by its own samples, or use paral_ddp."
@@ -99,6 +104,8 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
     def _devices(self) -> list[torch.device]:
         assert self.parallel_devices
         return self.parallel_devices
+
+    _own_devices = _devices
 
     @property
     def global_rank(self) -> int:
@@ -142,6 +149,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Set up the device, without the process group that an earlier run of several ranks has left."""
+        self.set_world_ranks()
         group = made_group()
         if group is not None and group.size() > 1:
             release_process_group()

@@ -18,6 +18,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
+from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
 from lightning_paral.config import (
     ActivationCheckpointing,
     CheckpointOptions,
@@ -30,7 +32,6 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.averaging import ShardedWeights
 from lightning_paral.fsdp.explained import explanation
 from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
-from lightning_paral.fsdp.loops import evaluate_without_inference_mode
 from lightning_paral.fsdp.mesh import check_replicate, check_reshard, make_mesh
 from lightning_paral.fsdp.optimizers import check_optimizers
 from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
@@ -47,7 +48,7 @@ from lightning_paral.model.optimized import check_averaged
 from lightning_paral.model.pretrained import was_loaded
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
-from lightning_paral.process_group import DEFAULT_TIMEOUT
+from lightning_paral.process_group import DEFAULT_TIMEOUT, check_carries_host_tensors
 from lightning_paral.strategies.portable import PortableStrategy
 
 
@@ -120,6 +121,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             check_at_least("ParalFSDPStrategy", "reshard_after_forward", reshard_after_forward, 1)
         self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(process_group_backend=process_group_backend, timeout=as_timeout(timeout))
+        self.timeout = as_timeout(timeout)
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices
@@ -152,14 +154,13 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else sharded_precision(plugin)
+        ParallelStrategy.precision_plugin.fset(self, None if plugin is None else sharded_precision(plugin))  # type: ignore[attr-defined]
 
     # Process group
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._precision_plugin is None:
-            self.precision_plugin = Precision()
+    def _check_configured(self) -> None:
+        super()._check_configured()
+        self.precision_plugin = self.precision_plugin  # Lightning's default is none of ours
         check_precision(self.precision_plugin, self.root_device)
         check_replicate(self._replicate, self.num_nodes * self.num_processes)
         check_reshard(self._reshard_after_forward, self.num_nodes * self.num_processes // self._replicate)
@@ -168,9 +169,10 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
-        self._device_mesh = make_mesh(self.root_device, self._replicate)
+        if self._offload:
+            check_carries_host_tensors("offload=True")
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self._replicate))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -226,7 +228,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
             check_embeddings(module, self.world_size, "FSDP")
             check_pruning(vars(module.trainer)["callbacks"])
         if fitting:
-            sync_batchnorm(module, self._layer_sync, self.root_device)
+            sync_batchnorm(module, layer_sync_of(self), self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         if fitting:
             self.checkpoint_activations()
@@ -247,8 +249,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._deferred = None
         if fitting:
             self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
-            assert self._timeout is not None
-            self._trained = TrainedShards(module, self._timeout, self._undo)
+            self._trained = TrainedShards(module, self.timeout, self._undo)
         return sharded
 
     def _show(self, units: Units) -> None:
@@ -390,12 +391,11 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
                 if not isinstance(gather, str):
                     sharded.root.cpu()
         finally:
-            self._device_mesh = None
+            set_device_mesh(self, None if sharded is None else self.lightning_module, None)
             super().teardown()
-            if self.lightning_module is not None and sharded is not None:
-                self.lightning_module._device_mesh = None
-                if self._layer_sync is not None:
-                    self._layer_sync.revert(self.lightning_module)
+            layer_sync = layer_sync_of(self)
+            if self.lightning_module is not None and sharded is not None and layer_sync is not None:
+                layer_sync.revert(self.lightning_module)
 
 
 def _check_options(accumulate: str, prefetch: int | None, reduce_dtype: str | None) -> None:

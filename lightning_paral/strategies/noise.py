@@ -20,9 +20,12 @@ NOISE = (
     Noise(r"`torch\.jit\.script_method` is deprecated", DeprecationWarning, r"torch\.jit\b"),
 )
 
+# Lightning's for loaders that cannot go on where they were. Ours do.
+RESUMED_INSIDE_EPOCH = Noise("You're resuming from a checkpoint that ended before the epoch ended", UserWarning, "")
+
 
 class NoiseLeftOut:
-    """Leaves out the warnings of `NOISE`, and only those, until `end`. It can be copied with what holds it.
+    """Leaves out the warnings of `NOISE`, and others that are named, until `end`. It can be copied with what holds it.
 
     The filters are the process's. What others add to them, or reset, in the meantime stays so.
     """
@@ -30,10 +33,14 @@ class NoiseLeftOut:
     def __init__(self) -> None:
         self._added: list[Any] = []
         for noise in NOISE:
-            before = list(warnings.filters)
-            warnings.filterwarnings("ignore", noise.message, noise.category, noise.module)
-            if warnings.filters[0] not in before:  # else it is the user's own, and stays
-                self._added.append(warnings.filters[0])
+            self.leave_out(noise)
+
+    def leave_out(self, noise: Noise) -> None:
+        """Leave out another warning, too."""
+        before = list(warnings.filters)
+        warnings.filterwarnings("ignore", noise.message, noise.category, noise.module)
+        if warnings.filters[0] not in before:  # else it is the user's own, and stays
+            self._added.append(warnings.filters[0])
 
     def end(self) -> None:
         """Let the warnings through again."""

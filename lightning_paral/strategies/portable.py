@@ -16,8 +16,9 @@ from torch import Tensor
 from lightning_paral.averaging.callbacks import AveragingCallbacks, forget_ended
 from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.plan import CURRENT_KEY
-from lightning_paral.checkpoint.random import restore_states
+from lightning_paral.checkpoint.random import restore_states, without_devices
 from lightning_paral.checkpoint.ranks import all_ranks
+from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
 from lightning_paral.data.injection import draws_as_one_process
@@ -25,6 +26,7 @@ from lightning_paral.data.position import Position
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.model.activation_checkpointing import checkpoint_units
+from lightning_paral.model.attached import trainer_of
 from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.process_group import (
@@ -35,7 +37,7 @@ from lightning_paral.process_group import (
 )
 from lightning_paral.strategies.checkpoint import PortableCheckpoint
 from lightning_paral.strategies.collectives import Collectives
-from lightning_paral.strategies.noise import NoiseLeftOut
+from lightning_paral.strategies.noise import RESUMED_INSIDE_EPOCH, NoiseLeftOut
 from lightning_paral.strategies.start_line import print_start_line
 
 _DATA_STATE = "lightning_paral.data"
@@ -70,28 +72,49 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
     """A checkpoint that was loaded before the module was divided, and whether strictly."""
     _averaging_obstacle: str | None = None
     """Why weights cannot be averaged, and what to do."""
-    _process_group_backend: str | None
-    _timeout: timedelta | None
+    _launchers: tuple[object, CheckedSubprocessLauncher] | None = None
+    """Lightning's, and the one that takes its place."""
+    process_group_backend: str | None
+    timeout: timedelta
+    """How long ranks are waited for."""
     num_nodes: int
     num_processes: int
-    set_world_ranks: Callable[[], None]
 
-    def _configure_launcher(self) -> None:
-        # The last thing a Trainer does to its strategy while it is being built, and in every process.
+    def set_world_ranks(self) -> None:
+        """Tell the environment and Lightning's logging which rank this is.
+
+        Among the last things that a Trainer does to its strategy while it is being built, in every process, and before
+        it starts others: so everything that the Trainer has set is checked here.
+
+        Raises:
+            ConfigurationError: it does not fit.
+        """
+        self._check_configured()
+        super().set_world_ranks()  # type: ignore[misc]
+
+    def _check_configured(self) -> None:
+        """Raise a `ConfigurationError` if the Trainer has set what the strategy cannot work with."""
         check_local_rank(self.local_rank, self.num_processes)
         check_device(self.root_device)
-        backend_for(self.root_device, self._process_group_backend)
+        backend_for(self.root_device, self.process_group_backend)
         self._check_checkpoint_io()
-        super()._configure_launcher()
-        if type(self._launcher).__name__ == "_SubprocessScriptLauncher":
+
+    @property
+    def launcher(self) -> Any:
+        """What starts the other processes: Lightning's, with checks before and none of them left behind."""
+        theirs = super().launcher
+        if type(theirs) is not SubprocessScriptLauncher:
+            return theirs
+        if self._launchers is None or self._launchers[0] is not theirs:
             assert self.cluster_environment is not None
-            self._launcher = CheckedSubprocessLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, partial(check_before_launch, self)
-            )
+            check = partial(check_before_launch, self)
+            ours = CheckedSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes, check)
+            self._launchers = theirs, ours
+        return self._launchers[1]
 
     def _check_checkpoint_io(self) -> None:
-        io = self._checkpoint_io
-        if self._default_form == "sharded" and io is not None and type(io) is not TorchCheckpointIO:
+        io = self.checkpoint_io
+        if self._default_form == "sharded" and type(io) is not TorchCheckpointIO:
             raise ConfigurationError(
                 f"{type(io).__name__} saves what one rank has, and under {type(self).__name__} no rank has everything. "
                 "Leave it out. For saving in the background there is CheckpointOptions(async_save=True)."
@@ -106,8 +129,7 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
         if not draws_as_one_process(self.sampling, self.world_size):
             reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
         assert self.cluster_environment is not None
-        assert self._timeout is not None
-        join_process_group(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
         self._inject_samplers()
         assert self.lightning_module is not None
@@ -130,7 +152,6 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
             self.lightning_module.trainer,
             self.sampling,
             self.broadcast(int(seed)),
-            self.root_device,
             run_fillers=self.forward_has_collectives,
         )
         if self._position is None or self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -140,16 +161,18 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
         """Move to where the checkpoint was in its data."""
         super().on_train_start()
         if self._data_state is not None and self._injection is not None:
-            self._injection.position.resume(self._data_state, self._restore_random)
+            is_inside_epoch = self._injection.position.resume(self._data_state, self._restore_random)
+            if is_inside_epoch and self._quiet is not None:
+                self._quiet.leave_out(RESUMED_INSIDE_EPOCH)
         self._data_state, self._random_states = None, ()
 
     def _restore_random(self) -> None:
         if len(self._random_states) == self.world_size:
-            restore_states(list(self._random_states), all_ranks())
+            restore_states(list(self._random_states), all_ranks(), self._own_devices)
         elif self._random_states and draws_as_one_process(self.sampling, self.world_size):
             # Orders of epochs to come are drawn from rank 0's. Where the module draws nothing, all ranks' are the same.
-            of_rank_0 = {name: value for name, value in self._random_states[0].items() if name != "torch.cuda"}
-            restore_states([of_rank_0] * self.world_size, all_ranks())
+            of_rank_0 = without_devices(self._random_states[0])
+            restore_states([of_rank_0] * self.world_size, all_ranks(), self._own_devices)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, weighted by this rank's share of the samples where shares differ."""
@@ -227,8 +250,8 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
         if self._is_fit:
             self._data_state = data_state
             self._random_states = self._own_state.get("random_states", [])
-        elif self.lightning_module is not None and self.lightning_module._trainer is not None:
-            forget_ended(vars(self.lightning_module.trainer)["callbacks"])
+        elif (trainer := trainer_of(self.lightning_module)) is not None:
+            forget_ended(vars(trainer)["callbacks"])
         return checkpoint
 
     def teardown(self) -> None:

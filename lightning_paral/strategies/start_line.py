@@ -7,7 +7,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
 from lightning_paral.data.sampler import RankBatchSampler
 
 
@@ -18,16 +20,12 @@ def print_start_line(trainer: Trainer, strategy: ParallelStrategy) -> None:
     """
     if trainer.state.fn != TrainerFn.FITTING:
         return
-    loop: Any = trainer.fit_loop
 
-    def setup_data() -> None:
-        del loop.setup_data
-        loop.setup_data()
-        if loop._combined_loader is not None:
-            rank_zero_info(start_line(trainer, strategy, loop._combined_loader.flattened))
+    def print_line() -> None:
+        if trainer.train_dataloader is not None:
+            rank_zero_info(start_line(trainer, strategy, CombinedLoader(trainer.train_dataloader).flattened))
 
-    vars(loop).pop("setup_data", None)  # of a run that failed before it had loaders
-    loop.setup_data = setup_data
+    call_once_after_setup_of_data(trainer, print_line)
 
 
 def start_line(trainer: Trainer, strategy: ParallelStrategy, loaders: list[Any]) -> str:

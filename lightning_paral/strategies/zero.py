@@ -1,6 +1,7 @@
 """ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks."""
 
 import logging
+import os
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,12 +12,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
@@ -81,8 +82,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054. Accumulation, clipping,
     precision and hooks are Lightning's, as under `paral_ddp`.
 
-    `precision="bf16-mixed"` and `"16-mixed"` are autocast over fp32 weights; `"bf16-true"` and `"16-true"` keep
-    low-precision weights with fp32 master copies in the optimizer.
+    `precision="bf16-mixed"` and `"16-mixed"` are autocast over fp32 weights, which are gathered, and their gradients
+    averaged, in fp32: the numbers of `paral_ddp`. `"bf16-true"` and `"16-true"` keep low-precision weights with fp32
+    master copies in the optimizer, and send half as much.
 
     Args:
         stage: what is divided: 1 the optimizer state, 2 gradients, too, 3 parameters, too.
@@ -94,7 +96,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             tell. ZeRO shows it flattened parts of parameters.
         find_unused_parameters: let ranks agree in every step which parameters got no gradient, as in
             `DistributedDataParallel`; they stay as they are. Otherwise the first step decides which never get one.
-        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: DeepSpeed decides.
+        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA, where there
+            are several ranks. On CPU there are no streams.
         reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
         gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
@@ -171,6 +174,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             process_group_backend=process_group_backend,
             timeout=as_timeout(timeout),
         )
+        self.timeout = as_timeout(timeout)
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self.remote_device = None
@@ -200,7 +204,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
                 f"{type(plugin).__name__} cannot be used under ZeRO. Set Trainer(precision=...) to one of "
                 f"{', '.join(settings.PRECISIONS)} instead."
             )
-        self._precision_plugin = plugin
+        Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
 
     # Process group
 
@@ -210,8 +214,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
+    def _check_configured(self) -> None:
+        super()._check_configured()
         check_accelerator(self.root_device)
         check_precision(self._zero_precision.precision, self.root_device)
         settings.check_precision(self._zero_precision.precision, self._options.users_config)
@@ -226,11 +230,20 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         """Join or make the process group and hand it to DeepSpeed. *Collective* over the world."""
         super().setup_distributed()
         self._undo.enter_context(rank_variables_as_before())
-        self._set_node_environment_variables()
+        self._export_rank()
         join_deepspeed(self._logging_level, self.root_device)
         self._undo.callback(leave_deepspeed)
         self._undo.enter_context(operators_kept())
         self.config = self._make_config()
+
+    def _export_rank(self) -> None:
+        """Say in the environment which rank this is, as DeepSpeed looks there."""
+        assert self.cluster_environment is not None
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        os.environ["RANK"] = str(self.global_rank)
+        os.environ["WORLD_SIZE"] = str(self.world_size)
+        os.environ["LOCAL_RANK"] = str(self.local_rank)
 
     # Model wrapping
 
@@ -261,7 +274,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self.accelerator.setup(trainer)
         rejoin(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
-            sync_batchnorm(self.lightning_module, self._layer_sync, self.root_device)
+            sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
         self._belongings = Belongings(self.lightning_module)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
@@ -270,7 +283,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._setup_training()
         else:
             self._setup_evaluation()
-        self._forward_redirection = OutermostCallOnly(new_hooks(self.lightning_module, hooks))
+        set_forward_redirection(self, OutermostCallOnly(new_hooks(self.lightning_module, hooks)))
         self.barrier()
 
     def _setup_training(self) -> None:
@@ -293,13 +306,15 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
         gradients = []
         for engine, of, parts in zip(engines, users, holdings, strict=True):
-            usage = parts.watch_usage(self.root_device, find_unused=self._find_unused_parameters)
+            usage = parts.watch_usage(find_unused=self._find_unused_parameters)
             gradients.append(PartitionedGradients(engine, of, self._writes, usage))
         self._gradients = self._zero_precision.start_fit(join_gradients(gradients, optimizers))
         self.optimizers = optimizers
-        for of, wrapped, each in zip(users, self._lightning_optimizers, gradients, strict=True):
+        found: Any = LightningModule.optimizers(module)
+        for of, wrapped, each in zip(users, found if isinstance(found, list) else [found], gradients, strict=True):
             of.hide_state(each.zero_grad)
             vars(wrapped)["zero_grad"] = each.zero_grad  # it inherits torch's
+            self._undo.callback(vars(wrapped).pop, "zero_grad", None)
         vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
@@ -329,11 +344,11 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         with true_shapes(module):
-            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+            Strategy.setup_optimizers(self, module.trainer)
+        optimizers = self.optimizers
         check_averaged(optimizers, module)
         found = check_kind(optimizers, module)
         if found is None:
-            self.optimizers = optimizers
             return None
         users = [UsersOptimizer(optimizer, module) for optimizer in found]
         if len(users) > 1:
@@ -363,17 +378,21 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         return settings.complete(ours, self._options.users_config)
 
     def _sized_config(self, module: Module) -> dict[str, Any]:
-        num_elements = count_trained(module.parameters())
-        on_cuda = self.root_device.type == "cuda"
-        zero = settings.fill_in(self.config["zero_optimization"], self.stage, num_elements, on_cuda)
+        zero = settings.fill_in(
+            self.config["zero_optimization"],
+            self.stage,
+            count_trained(module.parameters()),
+            device_type=self.root_device.type,
+            num_ranks=self.world_size,
+        )
         return self.config | {"zero_optimization": zero}
 
     @property
     def _zero_precision(self) -> ZeROPrecision:
-        if self._precision_plugin is None:
-            self._precision_plugin = ZeROPrecision("32-true")
-        assert isinstance(self._precision_plugin, ZeROPrecision)
-        return self._precision_plugin
+        if not isinstance(self.precision_plugin, ZeROPrecision):
+            self.precision_plugin = ZeROPrecision("32-true")
+        assert isinstance(self.precision_plugin, ZeROPrecision)
+        return self.precision_plugin
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -480,8 +499,6 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
                 self._writes.end(settle=not failed)
             for users in self._users_optimizers:
                 users.show_state()
-            for wrapped in self._lightning_optimizers:
-                vars(wrapped).pop("zero_grad", None)
             if self._gradients is not None:  # the setup has succeeded
                 self._keep_optimizers()
             if self._gradients is not None:

@@ -1,11 +1,11 @@
 """Schedules of gradient accumulation, which Lightning refuses every DeepSpeedStrategy."""
 
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_paral.compat.lightning.accumulation import replace_check
 from lightning_paral.errors import ConfigurationError
 
 
@@ -14,7 +14,7 @@ def allow_accumulation_schedules(trainer: Trainer) -> None:
     # The callback refuses every DeepSpeedStrategy in `on_train_start`, a check it shares with those that matter here.
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
-            callback.on_train_start = partial(_check_accumulation_schedule, callback)  # type: ignore[method-assign]
+            replace_check(callback, _check_accumulation_schedule)
 
 
 def _check_accumulation_schedule(callback: GradientAccumulationScheduler, trainer: Trainer, module: Any) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning_paral.compat.deepspeed.gradients import refresh_norms
+
 
 def clamp_gradients(optimizer: Any, stage: int, limit: float, *, offloaded: bool) -> None:
     """Clamp each element of the averaged gradients to `[-limit, limit]`, in place. No collective.
@@ -21,17 +23,8 @@ def clamp_gradients(optimizer: Any, stage: int, limit: float, *, offloaded: bool
     elif offloaded:
         for partition in optimizer.single_partition_of_fp32_groups:
             partition.grad.clamp_(-limit, limit)
-        _refresh_norms(optimizer)
+        refresh_norms(optimizer)
     else:
         for group in optimizer.averaged_gradients.values():
             for gradient in group or ():
                 gradient.clamp_(-limit, limit)
-
-
-def _refresh_norms(optimizer: Any) -> None:
-    # Stages 1 and 2 with offload take norms while gradients arrive; clipping by norm may follow clipping by value.
-    for group, parameters in enumerate(optimizer.params_in_partition):
-        for parameter, gradient in zip(parameters, optimizer.offload_gradient_dict[group], strict=True):
-            index = optimizer.get_param_id(parameter)
-            if index in optimizer.norm_for_param_grads:
-                optimizer.norm_for_param_grads[index] = gradient.double().norm(2)

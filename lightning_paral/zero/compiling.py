@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.compat.operators import loaded_by
+from lightning_paral.compat.deepspeed.operators import is_for_cuda, loaded_by
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero import ninja
 from lightning_paral.zero.environment import variables_as_before
@@ -37,6 +37,7 @@ def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
     kept = folder / f"{builder.name}.so"
     if kept.is_file():
         return _imported(builder.name, kept)
+    toolkit = _toolkit_for(builder)
     rank_zero_info(
         f"Compiling DeepSpeed's operator {builder.name!r}, which takes a few minutes. This is done once for these "
         f"versions of torch and DeepSpeed and this kind of processor; the result is kept in {folder}."
@@ -49,7 +50,7 @@ def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
         for left in folder.glob(f"{builder.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f"{builder.name}-", dir=folder))
-        with _environment(building):
+        with _environment(building, toolkit):
             module = compile_and_load()
         os.replace(module.__file__, kept)
         module.__file__ = str(kept)
@@ -72,11 +73,37 @@ def folder_of(builder: Any) -> Path:
         *(os.environ.get(name) for name in _VARIABLES),
         *(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count() if on_cuda else 0)),
     ]
+    if is_for_cuda(builder):  # others of the same name are for CPU
+        depends_on += ["cuda", _cuda_home(), os.environ.get("CC")]
     digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:12]
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(given) / "lightning_paral" if given else cache / "lightning_paral" / "ops"
     return root / f"torch-{torch.__version__}-deepspeed-{deepspeed.__version__}-{digest}"
+
+
+def _toolkit_for(builder: Any) -> Path | None:
+    """Return the folder of the CUDA toolkit if `builder` needs it.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if not is_for_cuda(builder) or not torch.cuda.is_available():
+        return None
+    home = _cuda_home()
+    if home is None:
+        raise ConfigurationError(
+            f"DeepSpeed's operator {builder.name!r} is compiled with the CUDA toolkit, and there is none: CUDA_HOME is "
+            f"not set, and nvcc is not on PATH. Install that of CUDA {torch.version.cuda}, or do without the operator: "
+            "torch.optim.AdamW(fused=True) needs none."
+        )
+    return Path(home)
+
+
+def _cuda_home() -> str | None:
+    from torch.utils import cpp_extension
+
+    return cpp_extension.CUDA_HOME
 
 
 def _processor() -> str:
@@ -105,9 +132,16 @@ def _turn(folder: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(building: Path) -> Iterator[None]:
-    """Let torch build in `building`, with a ninja that ends with this process."""
+def _environment(building: Path, toolkit: Path | None) -> Iterator[None]:
+    """Let torch build in `building`, with a ninja that ends with this process.
+
+    Where there is only the driver's library itself, and no link to it by the name that linkers look for, they find the
+    stub in the CUDA `toolkit`.
+    """
     changed = {"TORCH_EXTENSIONS_DIR": str(building)}
+    if toolkit is not None:
+        paths = (os.environ.get("LIBRARY_PATH"), str(toolkit / "lib64" / "stubs"))
+        changed["LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
     found = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))  # if not activated
     if found is not None:
         commands = building / "bin"

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_paral.compat.deepspeed import zero_init
+from lightning_paral.compat.deepspeed.linear import linear_as_before
+from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.model.pretrained import is_loading, was_loaded
 from lightning_paral.zero.partition import is_partitioned, make_contiguous, scalars_as_bytes
 
@@ -30,10 +33,9 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
 
     with torch.device("meta"):  # torch notes at the first call which functions such a context changes
         torch.empty(0)
-    linear = torch.nn.functional.linear
-    constructors = {name: getattr(torch, name) for name in _CONSTRUCTORS}
+    constructors = zero_init.plain_constructors()
     before = set() if module is None else set(module.parameters())
-    try:
+    with linear_as_before():  # `zero.Init` replaces it for good
         # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
         init = _divisible(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
@@ -44,27 +46,20 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
             gained = {name: parameter for name, parameter in module.named_parameters() if parameter not in before}
             warn_of_other_draws(gained, init.local_device)
             _partition(init, gained.values())
-    finally:
-        torch.nn.functional.linear = linear  # `zero.Init` replaces it for good
 
 
 def _divisible(init: Any) -> Any:
     """Let `zero.Init` take parameters of any layout, dimension and dtype, and convert them to that of the weights."""
-    divide = init._zero_init_param
 
-    def divide_any(parameter: Parameter) -> None:
+    def divide_any(divide: Callable[[Parameter], None], parameter: Parameter) -> None:
         if init.dtype != torch.float32 and parameter.is_floating_point():
             parameter.data = parameter.data.to(init.dtype)
         make_contiguous(parameter)
         with scalars_as_bytes():
             divide(parameter)
 
-    init._zero_init_param = divide_any
+    zero_init.divide_parameters_by(init, divide_any)
     return init
-
-
-_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
-"""What `zero.Init` puts functions of its own in place of, which choose device and dtype."""
 
 
 def _stand_aside_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
@@ -76,22 +71,13 @@ def _stand_aside_while_loading(init: Any, constructors: dict[str, Callable[..., 
         init: a `zero.Init` that has been entered.
         constructors: torch's own.
     """
-    divide_module = init._post_init_method
 
-    def divide_module_if_it_stays(module: Module) -> None:
+    def divide_if_it_stays(divide: Callable[[Module], None], module: Module) -> None:
         if not is_loading():
-            divide_module(module)
+            divide(module)
 
-    init._post_init_method = divide_module_if_it_stays
-    for name, plain in constructors.items():
-        setattr(torch, name, _either(plain, getattr(torch, name)))
-
-
-def _either(while_loading: Callable[..., Tensor], else_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def construct(*args: Any, **kwargs: Any) -> Tensor:
-        return (while_loading if is_loading() else else_)(*args, **kwargs)
-
-    return construct
+    zero_init.divide_modules_by(init, divide_if_it_stays)
+    zero_init.choose_constructors(constructors, is_loading)
 
 
 @torch.no_grad()
@@ -103,7 +89,7 @@ def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
         if dist.get_rank() > 0:
             # It may lie in a private map of a file, where received values would stay in memory as long as the map.
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        init._convert_to_zero_parameters([parameter])
+        zero_init.divide_whole(init, parameter)
 
 
 def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
@@ -172,14 +158,14 @@ class _FirstValues(TorchFunctionMode):
         from deepspeed.runtime.zero import GatheredParameters
 
         self._release()
-        with torch._C.DisableTorchFunctionSubclass(), scalars_as_bytes():
+        with DisableTorchFunctionSubclass(), scalars_as_bytes():
             self._whole = GatheredParameters(parameters, modifier_rank=0)
             self._whole.__enter__()
 
     def _release(self) -> None:
         whole, self._whole = self._whole, None
         if whole is not None:
-            with torch._C.DisableTorchFunctionSubclass(), scalars_as_bytes():
+            with DisableTorchFunctionSubclass(), scalars_as_bytes():
                 whole.__exit__(None, None, None)
 
 

@@ -4,7 +4,7 @@ What an optimizer does is looked at, not guessed from its name: it steps on a sm
 elements flattened and cut, and has to arrive at the same values.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.compat.torch import step_hooks
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.closures import closure_for
 
@@ -96,8 +97,7 @@ def _trained(
     parameters = [Parameter(each.clone()) for each in values]
     rate = {"lr": 0.01} if not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0 else {}
     trial.__dict__.update(param_groups=[group | rate | {"params": parameters}], state=defaultdict(dict))
-    for name in vars(trial).keys() & {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}:
-        trial.__dict__[name] = OrderedDict()
+    trial.__dict__.update(step_hooks.no_hooks())
     if isinstance(optimizer, torch.optim.Adagrad):  # alone in that it makes its state with itself
         for parameter in parameters:
             trial.state[parameter] = {

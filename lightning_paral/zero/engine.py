@@ -1,8 +1,6 @@
 """DeepSpeed's engines around a module: one that trains, one that only gathers parameters."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +8,10 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.compat.deepspeed.checks import check_instance
+from lightning_paral.compat.deepspeed.masters import find_masters_again, find_masters_in_round_robin
+from lightning_paral.compat.deepspeed.overlap import reduce_what_hooks_left
+from lightning_paral.compat.deepspeed.weight_dtype import dtype_as_given
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.outputs import allow_any_output
 from lightning_paral.zero.partition import check_not_empty, make_contiguous, scalars_as_bytes
@@ -34,9 +36,11 @@ def build_training_engine(
         # DeepSpeed 0.19.8 makes Adagrad anew, from its default options and without groups.
         inner.param_groups = optimizer.param_groups
         if engine.zero_optimization_stage() < 3:
-            engine.optimizer._link_all_hp_params()
+            find_masters_again(engine.optimizer)
     if getattr(engine.optimizer, "round_robin_gradients", False):
-        _find_masters_again(engine.optimizer)
+        find_masters_in_round_robin(engine.optimizer)
+    if engine.zero_optimization_stage() == 1 and getattr(engine.optimizer, "overlap_comm", False):
+        reduce_what_hooks_left(engine.optimizer)
     return engine
 
 
@@ -69,7 +73,7 @@ def _initialize(
     check_parameters(module, parameters, config)
     for parameter in module.parameters():
         make_contiguous(parameter)
-    with scalars_as_bytes(), _dtype_as_given():
+    with scalars_as_bytes(), dtype_as_given():
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
             config=config,
@@ -78,7 +82,10 @@ def _initialize(
             optimizer=optimizer,
             dist_init_required=False,
         )
-    allow_any_output(module)
+    for part in (engine, engine.optimizer):
+        check_instance(part)
+    if config["zero_optimization"]["stage"] == 3:
+        allow_any_output(module)
     for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 leaves the engine's own `training` as it was
         setattr(engine, change.__name__, MethodType(change, engine))
     engine.training = module.training
@@ -116,33 +123,3 @@ def check_parameters(module: Module, trained: list[Any], config: dict[str, Any])
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _find_masters_again(optimizer: Any) -> None:
-    # With `round_robin_gradients` DeepSpeed 0.19.8 lays out master weights in another order than the parameters, and
-    # then looks for them in the parameters' order: it would read and save those of others. Only where it has padded
-    # between them it looks up their places.
-    padding = optimizer.round_robin_bit16_padding
-    optimizer.round_robin_bit16_padding = [[True] for _ in padding]
-    optimizer._link_all_hp_params()
-    optimizer.round_robin_bit16_padding = padding
-
-
-@contextmanager
-def _dtype_as_given() -> Iterator[None]:
-    # Where the accelerator has no fp16, which some CPUs have not, DeepSpeed 0.19.8 takes bf16 in place of the weights'
-    # dtype for the files on NVMe: by a missing pair of parentheses.
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
-
-    choose = Patches._set_dtype
-
-    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
-        choose(self, ds_config, dtype)
-        if dtype is not None:
-            self.dtype = dtype
-
-    Patches._set_dtype = set_dtype
-    try:
-        yield
-    finally:
-        Patches._set_dtype = choose

@@ -7,6 +7,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_paral.compat.deepspeed import backward, gradients
+from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
+from lightning_paral.compat.deepspeed.masters import link_states
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.zero.clamping import clamp_gradients
 from lightning_paral.zero.closures import StepArguments
@@ -123,8 +126,7 @@ class PartitionedGradients:
             self._adds_to_old = by_hand and self._has_old
         elif self._num_passes == 1:
             self._clear_stale(self._usage.not_yet_used())  # to which this pass may add
-        # Counts passes at stage 3, which `engine.forward` does, too; several may follow one forward.
-        self._optimizer.clear_backward_seen_flag()
+        backward.begin_pass(self._optimizer)
         self._num_passes += 1
 
     def before_shared_backward(self) -> None:
@@ -133,10 +135,7 @@ class PartitionedGradients:
             self.engine.set_gradient_accumulation_boundary(False)
         if self._num_passes == 1:
             self._clear_stale(self._usage.not_yet_used())
-        self._optimizer.clear_backward_seen_flag()
-        self._optimizer.backward_prologue()
-        self._optimizer.enter_backward()
-        self.engine._running_engine_backward = True  # or it would end the pass by itself
+        backward.begin_shared_pass(self.engine)
         self._usage.is_announced = True
         self._usage.was_reached = False
 
@@ -146,14 +145,14 @@ class PartitionedGradients:
         Raises:
             ConfigurationError: it did, but gradients of this step have been read or clipped already.
         """
-        self.engine._running_engine_backward = False
+        backward.end_shared_pass(self.engine)
         self._usage.is_announced = False
         if not self._usage.was_reached:
-            self._optimizer.exit_backward()
+            backward.leave_unreached(self.engine)
             return
         if self._complete:
             self._refuse_more()
-        self.engine._backward_epilogue()
+        backward.reduce_reached(self.engine)
         if self._num_passes == 0:
             self._adds_to_old = self._has_old
         self._num_passes += 1
@@ -180,32 +179,18 @@ class PartitionedGradients:
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(True)
             if self.stage >= 2:
-                self._optimizer.finalize_gradient_accumulation_boundary()
+                backward.end_window(self._optimizer)
             else:
-                self._reduce_at_stage1()
+                self.engine.allreduce_gradients()
         self._clear_stale(self._usage.unused)
         self._complete = self._is_closed = True
 
     def _clear_stale(self, unused: Named) -> None:
-        """Set to zero what stage 3 keeps of an earlier window's gradients, where no new ones came."""
-        if self.stage < 3:
-            return
-        for _, parameter in unused:
-            gradients = self._optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-            gradients[parameter.ds_id].zero_()  # type: ignore[attr-defined]
-            if self._offloaded:
-                self._optimizer.norm_for_param_grads.pop(self._optimizer.get_param_id(parameter), None)
-
-    def _reduce_at_stage1(self) -> None:
-        if self._optimizer.overlap_comm:
-            # DeepSpeed 0.19.8 takes it that hooks have reduced everything; they do in passes that were announced.
-            self._optimizer.set_gradient_accumulation_boundary(True)
-            self._optimizer.setup_buckets()
-            for group, parameters in enumerate(self._optimizer.bit16_groups):
-                for parameter in parameters:
-                    if self._optimizer.get_gradient_for_reduction(parameter) is not None:
-                        self._optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
-        self.engine.allreduce_gradients()
+        """Set to zero what stage 3 and offload keep of an earlier window's gradients, where no new ones came."""
+        for _, parameter in unused if self.stage < 3 and self._offloaded else ():
+            zero_gradient_on_host(self._optimizer, parameter)
+        for _, parameter in unused if self.stage == 3 else ():
+            gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self._offloaded)
 
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
         """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*.
@@ -248,10 +233,6 @@ class PartitionedGradients:
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
-        if self._offloaded and self.stage < 3:
-            # DeepSpeed writes only what the next backward yields; parameters without a gradient would keep this one.
-            for partition in self._optimizer.single_partition_of_fp32_groups:
-                partition.grad.zero_()
         self._optimizer.clip_grad = 0.0
         self._has_old = True
         self._close()
@@ -259,19 +240,15 @@ class PartitionedGradients:
     def _link_states(self) -> None:
         # DeepSpeed 0.19.8 steps group by group, and links parameters to their states once: after the first group.
         if self.stage < 3 and not self._has_linked_states and self.engine.was_step_applied():
-            self._optimizer._hp_optimizer_states_linked = False
-            self._optimizer._lazy_init_hp_params_optimizer_state()
+            link_states(self._optimizer)
             self._has_linked_states = True
 
     def _discard(self) -> None:
         self._optimizer.zero_grad()
         if self.stage < 3:
-            for gradients in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
-                for group in gradients:
-                    gradients[group] = None
-            self._optimizer.micro_step_id = -1
+            gradients.forget_window(self._optimizer, offloaded=self._offloaded)
             if self._offloaded:
-                self._optimizer.reset_cpu_buffers()
+                forget_copies(self._optimizer)
         self._close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -295,6 +272,7 @@ class PartitionedGradients:
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
         self.end_window()
+        self._await_copies()
         clamp_gradients(self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded)
 
     # Reading
@@ -303,8 +281,7 @@ class PartitionedGradients:
         """Return the global 2-norm of the averaged gradients, of dtype fp32, before clipping by norm. *Collective*."""
         self._check_complete()
         if self.stage == 3:
-            squares = torch.stack([norm.float() ** 2 for norm in self._optimizer._get_norm_groups()])
-            scaled = squares.sum().sqrt()
+            scaled = gradients.scaled_norm_of_stage3(self._optimizer)
         else:
             scaled = torch.as_tensor(self._optimizer.scaled_global_norm()).float()
         return scaled / self._loss_scale()
@@ -321,12 +298,18 @@ class PartitionedGradients:
 
     def _check_complete(self) -> None:
         self.end_window()
+        self._await_copies()
         if not self._complete:
             raise GradientsNotReadyError(
                 "There are no gradients now: they exist from the last backward pass of a step to the step itself. "
                 "Read them in on_before_optimizer_step or configure_gradient_clipping, or in on_after_backward when "
                 "the step follows."
             )
+
+    def _await_copies(self) -> None:
+        # Stage 3 waits at the end of each backward pass.
+        if self._offloaded and self.stage < 3:
+            wait_for_copies(self._optimizer)
 
     def _loss_scale(self) -> float:
         return float(self._optimizer.loss_scale)

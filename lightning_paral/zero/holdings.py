@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.held import TensorRun
 from lightning_paral.checkpoint.optimizer import SavedOptimizer, State, by_number, hyper_parameters
 from lightning_paral.checkpoint.stored import read_run, read_whole
+from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.errors import CheckpointError
 from lightning_paral.zero.masterless import fill, fill_gathered, held
 from lightning_paral.zero.partition import run_of_partition
@@ -131,10 +132,11 @@ class Holdings:
                     master.copy_(torch.where(master.to(part.dtype) == part, master, part.to(master.dtype)))
                 partition.publish()
 
-    def watch_usage(self, device: torch.device, *, find_unused: bool) -> Usage:
+    def watch_usage(self, *, find_unused: bool) -> Usage:
         """Note from now on which parameters get gradients, and let the optimizer leave the others as they are."""
         trained = [(name, p) for name, p in self._parameters.items() if id(p) in self._partition_of and p.requires_grad]
-        usage = Usage(trained, self._partitions, device, find_unused=find_unused)
+        in_order = self._stage > 1 or getattr(self._optimizer, "overlap_comm", False)
+        usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
         self._usage = usage
         usage.guard(self._optimizer.optimizer)
         if getattr(self._optimizer, "backup_optimizer", None) is not None:  # of what is not offloaded
@@ -192,11 +194,11 @@ class Holdings:
             with partition.opened(write=True) as (flat, state):
                 _load_partition(partition, flat, state, found)
         if self._stage < 3:
-            self._optimizer._hp_optimizer_states_linked = False
+            link_states_of_next_step(self._optimizer)
             if all(
                 self._optimizer.optimizer.state.get(flat) for flat in self._optimizer.single_partition_of_fp32_groups
             ):
-                self._optimizer._lazy_init_hp_params_optimizer_state()
+                link_states(self._optimizer)
 
 
 def _load_partition(

@@ -1,7 +1,5 @@
 """Parameters without an fp32 master copy: frozen ones, and all of them outside of training."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +7,7 @@ from torch.nn import Parameter
 
 from lightning_paral.checkpoint.held import TensorRun
 from lightning_paral.checkpoint.stored import read_run, read_whole
+from lightning_paral.compat.deepspeed.parameter_files import in_memory
 from lightning_paral.zero.partition import is_partitioned, run_of_partition
 
 
@@ -20,7 +19,7 @@ def held(parameter: Any) -> Tensor:
     start, numel = run_of_partition(parameter)
 
     def read() -> Tensor:
-        with _swapped_in(parameter):
+        with in_memory(parameter, write=False):
             values: Tensor = parameter.ds_tensor.data[:numel]
             return values.clone()
 
@@ -32,7 +31,7 @@ def fill(parameter: Any, stored: Tensor) -> bool:
     if not hasattr(parameter, "ds_id"):
         return False
     start, numel = run_of_partition(parameter)
-    with _swapped_in(parameter, write=True):
+    with in_memory(parameter, write=True):
         read_run(stored, start, parameter.ds_tensor.data[:numel])
     fill_gathered(parameter, stored)
     return True
@@ -48,19 +47,3 @@ def fill_gathered(parameter: Any, stored: Tensor) -> None:
     """Put a stored tensor into the whole values of a parameter of stage 3, if it is kept whole between steps."""
     if not is_partitioned(parameter):  # small ones are
         parameter.data.copy_(read_whole(stored).view(parameter.data.shape))
-
-
-@contextmanager
-def _swapped_in(parameter: Any, write: bool = False) -> Iterator[None]:
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
-    swapped = getattr(parameter, "nvme_swapper", None) is not None and (
-        parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
-    )
-    if swapped:
-        parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    yield
-    if swapped and write:
-        parameter.nvme_swapper.swap_out_and_release([parameter])
-    elif swapped:
-        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])

@@ -46,6 +46,9 @@ def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
         except ConfigurationError:
             raise
         except Exception as error:
+            needs, instead = ("", "") if name == "cpu_adam" else (" and libaio with its header", ', use Offload("cpu")')
             raise ConfigurationError(
-                f"{option} needs DeepSpeed's operator {name!r}, which cannot be built here: {error}"
+                f"{option} needs DeepSpeed's operator {name!r}, which cannot be built here. It takes a C++ compiler "
+                f"(CXX, or g++), Python's headers (Debian: apt-get install python3-dev), ninja (pip install ninja)"
+                f"{needs}; no CUDA toolkit. Mend what is said below{instead}, or leave out {option}.\n{error}"
             ) from error

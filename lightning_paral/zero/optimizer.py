@@ -1,8 +1,5 @@
 """The user's optimizer as DeepSpeed can take it: one, with groups that train something, offloadable where wanted."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +7,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import LBFGS, Optimizer
 
+from lightning_paral.compat.deepspeed.processor import processor_read_once
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.elementwise import check_elementwise
 from lightning_paral.zero.ops import load_operator
@@ -69,7 +67,7 @@ def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> O
         options = {"fp32_optimizer_states": optimizer.fp32_optimizer_states}
         if type(optimizer) is DeepSpeedCPUAdam:
             options["adamw_mode"] = optimizer.adam_w_mode
-        with _cpu_info_read_once():
+        with processor_read_once():
             anew: Optimizer = type(optimizer)(users.busy_groups(), **options)
         return anew
     if offload:
@@ -102,7 +100,7 @@ def _offloaded(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         group["lr"] = float(group["lr"])  # torch takes tensors, too
         group["betas"] = tuple(float(beta) for beta in group["betas"])
     load_operator("cpu_adam", "offload_optimizer")
-    with _cpu_info_read_once():
+    with processor_read_once():
         replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
     first, *others = groups
     rank_zero_info(
@@ -110,26 +108,6 @@ def _offloaded(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         f"eps={first['eps']:g}, weight_decay={first['weight_decay']:g}, {len(others)} further groups likewise."
     )
     return replacement
-
-
-@contextmanager
-def _cpu_info_read_once() -> Iterator[None]:
-    # DeepSpeedCPUAdam asks for the processor's vendor each time, which starts a process and takes a second.
-    import cpuinfo
-
-    read = cpuinfo.get_cpu_info
-    cpuinfo.get_cpu_info = _cpu_info
-    try:
-        yield
-    finally:
-        cpuinfo.get_cpu_info = read
-
-
-@cache
-def _cpu_info() -> Any:
-    from cpuinfo.cpuinfo import get_cpu_info
-
-    return get_cpu_info()
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -1,10 +1,11 @@
 """What modules may return at stage 3: anything, as everywhere else."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+
+from lightning_paral.compat.deepspeed.output_hooks import show_outputs_as
 
 
 def allow_any_output(module: Module) -> None:
@@ -13,24 +14,11 @@ def allow_any_output(module: Module) -> None:
     DeepSpeed 0.19.8 looks for parameters among the outputs of every module, by `vars(output)`, which numbers and
     strings do not have, and by `startswith` on the keys of dictionaries. Steps are outputs, too: `predict_step` may
     return a class, or a file's name.
+
+    Args:
+        module: that of an engine of stage 3.
     """
-    for part in module.modules():
-        for key, hook in list(part._forward_hooks.items()):
-            if _looks_for_parameters(hook):
-                part._forward_hooks[key] = _of_tensors_only(hook)
-
-
-def _looks_for_parameters(hook: Any) -> bool:
-    # It is found inside the wrapper of DeepSpeed's profiling, which has a name of its own.
-    functions = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    return any(getattr(function, "__name__", "") == "_post_forward_module_hook" for function in functions)
-
-
-def _of_tensors_only(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def run(module: Module, inputs: Any, output: Any) -> None:
-        hook(module, inputs, _tensors_in(output))
-
-    return run
+    show_outputs_as(module, _tensors_in)
 
 
 def _tensors_in(output: Any) -> list[Tensor]:

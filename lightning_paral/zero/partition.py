@@ -10,6 +10,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_paral.compat.deepspeed import parameter_files
+from lightning_paral.compat.deepspeed.modules import end_forward, is_of_division, is_of_engine, restore_container
+from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed, join_group
+from lightning_paral.compat.torch import module_hooks
+from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
 
 
@@ -27,8 +32,8 @@ def run_of_partition(parameter: Any) -> tuple[int, int]:
 
 def lies_in(folder: Path, parameter: Any) -> bool:
     """Whether this rank's part of `parameter` is in a file below `folder`, and only there."""
-    on_nvme = is_partitioned(parameter) and parameter.ds_tensor.status.name == "NOT_AVAILABLE"
-    return on_nvme and Path(parameter.nvme_swapper.swap_folder).is_relative_to(folder)
+    on_nvme = is_partitioned(parameter) and parameter_files.is_in_file_only(parameter)
+    return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
 
 
 @contextmanager
@@ -89,25 +94,18 @@ def rejoin(module: Module) -> None:
         ConfigurationError: they were partitioned among another number of ranks.
     """
     from deepspeed.comm import get_rank, get_world_group, get_world_size
-    from deepspeed.runtime.zero.partition_parameters import Init
 
     partitioned: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
     # A failure inside a forward leaves modules and parameters as if they were still in use.
     for part in module.modules():
-        if hasattr(part._parameters, "_in_forward"):
-            part._parameters._in_forward = False
+        end_forward(part)
     for parameter in partitioned:
         if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
             raise ConfigurationError(
                 f"{type(module).__name__} was partitioned by a run with {parameter.ds_zero_partition_world_size} ranks "
                 f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
             )
-        parameter.ds_process_group = get_world_group()
-        parameter.ds_active_sub_modules.clear()
-        # Its methods are closures over the `zero.Init` that made it.
-        for cell in parameter.all_gather.__closure__ or ():
-            if isinstance(cell.cell_contents, Init):
-                cell.cell_contents.ds_process_group = get_world_group()
+        join_group(parameter, get_world_group())
 
 
 class Belongings:
@@ -126,7 +124,7 @@ class Belongings:
     @property
     def are_on_nvme(self) -> bool:
         """Whether parameters were built in files, which stay there."""
-        return any(getattr(parameter, "nvme_swapper", None) is not None for parameter, _ in self._parameters)
+        return any(parameter_files.has_file(parameter) for parameter, _ in self._parameters)
 
     @property
     def num_bytes(self) -> int:
@@ -152,13 +150,7 @@ class Belongings:
 
 def _of_users(parameter: Any) -> set[str]:
     """Return the names of the attributes of a parameter that was built partitioned which DeepSpeed did not give it."""
-    return {
-        name
-        for name, value in vars(parameter).items()
-        if not name.startswith(("ds_", "_ds_"))
-        and name not in ("is_external_param", "nvme_swapper")
-        and not str(getattr(value, "__module__", "")).startswith("deepspeed")
-    }
+    return {name for name, value in vars(parameter).items() if not is_from_deepspeed(name, value)}
 
 
 def _whole_on_host(parameter: Any) -> Tensor:
@@ -169,33 +161,22 @@ def _whole_on_host(parameter: Any) -> Tensor:
     return whole
 
 
-# DeepSpeed sets these only where they are missing: left on a module, they would call an engine that has ended.
-_OF_THE_ENGINE = {"pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"}
-_ATTRIBUTES = ("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def _contents(part: Module) -> tuple[set[str], dict[str, set[int]], type]:
-    return set(vars(part)), {name: set(getattr(part, name)) for name in _HOOKS}, type(part._parameters)
+    hooks = {name: set(module_hooks.hooks_in(part, name)) for name in module_hooks.ALL}
+    return set(vars(part)), hooks, type(own_parameters(part))
 
 
 def _restore_contents(part: Module, contents: tuple[set[str], dict[str, set[int]], type], unpartition: bool) -> None:
     names, hooks, kind = contents
     for name, kept in hooks.items():
-        installed = getattr(part, name)
+        installed = module_hooks.hooks_in(part, name)
         for key in set(installed) - kept:
             del installed[key]
-    for name in _OF_THE_ENGINE & set(vars(part)) - names:
-        delattr(part, name)
-    if not unpartition:
-        return
     for name in set(vars(part)) - names:
-        if name.startswith(_ATTRIBUTES):
+        if is_of_engine(name) or (unpartition and is_of_division(name)):
             delattr(part, name)
-    if type(part._parameters) is not kind:
-        plain = kind(part._parameters.items())
-        del part._parameters
-        part._parameters = plain
+    if unpartition:
+        restore_container(part, kind)
 
 
 def count_trained(parameters: Iterable[Parameter]) -> int:

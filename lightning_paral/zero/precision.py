@@ -5,16 +5,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
+from lightning_paral.compat.lightning.loops import is_accumulating
+from lightning_paral.compat.lightning.precision import after_closure
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.gradients import PartitionedGradients
 from lightning_paral.zero.joint import JointGradients
@@ -79,15 +79,13 @@ class ZeROPrecision(DeepSpeedPrecision):
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point inputs for low-precision weights; leave them as they are otherwise."""
-        if not self.is_low:
-            return data
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.dtype)
+        return HalfPrecision(self.precision).convert_input(data) if self.is_low else data  # type: ignore[arg-type]
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Run steps under autocast, or with the default dtype of the weights."""
         if self.is_mixed:
             return torch.autocast(self.device_type, self.dtype)
-        return nullcontext() if self.dtype == torch.float32 else _DtypeContextManager(self.dtype)
+        return HalfPrecision(self.precision).forward_context() if self.is_low else nullcontext()  # type: ignore[arg-type]
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -102,7 +100,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         engine = self.gradients.engine
         automatic = model.automatic_optimization
         self.gradients.before_backward(
-            ends_window=automatic and not model.trainer.fit_loop._should_accumulate(), by_hand=not automatic
+            ends_window=automatic and not is_accumulating(model.trainer), by_hand=not automatic
         )
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
@@ -128,11 +126,11 @@ class ZeROPrecision(DeepSpeedPrecision):
             raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
         closure_result = closure()
         if self.gradients is None:
-            self._after_closure(model, optimizer)
+            after_closure(self, model, optimizer)
             return closure_result
         gradients = self.gradients.of(optimizer)
         gradients.end_window()
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         gradients.step(closure_result, kwargs)
         if self.loss_scale is not None:
             self.loss_scale.grow()

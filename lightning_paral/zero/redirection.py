@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch.nn import Module
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+from lightning_paral.compat.lightning.forward_redirection import ForwardRedirection
+from lightning_paral.compat.torch.module_hooks import FORWARD, hooks_in
 
 
-class OutermostCallOnly(_ForwardRedirection):
+class OutermostCallOnly(ForwardRedirection):
     """Lightning's redirection of `training_step` and the like through the wrapper's `forward`.
 
     A step mostly calls `self(...)`, which calls the root module again, inside its own call. DeepSpeed's hooks would
@@ -45,15 +45,15 @@ class OutermostCallOnly(_ForwardRedirection):
 
     @contextmanager
     def _without_installed(self, module: Module) -> Iterator[None]:
-        before = {name: dict(getattr(module, name)) for name in _HOOKS}
-        for name in _HOOKS:
+        before = {name: dict(hooks_in(module, name)) for name in FORWARD}
+        for name in FORWARD:
             for key in self._installed[name]:
-                getattr(module, name).pop(key, None)
+                hooks_in(module, name).pop(key, None)
         try:
             yield
         finally:
-            for name in _HOOKS:
-                hooks = getattr(module, name)
+            for name in FORWARD:
+                hooks = hooks_in(module, name)
                 new = {key: hook for key, hook in hooks.items() if key not in before[name]}
                 hooks.clear()
                 hooks.update(before[name] | new)
@@ -61,7 +61,7 @@ class OutermostCallOnly(_ForwardRedirection):
 
 def hooks_of(module: Module) -> dict[str, set[int]]:
     """Return the keys of the forward hooks on `module`, by the attribute they are in."""
-    return {name: set(getattr(module, name)) for name in _HOOKS}
+    return {name: set(hooks_in(module, name)) for name in FORWARD}
 
 
 def new_hooks(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:

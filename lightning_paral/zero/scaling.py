@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_paral.compat.deepspeed.loss_scale import scale_by
+
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
@@ -73,7 +75,4 @@ class DynamicLossScale:
 
 def scale_losses(engine: "DeepSpeedEngine", scale: DynamicLossScale) -> None:
     """Let `engine` scale losses by `scale`, instead of by what it chose for fp16 autocast."""
-    optimizer: Any = engine.optimizer
-    optimizer.torch_autocast_gradscaler = None
-    optimizer.loss_scaler = scale
-    optimizer.dynamic_loss_scale = True
+    scale_by(engine.optimizer, scale)

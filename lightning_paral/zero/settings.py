@@ -61,7 +61,8 @@ def precision_section(precision: str) -> dict[str, Any]:
     if precision.endswith("-mixed"):
         dtype = "float16" if precision.startswith("16") else "bfloat16"
         # No "safe" modules: gradients are averaged and parameters gathered in fp32, as under DDP. DeepSpeed would do
-        # both in `dtype` for the parameters of linear layers, tied ones included, wherever they are used.
+        # both in `dtype` for the parameters of linear layers, tied ones included, wherever they are used. It has one
+        # dtype for both, and gradients of gathered copies would be added up in it as well: other numbers than DDP's.
         return {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}}
     if precision == "bf16-true":
         return {"bf16": {"enabled": True}}
@@ -90,18 +91,39 @@ def check_precision(precision: str, users: Mapping[str, Any]) -> None:
             )
 
 
-def fill_in(section: dict[str, Any], stage: int, num_elements: int, on_cuda: bool) -> dict[str, Any]:
-    """Return `section` with sizes for what is not set, from the number of elements the model trains."""
+def fill_in(
+    section: dict[str, Any], stage: int, num_elements: int, *, device_type: str, num_ranks: int
+) -> dict[str, Any]:
+    """Return `section` with what is best on this kind of device for what is not set.
+
+    On CUDA that is DeepSpeed's default where the size of the model does not say better, and overlap, which is
+    Lightning's default at all stages. What else is set here is for gloo.
+
+    Args:
+        section: DeepSpeed's section `zero_optimization`, as far as the user and the strategy say it.
+        stage: ZeRO's.
+        num_elements: elements of all parameters trained.
+        device_type: `"cuda"` or `"cpu"`.
+        num_ranks: how many ranks there are.
+    """
+    # Messages of 200 MB cost no more per byte than DeepSpeed's 2 GB, whose buffers would be there for small models too.
     bucket = max(2, min(50_000_000, num_elements + num_elements % 2))
     sizes: dict[str, Any] = {"reduce_bucket_size": bucket}
-    if stage == 3:
-        # A parameter is let go after its forward, and gathered again for its backward: the paper's 3(N-1)/N.
-        # CPU has no second stream to gather ahead on, and gathering ahead sent a sixth more (DeepSpeed 0.19.8).
-        ahead = min(bucket, num_elements // 8) if on_cuda else 0
-        sizes |= {"stage3_prefetch_bucket_size": ahead, "stage3_max_reuse_distance": 0}
+    if stage < 3:
+        sizes["allgather_bucket_size"] = bucket
     else:
+        sizes["stage3_prefetch_bucket_size"] = min(bucket, num_elements // 8)
+    if device_type == "cuda":
+        if stage < 3 and num_ranks > 1:  # one rank has no traffic to hide; stage 3 always does
+            sizes["overlap_comm"] = True
+    elif stage < 3:
         # Each gradient goes to the rank that needs it: the paper's 2(N-1)/N. DeepSpeed would all-reduce them: 3(N-1)/N.
-        sizes |= {"allgather_bucket_size": bucket, "use_multi_rank_bucket_allreduce": False}
+        # On NCCL that is faster: one message of a bucket, where this is one after another for each rank.
+        sizes["use_multi_rank_bucket_allreduce"] = False
+    else:
+        # A parameter is let go after its forward, and gathered again for its backward: the paper's 3(N-1)/N. CPU has
+        # no second stream to gather ahead on, and gathering ahead sent a sixth more (DeepSpeed 0.19.8).
+        sizes |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     return sizes | section
 
 
@@ -131,5 +153,8 @@ def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> 
 def complete(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration that DeepSpeed gets."""
     config = _DEFAULTS | merge(ours, users)
+    if "steps_per_print" not in users:
+        # It would wait for the device twice in every step, to measure what nobody is told.
+        config.setdefault("timers", {"throughput": {"enabled": False}})
     # Lightning clips, accumulates and draws batches; DeepSpeed wants a number for each.
     return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.compat.deepspeed.coordinator import share_coordinator
+from lightning_paral.compat.deepspeed.forward_stack import leave_out_of_forwards
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import shared_buffers
 from lightning_paral.zero.engine import build_inference_engine, build_training_engine, check_parameters
@@ -92,18 +94,10 @@ def build_engines(
         holder = _Holder(parameters)
         engine = build_training_engine(holder, optimizer, sized_config(holder), device)
         if partitioned:
-            _share_gathering(forward, engine, holder)
+            share_coordinator(forward, engine)
+            leave_out_of_forwards(holder)
         engines.append(engine)
     return forward, engines
-
-
-def _share_gathering(forward: Any, engine: Any, holder: Module) -> None:
-    """Let `engine` release and gather parameters through `forward`, which knows of those on their way."""
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-    engine.optimizer.parameter_offload.param_coordinator = forward.optimizer.param_coordinator
-    # Each engine leaves its module at the bottom of the stack of forwards under way, and a holder never is.
-    FWD_MODULE_STACK[:] = [each for each in FWD_MODULE_STACK if each is not holder]
 
 
 def drop_gradients_of_others(module: Module, optimizers: Sequence[UsersOptimizer]) -> list[Any]:

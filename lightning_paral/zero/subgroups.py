@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_paral.checkpoint.weights import true_shape
+from lightning_paral.compat.deepspeed import subgroups
+from lightning_paral.compat.deepspeed.masters import master_run_of
 from lightning_paral.zero.partition import run_of_partition
 from lightning_paral.zero.swapping import Swapping
 
@@ -87,21 +89,17 @@ class PartitionOfStage3(Partition):
     @property
     def flat(self) -> Tensor:
         """The fp32 weights; empty while they are on NVMe."""
-        flat: Tensor = self._optimizer.fp32_partitioned_groups_flat[self._index]
-        return flat
+        return subgroups.flat_weights(self._optimizer, self._index)
 
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state, of which tensors as long as `flat` are empty as long as `flat` is."""
-        optimizer = self._optimizer
-        on_device = optimizer.offload_optimizer and optimizer.subgroup_to_device[self._index] != "cpu"
-        engine = optimizer.backup_optimizer if on_device else optimizer.optimizer
-        state: dict[str, Any] = engine.state[self.flat]
+        state: dict[str, Any] = subgroups.stepping_optimizer(self._optimizer, self._index).state[self.flat]
         return state
 
     def publish(self) -> None:
         """Compute with the weights as they are now in `flat`, which is opened."""
-        self._optimizer._reassign_or_swap_out_partitioned_parameters(self._index)
+        subgroups.compute_with_flat_weights(self._optimizer, self._index)
 
 
 def partitions_of(optimizer: Any, stage: int, swapping: Swapping) -> list[Partition]:
@@ -117,18 +115,13 @@ def partitions_of(optimizer: Any, stage: int, swapping: Swapping) -> list[Partit
 def _runs_of(parameters: Sequence[Any]) -> dict[int, Run]:
     runs = {}
     for parameter in parameters:
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            runs[id(parameter)] = Run(true_shape(parameter), 0, 0, 0)
-        else:
-            address = mapping.lp_fragment_address
-            position = mapping.hp_fragment_address.start
-            runs[id(parameter)] = Run(true_shape(parameter), address.start, address.numel, position)
+        start, numel, position = master_run_of(parameter)
+        runs[id(parameter)] = Run(true_shape(parameter), start, numel, position)
     return runs
 
 
 def _run_of_stage3(parameter: Any, optimizer: Any) -> Run:
-    _, position, share = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    position, share = subgroups.position_of(optimizer, parameter)
     start, numel = run_of_partition(parameter)
     assert numel <= share
     return Run(true_shape(parameter), start, numel, position)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_paral.compat.deepspeed import subgroups
+
 
 class Swapping:
     """Brings one sub-group at a time into memory, and leaves it there while a save reads it tensor by tensor.
@@ -18,7 +20,7 @@ class Swapping:
 
     def concerns(self, index: int) -> bool:
         """Whether the sub-group is on NVMe."""
-        return bool(self._optimizer._swappable_optimizer_subgroup(index))
+        return subgroups.is_on_nvme(self._optimizer, index)
 
     @contextmanager
     def staying(self) -> Iterator[None]:
@@ -49,16 +51,16 @@ class Swapping:
         self._read(index)
         try:
             yield
-            self._optimizer._optimizer_states_and_gradient_swap_out(index)
+            subgroups.swap_out(self._optimizer, index)
             self._inside = None
         finally:
             self._release()
 
     def _read(self, index: int) -> None:
-        self._optimizer._optimizer_states_and_gradient_swap_in(index)
+        subgroups.swap_in(self._optimizer, index)
         self._inside = index
 
     def _release(self) -> None:
         if self._inside is not None:
-            self._optimizer._release_swap_buffers(self._inside)
+            subgroups.let_go(self._optimizer, self._inside)
             self._inside = None

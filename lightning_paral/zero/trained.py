@@ -2,9 +2,9 @@
 
 from contextlib import ExitStack
 
-import torch
 from torch.nn import Module
 
+from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.trained import TrainedParameters, listed
 
@@ -26,7 +26,7 @@ class FixedParameters:
         Raises:
             ConfigurationError: there is; names the parameters.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # partitioned parameters answer slowly
+        with DisableTorchFunctionSubclass():  # partitioned parameters answer slowly
             if not self._trained.have_changed():
                 return
             now = self._trained.current_by_name()

@@ -5,7 +5,7 @@ in `optimizer.param_groups`, and schedulers and callbacks with it. So DeepSpeed 
 twin's groups are told what the user's say.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.optimizer import group_names, hyper_parameters
+from lightning_paral.compat.torch import step_hooks
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.hidden import HiddenState
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -24,7 +23,7 @@ def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     twin: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedulers wrap that
     twin.__dict__.update(own, param_groups=groups, state=defaultdict(dict))
-    twin.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    twin.__dict__.update(step_hooks.no_hooks())
     return twin
 
 
@@ -79,8 +78,7 @@ class UsersOptimizer:
                 f"{len(self.optimizer.param_groups)} now. ZeRO divides what is there at the beginning: give all groups "
                 "to the optimizer in configure_optimizers, or train with paral_ddp or paral_fsdp."
             )
-        for hook in getattr(self.optimizer, _HOOKS[0], {}).values():
-            hook(self.optimizer, (), {})
+        step_hooks.run_pre_hooks(self.optimizer)
         for users, twins in self._pairs:
             twins.update({key: _like(value, twins.get(key)) for key, value in hyper_parameters(users).items()})
 
@@ -88,9 +86,8 @@ class UsersOptimizer:
         """Tell the user's groups what the twin's say, for some optimizers keep numbers there, and run the hooks."""
         for users, twins in self._pairs:
             users.update({key: value for key, value in hyper_parameters(twins).items() if key in users})
-        vars(self.optimizer)["_opt_called"] = True  # what schedulers look for
-        for hook in getattr(self.optimizer, _HOOKS[1], {}).values():
-            hook(self.optimizer, (), {})
+        step_hooks.mark_stepped(self.optimizer)
+        step_hooks.run_post_hooks(self.optimizer)
 
 
 def _like(value: Any, current: Any) -> Any:

@@ -4,6 +4,7 @@ An optimizer under ZeRO steps on flat tensors, in which a parameter without a gr
 would go on, weight decay would shrink it. DistributedDataParallel refuses such parameters unless it is told of them.
 """
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.errors import UnusedParametersError
+from lightning_paral.process_group import host_group
 from lightning_paral.zero.subgroups import Partition, Run
 
 Named = Sequence[tuple[str, Parameter]]
@@ -25,19 +27,20 @@ class Usage:
     Args:
         parameters: names and parameters that the optimizer trains.
         partitions: where this rank keeps their runs.
-        device: for the collective by which ranks agree.
         find_unused: whether ranks agree in every step, and not in the first only.
+        in_order: whether gradients are added up over the ranks in the order in which they come.
     """
 
     def __init__(
-        self, parameters: Named, partitions: Iterable[Partition], device: torch.device, *, find_unused: bool
+        self, parameters: Named, partitions: Iterable[Partition], *, find_unused: bool, in_order: bool
     ) -> None:
         self._parameters = list(parameters)
-        self._ids = {id(parameter) for _, parameter in self._parameters}
+        self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._parameters)}
         self._partitions = list(partitions)
-        self._device = device
         self._find_unused = find_unused
+        self._in_order = in_order
         self._used: set[int] = set()
+        self._order: list[int] = []
         self.is_announced = False
         """Whether a backward pass that the strategy knows of is under way."""
         self.was_reached = False
@@ -56,13 +59,15 @@ class Usage:
 
     def _note(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
+        if self._in_order and self._agrees:
+            self._order.append(self._numbers[id(parameter)])
         self.was_reached = True
         if not self.is_announced:
             self.has_unannounced = True
 
     def concerns(self, parameter: Parameter) -> bool:
         """Whether the optimizer trains `parameter`."""
-        return id(parameter) in self._ids
+        return id(parameter) in self._numbers
 
     def end(self) -> None:
         """Note nothing more."""
@@ -85,10 +90,10 @@ class Usage:
 
         Raises:
             UnusedParametersError: parameters that were used in the first step were not in this one, or the reverse, and
-                the ranks do not agree in every step; or the optimizer could not make up for it.
+                the ranks do not agree in every step; the ranks used others; or the optimizer could not make up for it.
         """
         missing = self.not_yet_used()
-        if self._never_used is None or self._find_unused:
+        if self._agrees:
             missing = self._missing_everywhere()
             if self._never_used is None:
                 self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
@@ -98,7 +103,12 @@ class Usage:
             self._count(missing)
         self._num_steps += 1
         self.unused = missing
-        self._used.clear()
+        self.forget_window()
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether ranks agree in this window."""
+        return self._never_used is None or self._find_unused
 
     def has_state(self, parameter: Parameter) -> bool:
         """Whether the optimizer has stepped on `parameter`: else its state would be that of zeros."""
@@ -107,6 +117,7 @@ class Usage:
     def forget_window(self) -> None:
         """Take gradients since the last step as if they had not come."""
         self._used.clear()
+        self._order.clear()
 
     def guard(self, optimizer: Optimizer) -> None:
         """Let steps of `optimizer`, DeepSpeed's, leave what is unused as it is: values and states."""
@@ -140,10 +151,28 @@ class Usage:
         ]
 
     def _missing_everywhere(self) -> Named:
-        flags = torch.tensor([id(p) in self._used for _, p in self._parameters], dtype=torch.int32, device=self._device)
+        """Return what no rank used. *Collective*.
+
+        Raises:
+            UnusedParametersError: some ranks used what others did not, or in another order; on all ranks.
+        """
+        used = [id(parameter) in self._used for _, parameter in self._parameters]
+        order = zlib.crc32(repr(self._order).encode())
+        # On the host: to read it from a device would wait for all that runs there.
+        flags = torch.tensor([*used, *(not each for each in used), order, -order], dtype=torch.int64, device="cpu")
         if dist.is_initialized():
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return [pair for pair, used in zip(self._parameters, flags.tolist(), strict=True) if not used]
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group())
+        *either, highest, lowest = flags.tolist()
+        by_some, not_by_some = either[: len(used)], either[len(used) :]
+        names = [name for (name, _), *both in zip(self._parameters, by_some, not_by_some, strict=True) if all(both)]
+        if names or highest != -lowest:
+            what = f"for some ranks only: {_listed(names)}" if names else "in another order on some ranks"
+            raise UnusedParametersError(
+                f"Gradients came {what}. ZeRO adds up what ranks have at the same place in line, which would be "
+                "gradients of different parameters. Let the loss of every rank depend on the same parameters in the "
+                "same order (0 * parameter.sum() is enough), or train with paral_ddp."
+            )
+        return [pair for pair, used_by_some in zip(self._parameters, by_some, strict=True) if not used_by_some]
 
     def _check_as_in_first(self, missing: Named) -> None:
         assert self._never_used is not None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.zero.callers import is_users
 from lightning_paral.zero.hidden import refuse_gradient, refuse_new_gradient
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
-_plainly = torch._C.DisableTorchFunctionSubclass
 
 # What says nothing of a parameter's values.
 _HARMLESS = {
@@ -63,7 +63,7 @@ class Whole:
         if is_users():
             self._writes.assign(self, values)
             return
-        with _plainly():
+        with DisableTorchFunctionSubclass():
             _data.__set__(self, values)
 
     @property
@@ -71,7 +71,7 @@ class Whole:
         """The gradient; an error for code of the user's, where the parameter is trained."""
         if self.requires_grad and self._writes.hides_gradients and is_users():  # type: ignore[attr-defined]
             refuse_gradient(self._writes.name_of(self))
-        with _plainly():
+        with DisableTorchFunctionSubclass():
             gradient: Tensor | None = _grad.__get__(self)
         return gradient
 
@@ -79,12 +79,12 @@ class Whole:
     def grad(self, gradient: Tensor | None) -> None:
         if self._writes.hides_gradients and is_users():
             refuse_new_gradient(self._writes.name_of(self))
-        with _plainly():
+        with DisableTorchFunctionSubclass():
             _grad.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        with _plainly():
+        with DisableTorchFunctionSubclass():
             _grad.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -124,7 +124,7 @@ class Partitioned(WholeOfStage3):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _HARMLESS or not is_users():
-            with _plainly():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         parameters = partitioned_in((args, kwargs))
         if func in _OF_SHAPE:
@@ -187,6 +187,6 @@ def unwatch(parameter: Any) -> None:
 
 def plain_data(parameter: Parameter) -> Tensor:
     """Return the values that are here, whoever asks."""
-    with _plainly():
+    with DisableTorchFunctionSubclass():
         values: Tensor = _data.__get__(parameter)
     return values

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.compat.deepspeed.forward_stack import innermost_forward
+from lightning_paral.compat.torch.storages import use_count
+from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.watched import Partitioned, plain_data, replaced, unwatch, watch
 
@@ -38,17 +41,17 @@ class _Copy:
     @property
     def is_written(self) -> bool:
         """Whether code of the user's has written to the values since they were taken or brought home."""
-        return self.values._version != self.version
+        return version_of(self.values) != self.version
 
     def follow(self, written: tuple[Any, Tensor] | None) -> None:
         """Take the values that the parameter was given by another copy, if it was given any."""
         if written is not None and written[1].data_ptr() != self.values.data_ptr():
             self.values.copy_(written[1])
-        self.version = self.values._version
+        self.version = version_of(self.values)
 
     @property
     def is_held_elsewhere(self) -> bool:
-        storage = torch._C._storage_Use_Count(self.values.untyped_storage()._cdata)
+        storage = use_count(self.values)
         # Its own count, that of this class, that of the argument; the storage, and the object that asks for it.
         return bool(sys.getrefcount(self.values) > 2 or storage > 2)
 
@@ -68,7 +71,7 @@ class Writes:
         named = [pair for pair in module.named_parameters() if type(pair[1]).__torch_function__ is _PLAIN]
         self._names = {id(parameter): name for name, parameter in named}
         self._parameters: list[Any] = [parameter for _, parameter in named]
-        self._versions = {id(parameter): parameter._version for parameter in self._parameters}
+        self._versions = {id(parameter): version_of(parameter) for parameter in self._parameters}
         self._lent: dict[int, Any] = {}
         self._gathered: dict[int, _Copy] = {}
         self._aliased: list[_Copy] = []
@@ -105,7 +108,7 @@ class Writes:
             return plain_data(parameter)
         self._settle_if_written(self._aliased)
         values = plain_data(parameter)  # at the next step DeepSpeed gives the parameter other memory
-        self._aliased.append(_Copy(parameter, values, values._version))
+        self._aliased.append(_Copy(parameter, values, version_of(values)))
         return values
 
     def assign(self, parameter: Any, values: Tensor) -> None:
@@ -153,19 +156,16 @@ class Writes:
         return result
 
     def _is_differentiated(self, func: Callable[..., Any], parameters: list[Any]) -> bool:
-        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-        in_forward = len(FWD_MODULE_STACK) > 1  # the first is put there for good
+        in_forward = innermost_forward() is not None
         trained = any(parameter.requires_grad for parameter in parameters)
         return in_forward and trained and torch.is_grad_enabled() and func not in _NOT_DIFFERENTIABLE
 
     def _gather_for_backward(self, parameters: list[Any]) -> None:
         from deepspeed.runtime.zero import register_external_parameter
-        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
         self._check_not_in_flight(parameters)
         for parameter in parameters:
-            register_external_parameter(FWD_MODULE_STACK[-1], parameter)
+            register_external_parameter(innermost_forward(), parameter)
         parameters[0].all_gather(param_list=parameters)
 
     # Gathering
@@ -180,7 +180,7 @@ class Writes:
                 values = plain_data(parameter).detach()
                 if values.data_ptr() == parameter.ds_tensor.data_ptr():  # in a world of one
                     values = values.clone()
-                self._gathered[id(parameter)] = _Copy(parameter, values, values._version)
+                self._gathered[id(parameter)] = _Copy(parameter, values, version_of(values))
             missing[0].partition(param_list=missing)
         for parameter in parameters:
             self._gathered[id(parameter)] = self._gathered.pop(id(parameter))  # touched last
@@ -220,7 +220,7 @@ class Writes:
                     copy.follow(written.get(id(copy.parameter)))
         for parameter, _ in written.values():
             self._lent.pop(id(parameter), None)
-            self._versions[id(parameter)] = parameter._version
+            self._versions[id(parameter)] = version_of(parameter)
         self._aliased = [copy for copy in self._aliased if copy.is_held_elsewhere]
 
     def settle_gathered(self) -> None:
@@ -247,10 +247,10 @@ class Writes:
         self._lent = {}
         self._gathered, self._aliased = {}, []
         for parameter in self._parameters:
-            self._versions[id(parameter)] = parameter._version
+            self._versions[id(parameter)] = version_of(parameter)
 
     def _is_written(self, parameter: Any) -> bool:
-        return id(parameter) in self._lent or parameter._version != self._versions[id(parameter)]
+        return id(parameter) in self._lent or version_of(parameter) != self._versions[id(parameter)]
 
     def _settle_if_written(self, copies: Iterable[_Copy]) -> None:
         if any(copy.is_written for copy in copies):

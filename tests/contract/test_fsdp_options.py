@@ -9,7 +9,7 @@ from lightning_paral import ActivationCheckpointing, ParalFSDPStrategy
 from tests.models import fit_regression
 from tests.zero_models import assert_same_fit
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 UNITS: dict[str, dict[str, Any]] = {"auto": {}, "class": {"units": ["Linear"]}, "min_params": {"min_params": 100}}
 COMBINATIONS = [
     {"accumulate": accumulate, "replicate": replicate, "offload": offload, "activation_checkpointing": checkpointing}

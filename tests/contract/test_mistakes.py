@@ -200,8 +200,8 @@ def test_options_without_a_name() -> None:
 
 
 def test_options_that_are_right(tmp_path: Path) -> None:
-    assert ParalDDPStrategy(timeout=30)._timeout == timedelta(seconds=30)
-    assert ParalFSDPStrategy(timeout=1.5)._timeout == timedelta(seconds=1.5)
+    assert ParalDDPStrategy(timeout=30).timeout == timedelta(seconds=30)
+    assert ParalFSDPStrategy(timeout=1.5).timeout == timedelta(seconds=1.5)
     ParalDDPStrategy(bucket_cap_mb=0.5, static_graph=True, broadcast_buffers=None)
     for units in (nn.Linear, "Linear", [nn.Linear, "Conv2d"], {nn.Linear}, lambda name, module: True):
         ParalFSDPStrategy(units=units)

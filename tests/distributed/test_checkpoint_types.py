@@ -3,7 +3,7 @@
 import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -31,7 +31,7 @@ class Keeping(Callback):
 
 HARMLESS = {
     "numbers": (numpy.float64(1.5), numpy.int32(3), numpy.bool_(True), 1 + 2j, Decimal("1.25")),
-    "times": (datetime(2026, 1, 2, tzinfo=timezone.utc), timedelta(seconds=3), numpy.datetime64("2026-01-02")),
+    "times": (datetime(2026, 1, 2, tzinfo=UTC), timedelta(seconds=3), numpy.datetime64("2026-01-02")),
     "containers": (Counter("aab"), OrderedDict(b=2), {1, 2}, frozenset([3]), range(3)),
     "options": Namespace(lr=0.1, path=Path("data")),
 }

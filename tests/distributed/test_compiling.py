@@ -130,3 +130,40 @@ def test_where_operators_are_kept(monkeypatch, tmp_path: Path) -> None:
     assert folder_of(Builder()) != kept
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
     assert folder_of(Builder()).parent == tmp_path / "own" / "lightning_paral"
+
+
+ON_CUDA = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+from torch.utils import cpp_extension
+torch.cuda.is_available = lambda: True
+cpp_extension.CUDA_HOME = None
+from deepspeed.ops.op_builder import cpu
+from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
+from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+from lightning_paral.zero.compiling import folder_of, operators_kept
+
+for name in ("sources", "lib_sources"):
+    ours, theirs = getattr(cpu.AsyncIOBuilder(), name)(), getattr(AsyncIOBuilder(), name)()
+    assert ours == theirs and all(file.endswith(".cpp") for file in ours)
+try:
+    AsyncIOBuilder().include_paths()
+except TypeError:
+    print("It needs the toolkit.")
+assert folder_of(FusedAdamBuilder()) != folder_of(cpu.FusedAdamBuilder())
+with operators_kept():
+    print(AsyncIOBuilder().load(verbose=False).aio_handle(1048576, 8, False, True, 1).get_block_size())
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+def test_without_the_cuda_toolkit_nvme_is_read_and_written_and_other_operators_say_what_is_missing() -> None:
+    result = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "It needs the toolkit.\n1048576\n" in result.stdout
+    assert "'fused_adam' is compiled with the CUDA toolkit, and there is none: CUDA_HOME is not set" in result.stdout

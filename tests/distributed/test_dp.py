@@ -1,7 +1,6 @@
 """What `ParalDPStrategy` does with a module on several devices: here, threads on CPU."""
 
 import csv
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -428,8 +427,7 @@ def test_error_in_a_replica_keeps_its_type_and_traceback_and_says_where() -> Non
         dp_trainer().fit(module, samples())
 
     assert "deep_inside" in [entry.name for entry in caught.traceback]
-    if sys.version_info >= (3, 11):
-        assert caught.value.__notes__ == ["This was raised in replica 2 of 3 (paral_dp), on cpu."]
+    assert caught.value.__notes__ == ["This was raised in replica 2 of 3 (paral_dp), on cpu."]
     assert "log" not in module.__dict__
     dp_trainer().fit(Scores(), samples())
 

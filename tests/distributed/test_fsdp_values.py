@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import huber_loss, mse_loss
 
 from tests.models import FEATURES, Regression, quiet_trainer, regression_data
 
@@ -24,6 +25,21 @@ def arrays(w: Any) -> Any:
 
 def reductions(w: Any) -> Any:
     return [w.max(), w.min(), w.abs().max(), w.norm(float("inf")), w.amax(), w.norm(), w.std(), w.median()]
+
+
+def places(w: Any) -> Any:
+    return [w.argmax(), w.argmin(0), *w.max(0), *w.min(0), mse_loss(w, w * 2), huber_loss(w, w * 2)]
+
+
+def newer_operations(w: Any) -> Any:
+    return [
+        w.isfinite().all(),
+        (w != w.clone()).any(),
+        w.flip(0).sum(),
+        w.cumprod(0).sum(),
+        (w.T @ w).det(),
+        w.nansum(),
+    ]
 
 
 def shapes(w: Any) -> Any:
@@ -52,7 +68,7 @@ def into_plain(w: Any) -> Any:
     return [total, average, same, same * w.data, w.data - average]
 
 
-READS = [numbers, arrays, reductions, shapes, choices, comparisons, of_parts, into_plain]
+READS = [numbers, arrays, reductions, places, newer_operations, shapes, choices, comparisons, of_parts, into_plain]
 
 
 def zero_row(w: Any) -> None:

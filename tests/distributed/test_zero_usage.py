@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models import FEATURES, Regression, quiet_trainer, regression_data
 from tests.zero_models import assert_same_fit
 
 STAGES = (1, 2, 3)
@@ -111,6 +111,54 @@ def test_what_zero_cannot_leave_out_is_named(
 ) -> None:
     for said in on_ranks(2, refusal, stage, find_unused, uses, optimizer):
         assert message in said
+
+
+class Diverging(Regression):
+    """Two layers, which ranks use in an order of their own, or of which each uses one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        layers = [self.first, self.second] if torch.distributed.get_rank() == 0 else [self.second, self.first]
+        for layer in layers if self.how == "order" else layers[:1]:
+            inputs = layer(inputs)
+        return super().training_step([inputs, targets], batch_idx)
+
+
+def refusals_of_divergence(find_unused: bool) -> list[str]:
+    said = []
+    for how, stage, overlap in DIVERGENCES:
+        strategy = ParalZeROStrategy(stage=stage, overlap_comm=overlap, find_unused_parameters=find_unused)
+        try:
+            quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(Diverging(how), regression_data(2, 2))
+            said.append("")
+        except UnusedParametersError as error:
+            said.append(str(error))
+    return said
+
+
+ONLY_SOME = "for some ranks only: first.weight, first.bias, second.weight, second.bias"
+DIVERGENCES = {
+    ("order", 1, False): "",  # gradients of all are added up after the backward pass, in the order of parameters
+    ("order", 1, True): "in another order on some ranks",
+    ("order", 2, None): "in another order on some ranks",
+    ("use", 1, False): ONLY_SOME,
+    ("use", 1, True): ONLY_SOME,
+    ("use", 2, None): ONLY_SOME,
+}
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_ranks_that_differ_are_refused_where_their_gradients_would_be_mixed_up(on_ranks, find_unused: bool) -> None:
+    for messages in on_ranks(2, refusals_of_divergence, find_unused):
+        for message, expected in zip(messages, DIVERGENCES.values(), strict=True):
+            assert expected in message
+            assert bool(message) == bool(expected)
 
 
 class Skipping(Regression):

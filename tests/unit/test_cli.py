@@ -83,7 +83,7 @@ def test_class_path_in_yaml(monkeypatch, tmp_path) -> None:
 
     assert isinstance(trainer.strategy, ParalDDPStrategy)
     assert trainer.strategy._all_reduce == "ring"
-    assert trainer.strategy._timeout.total_seconds() == 300
+    assert trainer.strategy.timeout.total_seconds() == 300
     assert trainer.strategy._ddp_kwargs["bucket_cap_mb"] == 5
     assert trainer.strategy.sampling == Sampling(split="global", remainder="drop", shard_iterable=False)
 

@@ -37,7 +37,7 @@ def test_mps_is_refused() -> None:
     strategy = ParalDDPStrategy(accelerator=MPSAccelerator(), parallel_devices=[torch.device("mps", 0)])
 
     with pytest.raises(ConfigurationError, match=r"trains on CPU and CUDA.*'mps:0'.*accelerator='cpu'"):
-        strategy._configure_launcher()
+        strategy.set_world_ranks()
 
 
 def test_more_devices_than_there_are_is_refused() -> None:
@@ -45,7 +45,7 @@ def test_more_devices_than_there_are_is_refused() -> None:
     strategy = ParalDDPStrategy(parallel_devices=[torch.device("cuda", missing)])
 
     with pytest.raises(ConfigurationError, match=rf"cuda:{missing}, but it sees {missing} CUDA"):
-        strategy._configure_launcher()
+        strategy.set_world_ranks()
 
 
 def test_more_processes_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,12 @@ LAYERS = (
     "launcher",
     "process_group",
     "failure",
+    "timeout_watch",
     "config",
     "option_types",
     "option_names",
     "compat",
+    "_tested_versions",
     "_version",
     "errors",
 )

@@ -18,9 +18,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
 from lightning_paral.checkpoint.loading import look
-from lightning_paral.checkpoint.memory import Staging
 from lightning_paral.checkpoint.ranks import Ranks
 from lightning_paral.checkpoint.saving import Save, remove_at
+from lightning_paral.checkpoint.staging import Staging
 from lightning_paral.config import Form
 
 FORMS: list[Form] = ["full", "sharded"]

@@ -1,11 +1,12 @@
 import importlib
 
 import pytest
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_paral
-from lightning_paral import STRATEGIES, ConfigurationError
+from lightning_paral import STRATEGIES, ConfigurationError, ParalDDPStrategy
 
 
 @pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.name)
@@ -35,3 +36,24 @@ def test_lightnings_own_names_still_work() -> None:
 def test_misspelt_name_is_answered_with_the_nearest_ones_and_the_import() -> None:
     with pytest.raises(ConfigurationError, match=r"paral_dpd.*paral_ddp.*import lightning_paral"):
         Trainer(strategy="paral_dpd", accelerator="cpu")
+
+
+@pytest.mark.parametrize("registry", [StrategyRegistry, STRATEGY_REGISTRY], ids=["trainer", "fabric"])
+def test_asking_for_a_name_never_raises(registry) -> None:
+    names = registry.available_strategies()
+
+    assert type(names) is list
+    for asked in ("paral_dpd", "parallel", "paral", "no_such_strategy", ParalDDPStrategy, ParalDDPStrategy(), None):
+        assert asked not in names
+    assert ("paral_ddp" in names) == (registry is StrategyRegistry)
+    assert "ddp" in names
+
+
+def test_names_of_others_that_begin_like_ours_are_theirs() -> None:
+    StrategyRegistry.register("parallel_things", DDPStrategy, description="of somebody else")
+    try:
+        trainer = Trainer(strategy="parallel_things", accelerator="cpu", devices=1, logger=False)
+    finally:
+        StrategyRegistry.remove("parallel_things")
+
+    assert type(trainer.strategy) is DDPStrategy

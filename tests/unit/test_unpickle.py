@@ -8,7 +8,7 @@ import struct
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict
-from datetime import date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path, PosixPath
 from typing import Any
@@ -41,7 +41,7 @@ VALUES = [
     *(numpy.zeros(2, dtype=[("a", "f4"), ("b", "i8")]), numpy.arange(3, dtype="i4"), numpy.bool_(True)),
     *(numpy.datetime64("2026-01-02"), numpy.random.default_rng(1).bit_generator.state),
     *(Namespace(a=1, path=Path("x/y")), Path("/x/y"), Path(), TrainerFn.FITTING, Decimal("1.20")),
-    *(datetime(2026, 1, 2, tzinfo=timezone.utc), date(2026, 1, 2), timedelta(3), timezone(timedelta(hours=1), "a")),
+    *(datetime(2026, 1, 2, tzinfo=UTC), date(2026, 1, 2), timedelta(3), timezone(timedelta(hours=1), "a")),
     *({1, 2}, {(1, "a")}, frozenset([2]), range(3), slice(1, 2), 1 + 2j, b"", b"ab", bytearray(b"ab"), bytearray()),
     *(Counter("aab"), OrderedDict(b=2), 2**100, -5, None, (1, (2, (3,))), "ü", random.Random(1).getstate()),
     *(tagged(), nn.BatchNorm1d(3).state_dict(), torch.ones(3).expand(4, 3), torch.zeros(0), torch.tensor(3)),

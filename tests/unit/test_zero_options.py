@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
+from lightning_paral._tested_versions import TESTED_VERSIONS
 from lightning_paral.zero import runtime, settings
 from lightning_paral.zero.nvme import check_space
 from lightning_paral.zero.ops import load_operator
@@ -98,7 +99,7 @@ def test_fp16_on_cuda() -> None:
 
 
 def test_deepspeed_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "MINIMUM_VERSION", "99.0")
+    monkeypatch.setitem(TESTED_VERSIONS, "deepspeed", ">=99.0,<100")
     with pytest.raises(ConfigurationError, match=r"99\.0 or later, but .* is installed: pip install"):
         ParalZeROStrategy()
 
@@ -135,6 +136,46 @@ def test_configuration_from_a_file_is_merged(tmp_path: Path) -> None:
     assert "train_batch_size" not in config
 
 
+@pytest.mark.parametrize(
+    ("device_type", "num_ranks", "stage", "others"),
+    [
+        ("cuda", 2, 1, {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"}),
+        ("cuda", 2, 2, {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"}),
+        ("cuda", 1, 2, {"reduce_bucket_size", "allgather_bucket_size"}),
+        ("cuda", 2, 3, {"reduce_bucket_size"}),
+        ("cpu", 2, 1, {"reduce_bucket_size", "allgather_bucket_size", "use_multi_rank_bucket_allreduce"}),
+        ("cpu", 2, 2, {"reduce_bucket_size", "allgather_bucket_size", "use_multi_rank_bucket_allreduce"}),
+        ("cpu", 2, 3, {"reduce_bucket_size", "prefetch_bucket_size", "max_reuse_distance"}),
+    ],
+)
+def test_only_sizes_differ_from_deepspeeds_defaults_but_for_gloo(
+    device_type: str, num_ranks: int, stage: int, others: set[str]
+) -> None:
+    runtime.choose_accelerator(torch.device("cpu"))
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    def config_of(section: dict[str, Any]) -> dict[str, Any]:
+        return DeepSpeedZeroConfig(**section).model_dump()
+
+    theirs = config_of({"stage": stage})
+    filled = settings.fill_in({"stage": stage}, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    ours = config_of(filled)
+    assert {key for key in ours if ours[key] != theirs[key]} == others
+
+    said = {"stage": stage, "overlap_comm": False, "use_multi_rank_bucket_allreduce": True, "reduce_bucket_size": 8}
+    said |= {"stage3_max_reuse_distance": 5}
+    filled = settings.fill_in(said, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    assert filled | said == filled
+
+
+def test_what_only_a_report_needs_is_measured_for_a_report_only() -> None:
+    unseen = {"throughput": {"enabled": False}}
+    assert settings.complete({}, {})["timers"] == unseen
+    assert "timers" not in settings.complete({}, {"steps_per_print": 10})
+    measured = {"throughput": {"enabled": True, "synchronized": False}}
+    assert settings.complete({}, settings.load_config({"timers": measured}))["timers"] == measured
+
+
 def test_precision_in_the_configuration_may_not_contradict_the_trainer() -> None:
     with pytest.raises(ConfigurationError, match=r"bf16\.enabled=False.*say True"):
         settings.complete(settings.precision_section("bf16-true"), {"bf16": {"enabled": False}})
@@ -161,6 +202,17 @@ def test_nothing_to_train() -> None:
     module = Regression().requires_grad_(False)
     with pytest.raises(ConfigurationError, match="nothing to train"):
         UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).busy_groups()
+
+
+def test_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runtime.choose_accelerator(torch.device("cpu"))
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(ConfigurationError, match=r"ninja.* no CUDA toolkit. Mend what.*leave out offload_optimizer"):
+        load_operator("cpu_adam", "offload_optimizer")
 
 
 @pytest.mark.usefixtures("deepspeed_operators")

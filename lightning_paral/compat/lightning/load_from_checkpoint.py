@@ -9,6 +9,17 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+from lightning_paral.compat.private_name import PrivateName
+
+_LOAD = PrivateName(
+    name="lightning.pytorch.core.saving.pl_load",
+    parameters=("path_or_url", "map_location", "weights_only"),
+    purpose="to let load_from_checkpoint read folders",
+    reason="load_from_checkpoint takes no CheckpointIO",
+    seen="lightning 2.6.1 to 2.6.6",
+)
+NAMES = (_LOAD,)
+
 _MARK = "_reads_folders"
 _NAME = "pl_load"
 
@@ -22,8 +33,9 @@ def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., M
         read: called with the path, `map_location` and `weights_only`; returns the checkpoint.
 
     Raises:
-        AttributeError: this Lightning reads checkpoints another way.
+        PrivateNameError: this Lightning reads checkpoints another way.
     """
+    _LOAD.resolve()
     load = getattr(saving, _NAME)
     if hasattr(load, _MARK):
         return

@@ -1,0 +1,1 @@
+"""Private names and patches of DeepSpeed: one module for each idea that needs them. Import it only where ZeRO runs."""

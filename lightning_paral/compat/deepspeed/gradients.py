@@ -1,0 +1,104 @@
+"""Where DeepSpeed keeps the gradients of a window of backward passes, and what it notes of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_paral.compat.private_name import PrivateName
+
+_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_FORGET = "to forget a window whose step does not come"
+_NO_FORGETTING = "zero_grad of DeepSpeed's optimizers leaves it for the next step"
+_NORMS = "to have norms of gradients that were changed since"
+_ONCE = "with offload DeepSpeed takes norms once, while gradients arrive"
+
+
+def _attribute(owner: str, name: str, purpose: str, reason: str) -> PrivateName:
+    return PrivateName(
+        name=f"{owner}.{name}", purpose=purpose, reason=reason, seen="deepspeed 0.19.8", on_instances=True
+    )
+
+
+NAMES = (
+    _attribute(_STAGE2, "averaged_gradients", "to clamp gradients, and " + _FORGET, _NO_FORGETTING),
+    _attribute(_STAGE2, "all_grad_tensors", _FORGET, _NO_FORGETTING),
+    _attribute(_STAGE2, "micro_step_id", _FORGET, _NO_FORGETTING),
+    _attribute(_STAGE2, "offload_gradient_dict", _NORMS, _ONCE),
+    _attribute(_STAGE2, "norm_for_param_grads", _NORMS, _ONCE),
+    _attribute(_STAGE2, "params_in_partition", _NORMS, _ONCE),
+    _attribute(_STAGE3, "norm_for_param_grads", _NORMS, _ONCE),
+    _attribute(
+        _STAGE3,
+        "averaged_gradients",
+        "to clamp gradients",
+        "safe_set_local_grad writes parameter by parameter, and pads; these are the tensors that the step uses",
+    ),
+    _attribute(
+        _STAGE3,
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+        "to set to zero what stage 3 keeps of an earlier window where no new gradient came",
+        "safe_set_local_grad writes to another tensor with offload, one that this is copied to later",
+    ),
+    PrivateName(
+        name=f"{_STAGE2}.reset_cpu_buffers",
+        purpose=_FORGET,
+        reason=_NO_FORGETTING,
+        seen="deepspeed 0.19.8",
+        parameters=("self",),
+    ),
+    PrivateName(
+        name=f"{_STAGE2}.get_param_id",
+        purpose=_NORMS,
+        reason=_ONCE,
+        seen="deepspeed 0.19.8",
+        parameters=("self", "param"),
+    ),
+    PrivateName(
+        name=f"{_STAGE3}.get_param_id",
+        purpose=_NORMS,
+        reason=_ONCE,
+        seen="deepspeed 0.19.8",
+        parameters=("self", "param"),
+    ),
+    PrivateName(
+        name=f"{_STAGE3}._get_norm_groups",
+        purpose="to read the norm of gradients before the step that clips by it",
+        reason="engine.get_global_grad_norm has it after the step only, and safe_get_local_grad reads parameter by "
+        "parameter, on NVMe a whole sub-group for each",
+        seen="deepspeed 0.19.8",
+    ),
+)
+
+
+def forget_window(optimizer: Any, *, offloaded: bool) -> None:
+    """Let stage 1 or 2 forget the gradients that backward passes have left since the last step."""
+    for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        for group in gradients:
+            gradients[group] = None
+    optimizer.micro_step_id = -1
+    if offloaded:
+        optimizer.reset_cpu_buffers()
+
+
+def zero_kept_gradient(optimizer: Any, parameter: Any, *, offloaded: bool) -> None:
+    """Set to zero what stage 3 keeps of the gradient of `parameter`."""
+    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id].zero_()
+    if offloaded:
+        optimizer.norm_for_param_grads.pop(optimizer.get_param_id(parameter), None)
+
+
+def refresh_norms(optimizer: Any) -> None:
+    """Take the norms of offloaded gradients of stage 1 or 2 anew, where DeepSpeed keeps some."""
+    for group, parameters in enumerate(optimizer.params_in_partition):
+        for parameter, gradient in zip(parameters, optimizer.offload_gradient_dict[group], strict=True):
+            index = optimizer.get_param_id(parameter)
+            if index in optimizer.norm_for_param_grads:
+                optimizer.norm_for_param_grads[index] = gradient.double().norm(2)
+
+
+def scaled_norm_of_stage3(optimizer: Any) -> Tensor:
+    """Return the global 2-norm of the averaged gradients of stage 3, scaled as the loss was. *Collective*."""
+    squares = torch.stack([norm.float() ** 2 for norm in optimizer._get_norm_groups()])
+    return squares.sum().sqrt()

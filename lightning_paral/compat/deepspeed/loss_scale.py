@@ -1,0 +1,34 @@
+"""The loss scale of an engine."""
+
+from typing import Any
+
+from lightning_paral.compat.private_name import PrivateName
+
+_REASON = (
+    "under fp16 autocast DeepSpeed's own clips scaled gradients as if they were not, never goes down, and divides by "
+    "another scale than it multiplied by where it goes up; no option leaves it out"
+)
+
+NAMES = tuple(
+    PrivateName(
+        name=f"deepspeed.runtime.zero.{owner}.{name}",
+        purpose="to scale losses as torch.amp.GradScaler does",
+        reason=_REASON,
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    )
+    for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
+    for name in ("torch_autocast_gradscaler", "loss_scaler", "dynamic_loss_scale")
+)
+
+
+def scale_by(optimizer: Any, scale: Any) -> None:
+    """Let DeepSpeed's `optimizer` scale losses by `scale`, whatever it has chosen.
+
+    Args:
+        optimizer: DeepSpeed's.
+        scale: has `cur_scale`, `loss_scale`, `dynamic`, `scale_loss(loss)` and `update_scale(overflow)`.
+    """
+    optimizer.torch_autocast_gradscaler = None
+    optimizer.loss_scaler = scale
+    optimizer.dynamic_loss_scale = True

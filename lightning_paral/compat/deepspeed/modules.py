@@ -1,0 +1,77 @@
+"""What DeepSpeed leaves on modules of an engine of stage 3, and what takes the place of their dictionaries."""
+
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.torch.modules import own_parameters
+
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+_OF_THE_ENGINE = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
+_LEFT = "to give modules back as they were: left on one, it would call an engine that has ended, or keep its memory"
+_DESTROY = "engine.destroy removes its hooks only"
+
+NAMES = (
+    PrivateName(
+        name=f"{_OFFLOAD}.ZeROOrderedDict._in_forward",
+        purpose="to end a forward that a failure has left under way",
+        reason="DeepSpeed ends it after the forward only",
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
+    *(
+        PrivateName(
+            name=f"{_OFFLOAD}.DeepSpeedZeRoOffload._register_deepspeed_module.{name}",
+            purpose=_LEFT,
+            reason=_DESTROY,
+            seen="deepspeed 0.19.8",
+            on_instances=True,
+        )
+        for name in _OF_THE_ENGINE
+    ),
+    PrivateName(
+        name=f"{_OFFLOAD}._inject_parameters._original_parameters",
+        purpose=_LEFT,
+        reason=_DESTROY,
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
+    *(
+        PrivateName(
+            name=f"deepspeed.runtime.zero.partition_parameters._init_external_params.{name}",
+            purpose=_LEFT,
+            reason=_DESTROY,
+            seen="deepspeed 0.19.8",
+            on_instances=True,
+        )
+        for name in ("_external_params", "all_parameters")
+    ),
+)
+
+
+def end_forward(module: Module) -> None:
+    """Take the forward of `module` itself for ended."""
+    parameters: Any = own_parameters(module)
+    if hasattr(parameters, "_in_forward"):
+        parameters._in_forward = False
+
+
+def is_of_engine(name: str) -> bool:
+    """Whether an attribute of a module is of the engine, which it would call."""
+    return name in _OF_THE_ENGINE
+
+
+def is_of_division(name: str) -> bool:
+    """Whether an attribute of a module belongs to its parameters as stage 3 has divided them."""
+    return name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters"))
+
+
+def restore_container(module: Module, kind: type) -> None:
+    """Let `module` keep its parameters in a dictionary of class `kind` again."""
+    divided: Any = own_parameters(module)
+    if type(divided) is not kind:
+        # A dictionary of DeepSpeed's gathers what is read by its key.
+        plain = kind(divided.items())
+        del module._parameters
+        module._parameters = plain

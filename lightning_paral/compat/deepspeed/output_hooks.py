@@ -1,0 +1,54 @@
+"""The hooks by which stage 3 looks for parameters among the outputs of modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.torch.module_hooks import forward_hooks
+
+_HOOK = PrivateName(
+    name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
+    "._post_forward_module_hook",
+    purpose="to let modules return what they like, by showing this hook tensors only",
+    reason="it calls vars() of every output, which numbers and strings do not have, and startswith on keys of "
+    "dictionaries",
+    seen="deepspeed 0.19.8",
+    upstream="https://github.com/deepspeedai/DeepSpeed/issues/7442",
+    on_instances=True,
+)
+NAMES = (_HOOK,)
+
+
+def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
+    """Let DeepSpeed's hooks on `module`, and on every module in it, see `view(output)` in the place of outputs.
+
+    Args:
+        module: that of an engine of stage 3.
+        view: called with what a module returned.
+    """
+    root_has_one, *_ = [_replace(part, view) for part in module.modules()]
+    if not root_has_one:
+        raise _HOOK.error(f"the engine has put no hook of that name on {type(module).__name__}")
+
+
+def _replace(part: Module, view: Callable[[Any], Any]) -> bool:
+    hooks = forward_hooks(part)
+    found = [key for key, hook in hooks.items() if _looks_for_parameters(hook)]
+    for key in found:
+        hooks[key] = _seeing(hooks[key], view)
+    return bool(found)
+
+
+def _looks_for_parameters(hook: Any) -> bool:
+    # It is found inside the wrapper of DeepSpeed's profiling, which has a name of its own.
+    functions = [hook, *(cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())]
+    return any(getattr(function, "__name__", "") == "_post_forward_module_hook" for function in functions)
+
+
+def _seeing(hook: Callable[..., Any], view: Callable[[Any], Any]) -> Callable[..., Any]:
+    def run(module: Module, inputs: Any, output: Any) -> None:
+        hook(module, inputs, view(output))
+
+    return run

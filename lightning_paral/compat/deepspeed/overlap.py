@@ -1,0 +1,62 @@
+"""Reduce at stage 1 the gradients that DeepSpeed forgets when it reduces while the backward pass runs.
+
+With `overlap_comm`, `reduce_gradients` of DeepSpeed 0.19.8 takes it that hooks have reduced every gradient in the last
+backward pass of a window. They have not reduced those that only an earlier pass of the window reached, nor any if
+nobody knew that the pass was the last: the optimizer would step on this rank's own gradients, without an error.
+"""
+
+from typing import Any
+
+from lightning_paral.compat.private_name import PrivateName
+
+_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_PURPOSE = "to reduce what hooks have left, at stage 1"
+_REASON = "the engine reduces by it, and no option makes it include them"
+
+
+def _attribute(name: str) -> PrivateName:
+    return PrivateName(
+        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", on_instances=True
+    )
+
+
+def _method(name: str, *parameters: str) -> PrivateName:
+    return PrivateName(
+        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", parameters=parameters
+    )
+
+
+NAMES = (
+    _method("reduce_gradients", "self", "pipeline_parallel"),
+    _method("reduce_ready_partitions_and_remove_grads", "self", "param", "i"),
+    _method("get_gradient_for_reduction", "self", "param"),
+    _method("setup_buckets", "self"),
+    _attribute("ipg_buckets"),
+    _attribute("params_already_reduced"),
+)
+
+
+def reduce_what_hooks_left(optimizer: Any) -> None:
+    """Let the reduction that ends a window of `optimizer` include every gradient.
+
+    Args:
+        optimizer: a `deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer` of stage 1 with `overlap_comm`.
+    """
+    plain = optimizer.reduce_gradients
+
+    def reduce_gradients(pipeline_parallel: bool = False) -> None:
+        _reduce_rest(optimizer)
+        plain(pipeline_parallel)
+
+    optimizer.reduce_gradients = reduce_gradients
+
+
+def _reduce_rest(optimizer: Any) -> None:
+    optimizer.setup_buckets()
+    waiting = {parameter for bucket in optimizer.ipg_buckets.values() for _, _, parameter in bucket.params}
+    for group, parameters in enumerate(optimizer.bit16_groups):
+        for parameter in parameters:
+            number = optimizer.get_param_id(parameter)
+            is_taken = optimizer.params_already_reduced[number] or number in waiting
+            if not is_taken and optimizer.get_gradient_for_reduction(parameter) is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)

@@ -1,0 +1,72 @@
+"""Files on NVMe with a rank's parts of parameters of stage 3."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_paral.compat.private_name import PrivateName
+
+_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper"
+_READ = "to read and write this rank's part of a parameter where it has no fp32 master"
+_REASON = "safe_get_local_fp32_param and its like know masters only, and deepspeed.zero gathers whole parameters"
+
+NAMES = (
+    PrivateName(
+        name=f"{_SWAPPER}.PartitionedParamStatus",
+        purpose="to know whether a part is in memory",
+        reason=_REASON,
+        seen="deepspeed 0.19.8",
+    ),
+    *(
+        PrivateName(
+            name=f"{_SWAPPER}.AsyncPartitionedParameterSwapper.{name}",
+            purpose=_READ,
+            reason=_REASON,
+            seen="deepspeed 0.19.8",
+            parameters=parameters,
+        )
+        for name, parameters in (
+            ("swap_in", ("self", "params", "async_op")),
+            ("swap_out_and_release", ("self", "params")),
+            ("remove_partition_and_release_buffers", ("self", "params")),
+        )
+    ),
+    PrivateName(
+        name=f"{_SWAPPER}.AsyncPartitionedParameterSwapper.swap_folder",
+        purpose="to keep files in which the only copy of a parameter is",
+        reason="nothing public tells where it is",
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
+)
+
+
+def has_file(parameter: Any) -> bool:
+    """Whether this rank's part of `parameter` was put into a file."""
+    return getattr(parameter, "nvme_swapper", None) is not None
+
+
+def is_in_file_only(parameter: Any) -> bool:
+    """Whether it is not in memory, too."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    return has_file(parameter) and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+
+
+def folder_of(parameter: Any) -> Path:
+    """Return the folder with the file of a parameter that has one."""
+    return Path(parameter.nvme_swapper.swap_folder)
+
+
+@contextmanager
+def in_memory(parameter: Any, *, write: bool) -> Iterator[None]:
+    """Have this rank's part of `parameter` in memory, wherever it is; with `write`, put what was changed back."""
+    swapped = is_in_file_only(parameter)
+    if swapped:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    yield
+    if swapped and write:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
+    elif swapped:
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])

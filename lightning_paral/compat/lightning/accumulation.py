@@ -1,0 +1,26 @@
+"""The check with which `GradientAccumulationScheduler` refuses every DeepSpeedStrategy."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.private_name import PrivateName
+
+_CHECK = PrivateName(
+    name="lightning.pytorch.callbacks.GradientAccumulationScheduler.on_train_start",
+    parameters=("self", "trainer", "pl_module"),
+    purpose="to let schedules of accumulation work under ZeRO, where accumulation is Lightning's own",
+    reason="the callback asks for the class of the strategy and not whether it accumulates itself",
+    seen="lightning 2.6.1 to 2.6.6",
+)
+NAMES = (_CHECK,)
+
+
+def replace_check(callback: GradientAccumulationScheduler, check: Callable[..., None]) -> None:
+    """Let `check(callback, trainer, module)` decide in place of the callback's own check."""
+    _CHECK.resolve()
+    replacement: Any = partial(check, callback)
+    shadow_method(callback, "on_train_start", replacement)

@@ -1,0 +1,34 @@
+"""What LightningCLI does with the checkpoint of a command."""
+
+from typing import Any
+
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_paral.compat.private_name import PrivateName
+
+_PARSE = PrivateName(
+    name="lightning.pytorch.cli.LightningCLI._parse_ckpt_path",
+    parameters=("self",),
+    purpose="to resume from checkpoints that were saved without a LightningCLI",
+    reason="LightningCLI lets hyper-parameters replace the configured model without asking",
+    seen="lightning 2.6.1 to 2.6.6",
+)
+NAMES = (_PARSE,)
+
+
+class CheckpointChoiceCLI(LightningCLI):
+    """LightningCLI that asks whether the hyper-parameters in a checkpoint replace the configured model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _PARSE.resolve()  # under another name it would not ask
+        super().__init__(*args, **kwargs)
+
+    def takes_hyper_parameters(self, path: str) -> bool:
+        """Whether the hyper-parameters in the checkpoint at `path` say what the model is."""
+        return True
+
+    def _parse_ckpt_path(self) -> None:
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
+        if not path or self.takes_hyper_parameters(str(path)):
+            super()._parse_ckpt_path()

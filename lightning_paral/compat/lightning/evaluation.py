@@ -1,0 +1,203 @@
+"""The steps of Lightning's loops for validation, test and prediction, and where they keep what is logged."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.lightning.results import ResultCollection
+from lightning_paral.compat.private_name import PrivateName
+
+__all__ = [
+    "EvaluationLoop",
+    "PredictionLoop",
+    "Step",
+    "call_at_end_of_loader",
+    "call_step_alone",
+    "combined_loader_of",
+    "replace_evaluation_step",
+    "replace_predict_step",
+    "results_of",
+    "set_results",
+    "set_results_of_fit",
+]
+
+_SEEN = "lightning 2.6.1 to 2.6.6"
+_STEP_ARGUMENTS = ("self", "batch", "batch_idx", "dataloader_idx", "dataloader_iter")
+_EVALUATION_STEP = PrivateName(
+    name="lightning.pytorch.loops._EvaluationLoop._evaluation_step",
+    parameters=_STEP_ARGUMENTS,
+    purpose="to pass over batches that are there only so that all ranks take as many steps",
+    reason="hooks come too late: they run for such a batch, too",
+    seen=_SEEN,
+)
+_PREDICT_STEP = PrivateName(
+    name="lightning.pytorch.loops._PredictionLoop._predict_step",
+    parameters=_STEP_ARGUMENTS,
+    purpose="to pass over batches that are there only so that all ranks take as many steps",
+    reason="hooks come too late: they run for such a batch, too",
+    seen=_SEEN,
+)
+_STORE = PrivateName(
+    name="lightning.pytorch.loops._EvaluationLoop._store_dataloader_outputs",
+    parameters=("self",),
+    purpose="to join what the ranks have logged for a loader before it is computed",
+    reason="no hook runs at the end of each loader",
+    seen=_SEEN,
+)
+_RESULTS = PrivateName(
+    name="lightning.pytorch.loops._EvaluationLoop._results",
+    on_instances=True,
+    purpose="to collect what is logged in a collection that counts each sample once",
+    reason="the loop makes its own collection and takes no other",
+    seen=_SEEN,
+)
+_RESULTS_OF_FIT = PrivateName(
+    name="lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._results",
+    on_instances=True,
+    purpose="to check that all ranks log the same keys",
+    reason="the loop makes its own collection and takes no other",
+    seen=_SEEN,
+)
+NAMES = (
+    _EVALUATION_STEP,
+    _PREDICT_STEP,
+    _STORE,
+    _RESULTS,
+    _RESULTS_OF_FIT,
+    *(
+        PrivateName(
+            name=f"lightning.pytorch.loops.{kind}._combined_loader",
+            on_instances=True,
+            purpose="to know how several loaders are joined",
+            reason="trainer.val_dataloaders gives the loaders without their mode",
+            seen=_SEEN,
+        )
+        for kind in ("_EvaluationLoop", "_PredictionLoop")
+    ),
+    *(
+        PrivateName(
+            name=f"lightning.pytorch.loops.{kind}.{method}",
+            parameters=parameters,
+            purpose="to call a step as the loop does, without its hooks",
+            reason="the loop calls steps together with hooks and counters only",
+            seen=_SEEN,
+        )
+        for kind in ("_EvaluationLoop", "_PredictionLoop")
+        for method, parameters in (
+            ("_build_kwargs", ("self", "batch", "batch_idx", "dataloader_idx")),
+            ("_build_step_args_from_hook_kwargs", ("self", "hook_kwargs", "step_hook_name")),
+        )
+    ),
+    PrivateName(
+        name="lightning.pytorch.trainer.call._call_strategy_hook",
+        parameters=("trainer", "hook_name"),
+        purpose="to call a step so that self.log works in it",
+        reason="self.log asks for the name of the hook that runs, which only this function sets",
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name="lightning.pytorch.LightningModule._on_before_batch_transfer",
+        parameters=("self", "batch", "dataloader_idx"),
+        purpose="to call on_before_batch_transfer of the module or its data module",
+        reason="which of the two has the hook is decided here only",
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name="lightning.pytorch.Trainer._logger_connector",
+        on_instances=True,
+        purpose="to end a loader's results, and to leave no trace of a step that does not count",
+        reason="the Trainer shows results only when they have been computed",
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name="lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._current_fx",
+        on_instances=True,
+        purpose="to leave no trace of a step that does not count",
+        reason="the connector resets results when another hook logs, and would take the step for one",
+        seen=_SEEN,
+    ),
+)
+
+Step = Callable[[Any, int, int, Any], None]
+"""Takes a batch, its index, that of its loader, and the iterator if the step draws its batches itself."""
+
+
+def results_of(loop: EvaluationLoop) -> ResultCollection:
+    """Return the collection that `loop` logs to."""
+    return loop._results
+
+
+def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
+    """Let `loop` log to `results`."""
+    _RESULTS.replace_on(loop, results)
+
+
+def set_results_of_fit(trainer: Trainer, results: ResultCollection) -> None:
+    """Let training log to `results`."""
+    _RESULTS_OF_FIT.replace_on(trainer.fit_loop.epoch_loop, results)
+
+
+def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
+    """Return the loaders of `loop`, which is running."""
+    assert loop._combined_loader is not None
+    return loop._combined_loader
+
+
+def replace_evaluation_step(loop: EvaluationLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
+    """Let `loop` take each step with what `make` makes of its own, until `undo` is closed."""
+    _EVALUATION_STEP.resolve()
+    shadow_method(loop, "_evaluation_step", make(loop._evaluation_step), undo)
+
+
+def replace_predict_step(loop: PredictionLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
+    """Let `loop` take each step with what `make` makes of its own, until `undo` is closed."""
+    _PREDICT_STEP.resolve()
+    shadow_method(loop, "_predict_step", make(loop._predict_step), undo)
+
+
+def call_at_end_of_loader(loop: EvaluationLoop, trainer: Trainer, join: Callable[[], None], undo: ExitStack) -> None:
+    """Call `join` at the end of each loader of `loop`, before results are computed, until `undo` is closed."""
+    _STORE.resolve()
+    store_outputs = loop._store_dataloader_outputs
+
+    def store() -> None:
+        trainer._logger_connector.epoch_end_reached()
+        join()
+        store_outputs()
+
+    shadow_method(loop, "_store_dataloader_outputs", store, undo)
+
+
+def call_step_alone(
+    trainer: Trainer,
+    loop: EvaluationLoop | PredictionLoop,
+    hook_name: str,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int | None,
+) -> None:
+    """Move a batch to the device and call the step with it, without hooks and counters. *Collective* where the step is.
+
+    Args:
+        trainer: that of the loop.
+        loop: the one that runs.
+        hook_name: `"validation_step"`, `"test_step"` or `"predict_step"`.
+        batch: as the loader gave it.
+        batch_idx: its index.
+        dataloader_idx: that of the loader, if the loop has several.
+    """
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    logged_by = connector._current_fx
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx or 0)
+    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx or 0)
+    kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx)
+    call._call_strategy_hook(trainer, hook_name, *loop._build_step_args_from_hook_kwargs(kwargs, hook_name))
+    connector._current_fx = logged_by

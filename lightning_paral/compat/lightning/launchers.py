@@ -1,0 +1,17 @@
+"""Lightning's launcher that starts the other local ranks by running the user's script again."""
+
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+
+from lightning_paral.compat.private_name import PrivateName
+
+__all__ = ["SubprocessScriptLauncher"]
+
+NAMES = (
+    PrivateName(
+        name="lightning.pytorch.strategies.launchers._SubprocessScriptLauncher",
+        parameters=("cluster_environment", "num_processes", "num_nodes"),
+        purpose="to check ports and options before processes start, and to leave none behind",
+        reason="Lightning has no public launcher that could be extended",
+        seen="lightning 2.6.1 to 2.6.6",
+    ),
+)

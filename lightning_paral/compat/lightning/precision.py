@@ -1,0 +1,23 @@
+"""What Lightning's precision plugins do between the closure and the step of an optimizer."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="lightning.pytorch.plugins.Precision._after_closure",
+        parameters=("model", "optimizer"),
+        purpose="to run on_before_optimizer_step and gradient clipping before the step of a partitioned optimizer",
+        reason="Lightning calls them from its own optimizer_step only, which gives the optimizer a closure",
+        seen="lightning 2.6.1 to 2.6.6",
+    ),
+)
+
+
+def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) -> None:
+    """Run the hooks `on_before_optimizer_step`, and clip gradients as the Trainer says."""
+    plugin._after_closure(module, optimizer)

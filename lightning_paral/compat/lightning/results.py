@@ -1,0 +1,82 @@
+"""The collection of what `self.log` is given, and the metrics that it keeps the values in."""
+
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
+
+from lightning_paral.compat.private_name import PrivateName
+
+__all__ = ["Metadata", "ResultCollection", "ResultMetric", "Sync", "make_sync"]
+
+_SEEN = "lightning 2.6.1 to 2.6.6"
+_MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
+_REASON = "Lightning has no public way to join what ranks have logged"
+NAMES = (
+    PrivateName(
+        name=f"{_MODULE}._ResultCollection.log",
+        parameters=("self", "fx", "name", "value", "sync_dist_fn", "add_dataloader_idx"),
+        purpose="to reduce each key together with a mark of the key",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name=f"{_MODULE}._ResultCollection.update_metrics",
+        parameters=("self", "key", "value", "batch_size"),
+        purpose="to keep values of a step apart in which not all ranks take part",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name=f"{_MODULE}._ResultCollection.metrics",
+        parameters=("self", "on_step"),
+        purpose="to report keys that ranks did not log alike",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name=f"{_MODULE}._ResultCollection.valid_items",
+        parameters=("self",),
+        purpose="to exchange what ranks have logged in an epoch",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name=f"{_MODULE}._ResultCollection.dataloader_idx",
+        on_instances=True,
+        purpose="to tell of which loader results are",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name=f"{_MODULE}._ResultMetric",
+        parameters=("metadata", "is_tensor"),
+        purpose="to make what a rank without a batch would have logged",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name=f"{_MODULE}._Metadata",
+        parameters=(
+            *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
+            *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+        ),
+        purpose="to make what a rank without a batch would have logged",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name=f"{_MODULE}._Sync",
+        parameters=("fn", "_should"),
+        purpose="to say how what is logged is reduced",
+        reason=_REASON,
+        seen=_SEEN,
+    ),
+)
+
+
+def make_sync(reduce: Any, *, should: bool) -> Sync:
+    """Return how a key is reduced: by `reduce`, if it `should` be."""
+    return Sync(fn=reduce, _should=should)

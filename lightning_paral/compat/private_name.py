@@ -1,0 +1,121 @@
+"""What modules of `compat` declare about each private name they use, so that a test and a start can check it."""
+
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from lightning_paral.errors import PrivateNameError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateName:
+    """A private name of torch, Lightning, torchmetrics or DeepSpeed, and why it is used."""
+
+    name: str
+    """Dotted path from the library's top: `torch.nn.Module._parameters`."""
+    purpose: str
+    """What it is used for, as an infinitive: "to read a tensor's version counter"."""
+    reason: str
+    """Why no public name does."""
+    seen: str
+    """The versions it was seen in: "torch 2.11 to 2.13"."""
+    upstream: str = ""
+    """The upstream issue that asks for a public name, or reports the defect worked around."""
+    parameters: tuple[str, ...] | None = None
+    """Names of the parameters that are relied on, if it is called or replaced."""
+    on_instances: bool = False
+    """Whether only instances have it: the last part is an attribute that the class before it gives them, or that the
+    function before it gives what it is called with."""
+    since: str = ""
+    """The first version in which it is used, such as "2.12"; empty for all."""
+    before: str = ""
+    """The first version in which it is not used any more; empty for none."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it is used with the installed version."""
+        installed = _numbers(version(self.name.partition(".")[0]))
+        return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
+
+    def resolve(self) -> Any:
+        """Return the object, or for an attribute of instances the class.
+
+        Raises:
+            PrivateNameError: the installed version does not have it, or it takes other parameters.
+        """
+        path, _, last = self.name.rpartition(".")
+        try:
+            owner = _find(path)
+            found = owner if self.on_instances else getattr(owner, last)
+        except (ImportError, AttributeError) as error:
+            raise PrivateNameError(self._complaint("there is no such name")) from error
+        if self.on_instances and not _gives_instances(owner, last):
+            raise PrivateNameError(self._complaint(f"{path} has no attribute of that name"))
+        if self.parameters is not None:
+            names = tuple(inspect.signature(found).parameters)
+            if not set(self.parameters) <= set(names):
+                raise PrivateNameError(self._complaint(f"it takes ({', '.join(names)}), not {self.parameters}"))
+        return found
+
+    def replace_on(self, instance: object, value: Any) -> None:
+        """Set an attribute that `instance` has already.
+
+        Raises:
+            PrivateNameError: it does not have it: nobody would look at the value.
+        """
+        last = self.name.rpartition(".")[2]
+        if not hasattr(instance, last):
+            raise PrivateNameError(self._complaint(f"{type(instance).__name__} has no attribute of that name"))
+        setattr(instance, last, value)
+
+    def _complaint(self, what: str) -> str:
+        library = self.name.partition(".")[0]
+        return (
+            f"lightning_paral uses the private name {self.name} {self.purpose}, and in {library} {version(library)} "
+            f"{what}. It was tested with {self.seen}: install one of these versions."
+        )
+
+    def error(self, what: str) -> PrivateNameError:
+        """Return the error for a version that has the name, but not as it is relied on: `what` is otherwise."""
+        return PrivateNameError(self._complaint(what))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:2]]
+
+
+def _find(path: str) -> Any:
+    """The module or class at a dotted path."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(path)
+
+
+def _gives_instances(owner: Any, attribute: str) -> bool:
+    """Whether a class, one it derives from, or a function mentions `attribute`: not every class can be called here."""
+    for base in getattr(owner, "__mro__", (owner,)):
+        if attribute in vars(base) or attribute in vars(base).get("__annotations__", {}):
+            return True
+        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # of names that Python mangles
+        if re.search(rf"\b{written}\b", _source_of(base)):
+            return True
+    return False
+
+
+@cache
+def _source_of(owner: Any) -> str:
+    try:
+        return inspect.getsource(owner)
+    except (OSError, TypeError):  # written in C
+        return ""

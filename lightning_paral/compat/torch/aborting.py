@@ -1,0 +1,75 @@
+"""NCCL's communicators: ended without the other ranks, and asked whether they have failed."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group, _world
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.distributed.distributed_c10d._abort_process_group",
+        purpose="to end all groups of a rank that failed alone",
+        reason="destroy_process_group waits on NCCL until the other ranks call it, too",
+        seen="torch 2.11 to 2.13",
+        upstream="https://github.com/pytorch/pytorch/issues/119797",
+        parameters=("group",),
+    ),
+    PrivateName(
+        name="torch.distributed.distributed_c10d._world",
+        purpose="to find all process groups of this process",
+        reason="nothing public lists them",
+        seen="torch 2.11 to 2.13",
+    ),
+    PrivateName(
+        name="torch.distributed.ProcessGroup._get_backend",
+        purpose="to find the NCCL part of a process group",
+        reason="nothing public returns the backend of one device",
+        seen="torch 2.11 to 2.13",
+    ),
+)
+
+
+def nccl_backends() -> list[Any]:
+    """Return the NCCL part of each process group that has one; none in a build of torch without NCCL."""
+    if not dist.is_nccl_available() or not dist.is_initialized():
+        return []
+    found = []
+    for group in list(_world.pg_map):
+        with suppress(RuntimeError):  # it has no backend for CUDA
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, dist.ProcessGroupNCCL):
+                found.append(backend)
+    return found
+
+
+def nccl_errors() -> list[str]:
+    """Return what NCCL's watchdogs have found, if anything: `"TIMEOUT"`, `"COMM_ERROR"`, `"REMOTE_ERROR"`.
+
+    Calls nothing of CUDA.
+    """
+    found: list[str] = [backend.get_error().name for backend in nccl_backends()]
+    return [name for name in found if name != "SUCCESS"]
+
+
+def abort_nccl() -> None:
+    """End all communicators of NCCL in this process; what ranks exchange on the host goes on.
+
+    Ended one by one, communicators could wait for one another (NCCL's issue 1013), so torch groups them, too. The two
+    methods for that exist only where NCCL does.
+    """
+    backends = nccl_backends()
+    if not backends:
+        return
+    getattr(backends[0], "_group_start", lambda: None)()
+    for backend in backends:
+        backend.abort()
+    getattr(backends[0], "_group_end", lambda: None)()
+
+
+def abort_all() -> None:
+    """End the default process group and all others, without waiting for other ranks."""
+    _abort_process_group()

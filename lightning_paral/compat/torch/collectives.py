@@ -1,0 +1,9 @@
+"""Collectives on one tensor by the names that torch has for them now: the old ones warn at every call (torch 2.13)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

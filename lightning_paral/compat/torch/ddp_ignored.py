@@ -1,0 +1,20 @@
+"""What a module tells `DistributedDataParallel` to leave alone."""
+
+from torch.nn import Module
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.nn.parallel.DistributedDataParallel._ddp_params_and_buffers_to_ignore",
+        purpose="to leave alone what a module tells DDP to leave alone",
+        reason="modules say so by an attribute of this name, which torch has not made public",
+        seen="torch 2.11 to 2.13",
+        on_instances=True,
+    ),
+)
+
+
+def ignored_by_ddp(module: Module) -> set[str]:
+    """Return the names of the parameters and buffers that `module` tells DDP to ignore."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -1,0 +1,25 @@
+"""Tensors that have a storage in a file, and no memory."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch._subclasses.fake_tensor.FakeTensorMode",
+        purpose="to write files with room for tensors that no rank has whole",
+        reason="torch.serialization.skip_data takes fake tensors, which have no public name",
+        seen="torch 2.11 to 2.13",
+    ),
+)
+
+
+def fake_tensors(kinds: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Return a tensor without memory for each shape and dtype, for `torch.serialization.skip_data`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
+
+    with FakeTensorMode():
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]

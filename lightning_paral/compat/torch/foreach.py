@@ -1,0 +1,24 @@
+"""One operation on many tensors: one kernel on CUDA, where a loop over tensors has one for each."""
+
+import torch
+
+from lightning_paral.compat.private_name import PrivateName
+
+_REASON = "torch.nn.utils.clip_grad_* take whole gradients or DTensors of one mesh, and use these functions themselves"
+
+NAMES = tuple(
+    PrivateName(name=f"torch.{name}", purpose=purpose, reason=_REASON, seen="torch 2.11 to 2.13")
+    for name, purpose in {
+        "_foreach_mul_": "to scale gradients of which each rank holds some rows",
+        "_foreach_clamp_min_": "to clip gradients of which each rank holds some rows",
+        "_foreach_clamp_max_": "to clip gradients of which each rank holds some rows",
+        "_foreach_norm": "to add up the norm of gradients of which each rank holds some rows",
+        "_amp_foreach_non_finite_check_and_unscale_": "to unscale gradients as torch.amp.GradScaler does",
+    }.items()
+)
+
+foreach_mul_ = torch._foreach_mul_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_norm = torch._foreach_norm
+check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_

@@ -1,0 +1,84 @@
+"""What FSDP2 keeps of a parameter, sharded and gathered."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_paral.compat.private_name import PrivateName
+
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
+_PRIVATE = "the class is private: nothing public leads from a sharded parameter to what is gathered of it"
+
+NAMES = tuple(
+    PrivateName(
+        name=f"{_PARAM}.{attribute}", purpose=purpose, reason=_PRIVATE, seen="torch 2.11 to 2.13", on_instances=True
+    )
+    for attribute, purpose in {
+        "sharded_param": "to find the shard of a parameter",
+        "_sharded_param_data": "to have FSDP2 gather from the memory that user code assigned",
+        "_unsharded_param": "to find a parameter while it is gathered",
+        "_sharded_post_forward_param": "to know a parameter that is kept over fewer ranks after forward",
+        "_param_fqn": "to name a parameter in errors",
+        "_module_info": "to find the modules that have a parameter",
+        "padded_sharded_param_size": "to know the memory of a shard",
+        "fsdp_placement": "to know along which dimension a parameter is sharded",
+        "mesh_info": "to know which shard this rank holds",
+        "param_dtype": "to know in which dtype a parameter is gathered",
+        "orig_dtype": "to name the dtype of a parameter",
+        "pin_memory": "to keep shards on the host in pinned memory",
+    }.items()
+)
+
+name_of: Callable[[Any], str] = attrgetter("_param_fqn")
+"""Return the name of the parameter of an `FSDPParam` in the root module."""
+
+
+def gathered(param: Any) -> Tensor | None:
+    """Return the parameter of an `FSDPParam` as it was gathered last, or is now; `None` if it never was.
+
+    It keeps its identity: FSDP2 frees and fills its memory.
+    """
+    return getattr(param, "_unsharded_param", None)
+
+
+def is_form_of(value: object, param: Any) -> bool:
+    """Whether `value` is what FSDP2 puts into modules for the parameter of an `FSDPParam`, sharded or gathered."""
+    own = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
+    return value is not None and any(value is one for one in own)
+
+
+def places_of(param: Any) -> list[tuple[Module, str]]:
+    """Return the modules that have the parameter of an `FSDPParam`, and its name in each: several if it is tied."""
+    info = param._module_info
+    modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
+    return list(zip(modules, names, strict=True))
+
+
+def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
+    """Let FSDP2 gather from other memory.
+
+    Args:
+        param: the `FSDPParam`.
+        padded: 1-dimensional, with what fills up the last shards; what is sent.
+        shard: a view of `padded` in the shape of this rank's shard.
+    """
+    param._sharded_param_data = padded
+    param.sharded_param._local_tensor = shard
+
+
+def own_part(param: Any, whole: Tensor) -> Tensor:
+    """Return the view of `whole`, a parameter of an `FSDPParam`, that this rank's shard holds, if it is not empty."""
+    local, dim = param.sharded_param._local_tensor, param.fsdp_placement.dim
+    start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
+    return whole.narrow(dim, start, local.size(dim))
+
+
+def is_plain(param: Any) -> bool:
+    """Whether an `FSDPParam` was gathered as an ordinary parameter, outside of inference mode.
+
+    A layout of the user's own gives DTensors; inference mode counts no versions.
+    """
+    return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()

@@ -1,0 +1,134 @@
+"""The beginning of an iteration of FSDP2, and its end after an error, in every torch from 2.11 on.
+
+torch 2.11 to 2.13 begin an iteration in `FSDPState._pre_forward` alone, a hook of the root's `forward`: nothing public
+does it for `training_step`. `FSDPModule.reset_iter_state` is public, from torch 2.13 on.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from lightning_paral.compat.private_name import PrivateName
+
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_RESET = "to reshard what a failed iteration has left gathered"
+_NOT_PUBLIC = "FSDPModule.reset_iter_state is there from torch 2.13 on"
+_SEEN = "torch 2.11 to 2.13"
+
+NAMES = (
+    PrivateName(
+        name=f"{_STATE}.FSDPState._pre_forward",
+        purpose="to begin an iteration of FSDP2 where a step of Lightning's begins",
+        reason="FSDP2 begins one in a hook of the root's forward only",
+        seen=_SEEN,
+        parameters=("module", "args", "kwargs"),
+    ),
+    PrivateName(
+        name="torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState",
+        purpose=_RESET,
+        reason=_NOT_PUBLIC,
+        seen=_SEEN,
+    ),
+    PrivateName(
+        name="torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        purpose=_RESET,
+        reason=_NOT_PUBLIC,
+        seen=_SEEN,
+    ),
+    *(
+        PrivateName(name=f"{kind}.{name}", purpose=_RESET, reason=_NOT_PUBLIC, seen=_SEEN, on_instances=True)
+        for kind, names in {
+            f"{_STATE}.FSDPState": (
+                "_state_ctx", "_comm_ctx", "_device_handle", "_modules_to_run_forward", "_training_state",
+                "_fsdp_param_group",
+            ),
+            f"{_GROUP}.FSDPParamGroup": (
+                "_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event",
+                "_wait_all_gather_streams_on_event", "_partial_reduce_output", "_post_forward_indices",
+                "_training_state", "_to_sharded",
+            ),
+        }.items()
+        for name in names
+    ),
+)  # fmt: skip
+
+
+def pre_forward(
+    state: Any, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """Do what FSDP2 does before `forward` of a sharded module; return its arguments, moved to the module's device.
+
+    Without any argument, the root's hook fails on CUDA: it takes the first of the arguments for each device, and there
+    is none (`torch.distributed.utils._to_kwargs`, torch 2.11 and 2.12).
+
+    Args:
+        state: of `module`, from `module._get_fsdp_state()`.
+        module: the sharded module.
+        args: positional arguments of `forward`.
+        kwargs: its keyword arguments.
+    """
+    if args or kwargs:
+        moved: tuple[Any, Any] = state._pre_forward(module, args, kwargs or {})
+        return moved
+    state._pre_forward(module, (None,), {})
+    return (), {}
+
+
+def reset_iteration(root: Any) -> None:
+    """Reshard what a failed iteration of the sharded module `root` has left gathered, and forget that iteration."""
+    if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()
+    shared, communication = state._state_ctx, state._comm_ctx
+    stream = state._device_handle.current_stream()
+    pending = [communication.all_gather_state]
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_states"):  # from torch 2.12 on
+        pending += communication.reduce_scatter_states
+        communication.reduce_scatter_states.clear()
+    else:
+        pending.append(communication.reduce_scatter_state)
+        communication.reduce_scatter_state = None
+    for each in pending:
+        _wait(stream, None if each is None else each.event)
+    communication.post_forward_order.clear()
+    for each in shared.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        for group in _groups(each):
+            _reset_group(group, stream)
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    gathered, reduced = group._all_gather_result, group._all_reduce_state
+    if gathered is not None:
+        _wait(stream, gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, dist.Work):
+            gathered.all_gather_work.wait()
+    _wait(stream, group._post_reduce_event)
+    _wait(stream, None if reduced is None else reduced.event)
+    group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+        group._reshard_after_forward_event = None
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)

@@ -1,0 +1,33 @@
+"""The orthogonalization in `torch.optim.Muon`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_paral.compat.private_name import PrivateName
+
+_NEWTON_SCHULZ = PrivateName(
+    name="torch.optim._muon._zeropower_via_newtonschulz",
+    purpose="to let Muon orthogonalize whole matrices",
+    reason="Muon has no option for it, and calls this function of its module",
+    seen="torch 2.11 to 2.13",
+    parameters=("grad", "ns_coefficients", "ns_steps", "eps"),
+)
+NAMES = (_NEWTON_SCHULZ,)
+
+
+def replace_newton_schulz(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Put `around(torch's function)` in the place of torch's function; return a function that gives that back.
+
+    Raises:
+        PrivateNameError: Muon of this version of torch calls another function.
+    """
+    before = _NEWTON_SCHULZ.resolve()
+    muon: Any = torch.optim._muon
+    muon._zeropower_via_newtonschulz = around(before)
+
+    def undo() -> None:
+        muon._zeropower_via_newtonschulz = before
+
+    return undo

@@ -1,0 +1,28 @@
+"""Replace public attributes of torch's classes and modules for a while."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_ABSENT = object()
+
+
+def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Replace attributes of `owner`, a class or module; return a function that gives them back.
+
+    Raises:
+        AttributeError: `owner` neither has nor inherits one of them, so that nobody would ask for it.
+    """
+    for name in attributes:
+        getattr(owner, name)
+    before = {name: vars(owner).get(name, _ABSENT) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+    return undo

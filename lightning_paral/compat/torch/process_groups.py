@@ -1,0 +1,33 @@
+"""What torch knows of process groups."""
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.distributed.distributed_c10d._get_default_store",
+        purpose="to let ranks leave one another messages outside of collectives",
+        reason="nothing public returns the store of a group that others have made",
+        seen="torch 2.11 to 2.13",
+        parameters=(),
+    ),
+)
+
+
+def default_store() -> Store:
+    """Return the store of the default process group."""
+    store: Store = _get_default_store()
+    return store
+
+
+def is_alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether `group` has not been destroyed, alone or together with the default group."""
+    if group is None or not dist.is_initialized():
+        return False
+    try:
+        dist.get_backend(group)
+    except ValueError:  # torch's answer for groups that it does not have
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""Functions over nested containers, as torch, Lightning and DTensor understand them."""
+
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+from lightning_paral.compat.private_name import PrivateName
+
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+
+_REASON = "torch.utils.pytree is not public yet, and Lightning registers no containers with other libraries"
+
+NAMES = (
+    PrivateName(
+        name="torch.utils._pytree.tree_flatten",
+        purpose="to find the tensors among the arguments of an operation",
+        reason=_REASON,
+        seen="torch 2.11 to 2.13",
+        parameters=("tree",),
+    ),
+    PrivateName(
+        name="torch.utils._pytree.tree_leaves",
+        purpose="to find the tensors in a state",
+        reason=_REASON,
+        seen="torch 2.11 to 2.13",
+        parameters=("tree",),
+    ),
+    PrivateName(
+        name="torch.utils._pytree.tree_map",
+        purpose="to replace the tensors among the arguments of an operation",
+        reason=_REASON,
+        seen="torch 2.11 to 2.13",
+        parameters=("func", "tree"),
+    ),
+    PrivateName(
+        name="torch.utils._pytree.tree_map_only",
+        purpose="to replace the tensors in a checkpoint",
+        reason=_REASON,
+        seen="torch 2.11 to 2.13",
+        parameters=("type_or_types_or_pred", "func", "tree"),
+    ),
+    PrivateName(
+        name="torch.utils._pytree.tree_unflatten",
+        purpose="to give a batch back in the containers that Lightning's CombinedLoader took apart",
+        reason=_REASON,
+        seen="torch 2.11 to 2.13",
+        parameters=("leaves", "treespec"),
+    ),
+)

@@ -1,0 +1,23 @@
+"""Copies of modules without values, as `DataParallel` makes them."""
+
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.nn.Module._replicate_for_data_parallel",
+        purpose="to copy a module without its values",
+        reason="torch.nn.parallel.replicate copies the values with it, and cannot copy modules that refer to others",
+        seen="torch 2.11 to 2.13",
+        parameters=("self",),
+    ),
+)
+
+
+def copy_without_values(module: Any) -> Module:
+    """Return a copy of `module` with copies of its dictionaries, and no parameters."""
+    copy: Module = module._replicate_for_data_parallel()
+    return copy

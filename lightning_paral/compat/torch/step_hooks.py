@@ -1,0 +1,52 @@
+"""The hooks on an optimizer's steps, and what schedulers look for."""
+
+from collections import OrderedDict
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_paral.compat.private_name import PrivateName
+
+_PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+NAMES = (
+    *(
+        PrivateName(
+            name=f"torch.optim.Optimizer.{name}",
+            purpose="to run the hooks of the user's optimizer around the step of the one that takes its place",
+            reason="only its own step runs them",
+            seen="torch 2.11 to 2.13",
+            on_instances=True,
+        )
+        for name in (_PRE, _POST)
+    ),
+    PrivateName(
+        name="torch.optim.lr_scheduler.LRScheduler._opt_called",
+        purpose="to keep schedulers from warning that the optimizer has not stepped",
+        reason="only its own step says so",
+        seen="torch 2.11 to 2.13",
+        on_instances=True,
+    ),
+)
+
+
+def no_hooks() -> dict[str, Any]:
+    """Return the attributes of an optimizer without hooks on its steps."""
+    return {name: OrderedDict() for name in (_PRE, _POST)}
+
+
+def run_pre_hooks(optimizer: Optimizer) -> None:
+    """Run the hooks that come before the steps of `optimizer`."""
+    for hook in getattr(optimizer, _PRE, {}).values():
+        hook(optimizer, (), {})
+
+
+def run_post_hooks(optimizer: Optimizer) -> None:
+    """Run the hooks that come after the steps of `optimizer`."""
+    for hook in getattr(optimizer, _POST, {}).values():
+        hook(optimizer, (), {})
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Let schedulers see that `optimizer` has stepped."""
+    vars(optimizer)["_opt_called"] = True

@@ -1,0 +1,49 @@
+"""Storages as such, apart from the tensors and Python objects that refer to them."""
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.UntypedStorage._cdata",
+        purpose="to tell storages without memory apart",
+        reason="data_ptr is 0 for all of them, and every call of untyped_storage makes another Python object",
+        seen="torch 2.11 to 2.13",
+    ),
+    PrivateName(
+        name="torch._C._storage_Use_Count",
+        purpose="to find out whether other tensors share the memory of one",
+        reason="nothing public counts them",
+        seen="torch 2.11 to 2.13",
+    ),
+    PrivateName(
+        name="torch.storage.TypedStorage._untyped_storage",
+        purpose="to find the storages in a checkpoint as torch.save does",
+        reason="TypedStorage.untyped() warns that typed storages are deprecated",
+        seen="torch 2.11 to 2.13",
+        on_instances=True,
+    ),
+)
+
+
+def identity_of(storage: UntypedStorage) -> int:
+    """Return a number that no other storage has while this one lives."""
+    identity: int = storage._cdata
+    return identity
+
+
+def use_count(tensor: Tensor) -> int:
+    """Return how many tensors and Python objects refer to the memory of `tensor`: 2 if it is this tensor alone.
+
+    The tensor itself and the Python object that is made to ask count one each.
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def untyped(storage: object) -> UntypedStorage | None:
+    """Return the storage below `storage`, typed or not; `None` for anything else."""
+    found = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
+    return found if isinstance(found, UntypedStorage) else None

@@ -1,0 +1,26 @@
+"""Tensors of a class of ours that have a shape and no memory."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.Tensor._make_wrapper_subclass",
+        purpose="to make tensors that stand for what lies in files or on other ranks",
+        reason="torch's documentation of __torch_dispatch__ uses it; torch.empty would take memory",
+        seen="torch 2.11 to 2.13",
+    ),
+)
+
+T = TypeVar("T", bound=Tensor)
+
+
+def without_memory(kind: type[T], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> T:
+    """Return a tensor of class `kind`, which defines `__torch_dispatch__`; `device` is the host if `None`."""
+    made: T = Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
+    return made

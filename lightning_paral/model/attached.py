@@ -1,0 +1,11 @@
+"""The Trainer of a module, where it has one."""
+
+from lightning.pytorch import LightningModule, Trainer
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """Return the Trainer that `module` is attached to, or `None`."""
+    try:
+        return None if module is None else module.trainer
+    except RuntimeError:  # Lightning's, saying that there is none
+        return None

@@ -1,0 +1,218 @@
+"""Inputs of units on the host from the forward pass to the backward pass, copied beside the computation.
+
+`torch.autograd.graph.save_on_cpu` copies on the stream that computes, which waits for every copy, both ways, and copies
+a tensor that all units are given, such as a mask, once for each.
+"""
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import local
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+from torch.utils.weak import TensorWeakRef
+
+from lightning_paral.errors import ConfigurationError
+
+_MIN_BYTES = 2**16  # less is not worth a copy
+_STAYING = 2  # calls of units whose inputs are on their way to the host, or about to be
+
+
+class OffloadedInputs:
+    """Keeps what units save in a forward pass on the host. One for all units of a module.
+
+    - Copies to the host run on a stream of their own. The memory on the GPU is given back when the second next unit
+      begins; what is left there at the end of the forward pass comes back without a copy.
+    - The backward pass of a unit begins to fetch the inputs of the unit before.
+    - A tensor that several units are given is copied once. Parameters, small tensors and those on the host stay where
+      they are.
+    """
+
+    def __init__(self) -> None:
+        self._forward = _ForwardState()
+        self._streams: dict[torch.device, Any] = {}
+
+    def of_call(self) -> saved_tensors_hooks:
+        """Return the context for one call of a unit."""
+        self._forward.begin_call()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def is_offloaded(self, tensor: Tensor) -> bool:
+        """Whether `tensor` goes to the host."""
+        return tensor.device.type == "cuda" and tensor.nbytes >= _MIN_BYTES
+
+    def _pack(self, tensor: Tensor) -> "_Held | _Kept":
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_inference()
+        is_expanded = is_plain and tensor.untyped_storage().nbytes() < tensor.nbytes
+        if isinstance(tensor, Parameter) or not is_plain or is_expanded or not self.is_offloaded(tensor):
+            return _Held(tensor, _version(tensor))
+        state = self._forward
+        known = state.known(tensor)
+        if known is not None:
+            known.num_uses += 1
+            return known
+        self._let_go()
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+        kept = _Kept(host, tensor.device, state.call, state.last, tensor, _version(tensor))
+        kept.copied = self._copy(host, tensor.detach(), tensor.device)
+        state.add(tensor, kept)
+        return kept
+
+    def _let_go(self) -> None:
+        """Free inputs on the GPU that have been copied by the time the computation gets here."""
+        state = self._forward
+        while state.under_way:
+            kept = state.under_way[0]()
+            if kept is not None and kept.call > state.call - _STAYING:
+                break
+            state.under_way.popleft()
+            if kept is not None and kept.original is not None:
+                _check_unchanged(kept.original, kept.version)
+                self._wait(kept.copied, kept.device)  # what gets the memory next is computed after that
+                kept.original = None
+
+    def _unpack(self, packed: "_Held | _Kept") -> Tensor:
+        if isinstance(packed, _Held):
+            _check_unchanged(packed.tensor, packed.version)
+            return packed.tensor
+        value = packed.original
+        if value is not None:
+            _check_unchanged(value, packed.version)
+        else:
+            self._fetch(packed)
+            value = packed.fetched
+            assert value is not None
+            self._wait(packed.arrived, packed.device)
+        packed.num_uses -= 1
+        if packed.num_uses <= 0:  # else other units were given it, too
+            self._wait(packed.copied, packed.device)
+            packed.original = packed.fetched = None
+            self._fetch_before(packed)
+        return value
+
+    def _fetch_before(self, packed: "_Kept") -> None:
+        """Begin to fetch what the same unit and the one before it were given."""
+        before = packed.before
+        while before is not None and (kept := before()) is not None and kept.call >= packed.call - 1:
+            if kept.num_uses > 0:
+                self._fetch(kept)
+            before = kept.before
+
+    def _fetch(self, kept: "_Kept") -> None:
+        """Begin to copy back what is on the host only."""
+        if kept.original is not None or kept.fetched is not None:
+            return
+        kept.fetched = torch.empty_like(kept.host, device=kept.device)
+        kept.arrived = self._copy(kept.fetched, kept.host, kept.device)
+        if kept.fetched.is_cuda:  # it may be freed without having been waited for
+            kept.fetched.record_stream(self._streams[kept.device])
+
+    @torch.no_grad()
+    def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
+        """Begin to copy when what is computed up to now is there. Returns the event of its end."""
+        with self._on_stream(device) as stream:
+            target.copy_(source, non_blocking=True)
+            return None if stream is None else stream.record_event()
+
+    def _on_stream(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device.type != "cuda":
+            return nullcontext()
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return _Current(stream)
+
+    def _wait(self, event: Any, device: torch.device) -> None:
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+
+
+class _Current:
+    """Makes a stream the current one, and is entered as the stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._context: Any = torch.cuda.stream(stream)
+
+    def __enter__(self) -> Any:
+        self._context.__enter__()
+        return self._stream
+
+    def __exit__(self, *raised: Any) -> None:
+        self._context.__exit__(*raised)
+
+
+@dataclass
+class _Held:
+    """A saved tensor that stays where it is."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A saved tensor on the host. The graph holds it; everything else refers to it weakly."""
+
+    host: Tensor
+    device: torch.device
+    call: int
+    before: "ref[_Kept] | None"
+    """What was saved before it."""
+    original: Tensor | None
+    """The tensor itself, while it is being copied."""
+    version: int
+    num_uses: int = 1
+    """How often the backward pass will ask for it."""
+    copied: Any = None
+    """The event of its arrival on the host."""
+    fetched: Tensor | None = None
+    arrived: Any = None
+    """The event of its arrival on the device."""
+
+
+class _ForwardState(local):
+    """What a thread has saved: several devices have one thread each."""
+
+    def __init__(self) -> None:
+        self.call = 0
+        self.last: ref[_Kept] | None = None
+        self.under_way: deque[ref[_Kept]] = deque()
+        self._known: dict[int, tuple[Any, ref[_Kept]]] = {}
+
+    def begin_call(self) -> None:
+        self.call += 1
+        alive = {key: found for key, found in self._known.items() if found[1]() is not None and found[0]() is not None}
+        self._known = alive
+
+    def known(self, tensor: Tensor) -> _Kept | None:
+        """Return what was kept of `tensor` before, if it has not been written to since."""
+        of_tensor, of_kept = self._known.get(id(tensor), (None, None))
+        if of_tensor is None or of_kept is None or of_tensor() is not tensor:
+            return None
+        kept = of_kept()
+        return kept if kept is not None and kept.version == _version(tensor) else None
+
+    def add(self, tensor: Tensor, kept: _Kept) -> None:
+        self.last = ref(kept)
+        self.under_way.append(self.last)
+        self._known[id(tensor)] = TensorWeakRef(tensor), self.last
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _check_unchanged(tensor: Tensor, version: int) -> None:
+    if _version(tensor) != version:
+        raise ConfigurationError(
+            f"An input of a unit, a tensor of shape {tuple(tensor.shape)}, was changed in place after the unit was "
+            "given it. Activation checkpointing computes the unit again from its inputs, and would compute something "
+            "else. Change a copy: `x = x + y`, not `x += y`."
+        )

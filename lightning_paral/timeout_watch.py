@@ -1,0 +1,66 @@
+"""Says which timeout passed where NCCL would end the process without naming it, and in what this rank was waiting."""
+
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+from lightning_paral.compat.torch.aborting import nccl_errors
+
+log = logging.getLogger(__name__)
+
+
+class TimeoutWatch:
+    """Looks once per second, on a thread of its own, whether a collective of NCCL has failed or timed out.
+
+    No exception reaches Python then: NCCL's watchdog ends the process, after a minute in which it writes down what it
+    knows. The thread logs the timeout, the option that sets it, and the main thread's stack.
+
+    Args:
+        timeout: of the process group.
+        option: how a user sets it.
+        errors: returns the names of what was found, if anything.
+        interval: seconds between looks.
+    """
+
+    def __init__(
+        self, timeout: timedelta, option: str, errors: Callable[[], list[str]] = nccl_errors, interval: float = 1.0
+    ) -> None:
+        self._timeout = timeout
+        self._option = option
+        self._errors = errors
+        self._interval = interval
+        self._ended = threading.Event()
+        self._waiting = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="lightning_paral_timeout", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Be `None` in a copy: a thread belongs to one process."""
+        return type(None), ()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval):
+            found = self._errors()
+            if found:
+                log.error("%s", self._explained(found[0]))
+                return
+
+    def _explained(self, error: str) -> str:
+        what = (
+            f"A collective did not finish within timeout={self._timeout}, set by `{self._option}`: some rank failed, "
+            "hangs, or took longer. Look for the first error among all ranks; if one is just slow, raise the timeout."
+            if error == "TIMEOUT"
+            else f"NCCL reports {error} in a collective: some rank failed, or cannot be reached. Look for the "
+            "first error among all ranks."
+        )
+        frame = sys._current_frames().get(self._waiting)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        return f"{what} NCCL is about to end this process, which is at:\n{stack}"

@@ -1,0 +1,129 @@
+"""Private names of the libraries are used in `lightning_paral.compat` only, and nothing else patches them."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+
+import lightning_paral
+
+ROOT = Path(lightning_paral.__file__).parent
+LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed"}
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
+OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames"}
+# Attributes of theirs whose names some class of ours has, too: on anything but `self` they count as theirs.
+OF_MODULES_AND_TENSORS = {"_parameters", "_buffers", "_modules", "_metadata", "_trainer", "_version", "_local_tensor"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def own_names() -> set[str]:
+    """Private names that this package gives to its own functions, classes, attributes and variables."""
+    names = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and on_self(node):
+                names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return {name for name in names if is_private(name)}
+
+
+def on_self(node: ast.Attribute) -> bool:
+    """Whether this is `self.name`, `cls.name` or `super().name`."""
+    value = node.value
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+OWN = own_names()
+
+
+def imported_privately(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in LIBRARIES:
+            for alias in node.names:
+                if any(map(is_private, [*node.module.split("."), alias.name])):
+                    yield f"line {node.lineno}: from {node.module} import {alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] in LIBRARIES and any(map(is_private, parts)):
+                    yield f"line {node.lineno}: import {alias.name}"
+
+
+def used_privately(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_PYTHON:
+            ours = node.attr in OWN and (on_self(node) or node.attr not in OF_MODULES_AND_TENSORS)
+            if not ours:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif is_call_of(node, "getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(str(name.value)) and name.value not in OWN:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def patched(tree: ast.Module) -> Iterator[str]:
+    """Assignments to attributes of what was imported from the libraries."""
+    theirs = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in LIBRARIES:
+            theirs |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = [alias for alias in node.names if alias.name.split(".")[0] in LIBRARIES]
+            theirs |= {(alias.asname or alias.name).split(".")[0] for alias in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            target: ast.expr = node
+        elif is_call_of(node, "setattr", "delattr"):
+            target = node.args[0]
+        else:
+            continue
+        while isinstance(target, ast.Attribute):
+            target = target.value
+        if isinstance(target, ast.Name) and target.id in theirs:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def is_call_of(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_private_name_of_a_library_is_used_or_patched(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+
+    found = [*imported_privately(tree), *used_privately(tree), *patched(tree)]
+
+    assert not found, "these belong into lightning_paral/compat:\n" + "\n".join(found)
+
+
+def test_no_class_overrides_a_private_method_of_a_library() -> None:
+    found = []
+    for info in pkgutil.walk_packages([str(ROOT)], "lightning_paral."):
+        if info.name.startswith("lightning_paral.compat") or info.name.endswith("__main__"):
+            continue
+        for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            if kind.__module__ != info.name:
+                continue
+            foreign = [base for base in kind.__mro__[1:] if base.__module__.split(".")[0] in LIBRARIES]
+            theirs = {
+                own
+                for base in foreign
+                for own in vars(base)
+                if is_private(own) and not own.startswith("_abc_") and own != "_backward_cls"
+            }
+            found += [f"{info.name}.{name}.{own}" for own in vars(kind) if own in theirs]
+
+    assert not found, "these belong into lightning_paral/compat:\n" + "\n".join(sorted(set(found)))
