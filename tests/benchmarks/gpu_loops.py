@@ -3,6 +3,7 @@
 Runs in a process of `tests.gpu.crew`. Steps are timed with CUDA events, so that nothing waits for the GPU in between.
 """
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -92,8 +93,10 @@ def measure(name: str, size_name: str, device_type: str, num_steps: int, layers:
     if "zero" in name or "deepspeed" in name:
         check_installed("paral_zero")
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+    gc.collect()  # what an earlier block left
     if device_type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     clock = Clock(device)

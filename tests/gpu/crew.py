@@ -71,6 +71,8 @@ class Crew:
         self._folder = folder
         self._name = name
         self._members: list[tuple[Any, Connection]] = []
+        # Asking CUDA itself whether there is a GPU, in the server, would keep it from all that are forked from it.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
 
