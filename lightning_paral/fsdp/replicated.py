@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.backward import at_end_of_backward
+from lightning_paral.compat.torch.fsdp_param import can_be_sharded
 
 __all__ = ["AveragedGradients", "broadcast", "unshardable"]
 
@@ -18,8 +19,16 @@ _DATA: Any = Tensor.data
 
 
 def unshardable(module: Module) -> list[Parameter]:
-    """Return the parameters of `module` without dimensions or elements: there is no row to give to each rank."""
-    return [parameter for parameter in module.parameters() if parameter.dim() == 0 or parameter.numel() == 0]
+    """Return the parameters of `module` without dimensions or elements: there is no row to give to each rank.
+
+    Before torch 2.12 integers are among them.
+    """
+
+    def cannot_be(parameter: Parameter) -> bool:
+        is_empty = parameter.dim() == 0 or parameter.numel() == 0
+        return is_empty or not (isinstance(parameter, DTensor) or can_be_sharded(parameter))
+
+    return [parameter for parameter in module.parameters() if cannot_be(parameter)]
 
 
 class ReplicatedParameter(Parameter):
@@ -58,6 +67,7 @@ class AveragedGradients:
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
+        parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
         self._parameters = parameters
         self._queued = False
         self._handles = [_on_gradient(parameter, self._gradient_came) for parameter in parameters]

@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.device_property import set_device_everywhere
+from lightning_paral.compat.torch.fsdp_param import keep_dtype
 from lightning_paral.compat.torch.fsdp_state import groups_of, initialize
 from lightning_paral.compat.torch.iteration import reset_iteration
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
@@ -112,6 +113,8 @@ class ShardedModule:
         inner = {unit.module for unit in units.inner}
         calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         initialize(self.root)
+        for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
+            keep_dtype(param)
         self.calls = RootCalls(self._sharded[-1], calls, inner)
         self._watch_writes()
 
