@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.torch.dtensor import local_of, set_local
 
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 _PRIVATE = "the class is private: nothing public leads from a sharded parameter to what is gathered of it"
@@ -69,12 +70,12 @@ def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
         shard: a view of `padded` in the shape of this rank's shard.
     """
     param._sharded_param_data = padded
-    param.sharded_param._local_tensor = shard
+    set_local(param.sharded_param, shard)
 
 
 def own_part(param: Any, whole: Tensor) -> Tensor:
     """Return the view of `whole`, a parameter of an `FSDPParam`, that this rank's shard holds, if it is not empty."""
-    local, dim = param.sharded_param._local_tensor, param.fsdp_placement.dim
+    local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
     return whole.narrow(dim, start, local.size(dim))
 
