@@ -4,6 +4,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -32,6 +33,8 @@ NAMES = tuple(
         "pin_memory": "to keep shards on the host in pinned memory",
     }.items()
 )
+
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # nothing tells but a failure in the middle of `fully_shard`
 
 name_of: Callable[[Any], str] = attrgetter("_param_fqn")
 """Return the name of the parameter of an `FSDPParam` in the root module."""
@@ -75,6 +78,17 @@ def own_part(param: Any, whole: Tensor) -> Tensor:
     local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
     return whole.narrow(dim, start, local.size(dim))
+
+
+def can_be_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP2 shards parameters of this dtype: torch 2.11 has every shard require a gradient first."""
+    return SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex()
+
+
+def keep_dtype(param: Any) -> None:
+    """Let an `FSDPParam` of complex numbers be gathered as it is, of which torch 2.11 makes 16-bit floats."""
+    if not param.orig_dtype.is_floating_point:
+        param.param_dtype = None
 
 
 def is_plain(param: Any) -> bool:
