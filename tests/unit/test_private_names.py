@@ -82,7 +82,7 @@ def used_privately(tree: ast.Module) -> Iterator[str]:
 
 
 def is_identifier(text: str) -> bool:
-    return text.isidentifier() and not text.startswith(("_rebuild_", "_lightning_paral_")) and text.strip("_") != ""
+    return text.isidentifier() and not text.startswith(("_rebuild_", "_lightning_paral_")) and any(map(str.isalpha, text))
 
 
 def patched(tree: ast.Module) -> Iterator[str]:
