@@ -82,7 +82,8 @@ def used_privately(tree: ast.Module) -> Iterator[str]:
 
 
 def is_identifier(text: str) -> bool:
-    return text.isidentifier() and not text.startswith(("_rebuild_", "_lightning_paral_")) and any(map(str.isalpha, text))
+    ours_or_in_files = text.startswith(("_rebuild_", "_lightning_paral_"))
+    return text.isidentifier() and any(map(str.isalpha, text)) and not ours_or_in_files
 
 
 def patched(tree: ast.Module) -> Iterator[str]:
