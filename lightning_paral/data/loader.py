@@ -1,12 +1,12 @@
 """A user's `DataLoader` with other batches: everything else about it stays, its class and its workers' settings."""
 
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
+from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
 from lightning_paral.data.filler import CollateFillers, Filler, Uneven
 from lightning_paral.data.iterable import EpochForwarder, ShardedIterable
 from lightning_paral.data.sampler import RankBatchSampler
@@ -46,12 +46,12 @@ def resumes_itself(loader: Loader) -> bool:
 def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
     """Return the loader with the batches of `sampler`, marked where they are fillers."""
     if not sampler.order.batched:
-        changed = _copy(loader, sampler=sampler)
+        changed = copy_without_workers(loader, sampler=sampler)
     elif sampler.share.split == "global" and loader.batch_size is not None:
         part_size = -(-loader.batch_size // sampler.share.world_size)
-        changed = _copy(loader, batch_sampler=sampler, batch_size=part_size)
+        changed = copy_without_workers(loader, batch_sampler=sampler, batch_size=part_size)
     else:
-        changed = _copy(loader, batch_sampler=sampler)
+        changed = copy_without_workers(loader, batch_sampler=sampler)
     return with_iteration(changed, partial(marked, sampler)) if sampler.share.may_be_uneven else changed
 
 
@@ -70,7 +70,7 @@ def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
         changes["batch_sampler"] = BatchSampler(forwarder, stream.part_size, drop_last=False)  # type: ignore[arg-type]
     if stream.share.may_be_uneven:
         changes["collate_fn"] = CollateFillers(loader.collate_fn)
-    changed = _copy(loader, **changes)
+    changed = copy_without_workers(loader, **changes)
     return with_iteration(changed, possibly_uneven) if stream.share.may_be_uneven else changed
 
 
@@ -99,7 +99,7 @@ def with_iteration(
         iterate: yields what the loader is to yield.
         num_batches: the loader's new length, if it is to have another.
     """
-    changed = _copy(loader)
+    changed = copy_without_workers(loader)
     changed.__class__ = _class_with(type(loader), iterate, num_batches)
     return changed
 
@@ -120,7 +120,7 @@ def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batche
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # pickle would find `original` under the name of this class.
-            state = super().__reduce_ex__(protocol)[2] | {"_iterator": None}
+            state = without_workers(super().__reduce_ex__(protocol)[2])
             return _made_anew, (original, iterate, num_batches), state
 
     Changed.__name__, Changed.__qualname__, Changed.__module__ = (
@@ -134,13 +134,3 @@ def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batche
 def _made_anew(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
     kind = _class_with(original, iterate, num_batches)
     return kind.__new__(kind)
-
-
-def _copy(loader: Loader, **attributes: Any) -> Loader:
-    """Return a shallow copy with other attributes.
-
-    `DataLoader` refuses to set them; making another loader instead means to guess the arguments of a user's class.
-    """
-    changed = copy.copy(loader)
-    changed.__dict__.update(attributes, _iterator=None)  # persistent workers belong to the original
-    return changed

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.deepspeed import backward, gradients
-from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies
+from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
 from lightning_paral.compat.deepspeed.masters import link_states
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.zero.clamping import clamp_gradients
@@ -186,10 +186,10 @@ class PartitionedGradients:
         self._complete = self._is_closed = True
 
     def _clear_stale(self, unused: Named) -> None:
-        """Set to zero what stage 3 keeps of an earlier window's gradients, where no new ones came."""
-        if self.stage < 3:
-            return
-        for _, parameter in unused:
+        """Set to zero what stage 3 and offload keep of an earlier window's gradients, where no new ones came."""
+        for _, parameter in unused if self.stage < 3 and self._offloaded else ():
+            zero_gradient_on_host(self._optimizer, parameter)
+        for _, parameter in unused if self.stage == 3 else ():
             gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self._offloaded)
 
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
@@ -233,10 +233,6 @@ class PartitionedGradients:
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
-        if self._offloaded and self.stage < 3:
-            # DeepSpeed writes only what the next backward yields; parameters without a gradient would keep this one.
-            for partition in self._optimizer.single_partition_of_fp32_groups:
-                partition.grad.zero_()
         self._optimizer.clip_grad = 0.0
         self._has_old = True
         self._close()

@@ -21,6 +21,13 @@ NAMES = (
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
+    PrivateName(
+        name=f"{_STAGE2}.grad_position",
+        purpose="to set to zero what is on the host of an earlier window where no new gradient came",
+        reason="safe_set_full_grad makes a tensor of the parameter's size on the device first",
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
 )
 
 
@@ -35,3 +42,11 @@ def forget_copies(optimizer: Any) -> None:
     optimizer._offload_accumulated_param_ids = set()
     for partition in optimizer.single_partition_of_fp32_groups:
         partition.grad.zero_()
+
+
+def zero_gradient_on_host(optimizer: Any, parameter: Any) -> None:
+    """Set to zero what `optimizer`, of stage 1 or 2 with offload, keeps of the gradient of `parameter`."""
+    place = optimizer.grad_position.get(optimizer.get_param_id(parameter))
+    if place is not None:  # else it is another rank's
+        group, _, start, numel = place
+        optimizer.single_partition_of_fp32_groups[group].grad.narrow(0, start, numel).zero_()

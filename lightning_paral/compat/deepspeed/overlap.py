@@ -9,28 +9,30 @@ from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
-_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-_REDUCE = "to reduce at stage 1 the gradients that hooks have not, with overlap_comm"
-_TAKEN = "reduce_gradients takes it that hooks have reduced all of them"
+_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_PURPOSE = "to reduce what hooks have left, at stage 1"
+_REASON = "the engine reduces by it, and no option makes it include them"
+
+
+def _attribute(name: str) -> PrivateName:
+    return PrivateName(
+        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", on_instances=True
+    )
+
+
+def _method(name: str, *parameters: str) -> PrivateName:
+    return PrivateName(
+        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", parameters=parameters
+    )
+
 
 NAMES = (
-    *(
-        PrivateName(
-            name=f"{_OPTIMIZER}.{name}", purpose=_REDUCE, reason=_TAKEN, seen="deepspeed 0.19.8", parameters=given
-        )
-        for name, given in (
-            ("reduce_gradients", ("self", "pipeline_parallel")),
-            ("setup_buckets", ("self",)),
-            ("get_gradient_for_reduction", ("self", "param")),
-            ("reduce_ready_partitions_and_remove_grads", ("self", "param", "i")),
-        )
-    ),
-    *(
-        PrivateName(
-            name=f"{_OPTIMIZER}.{name}", purpose=_REDUCE, reason=_TAKEN, seen="deepspeed 0.19.8", on_instances=True
-        )
-        for name in ("ipg_buckets", "params_already_reduced")
-    ),
+    _method("reduce_gradients", "self", "pipeline_parallel"),
+    _method("reduce_ready_partitions_and_remove_grads", "self", "param", "i"),
+    _method("get_gradient_for_reduction", "self", "param"),
+    _method("setup_buckets", "self"),
+    _attribute("ipg_buckets"),
+    _attribute("params_already_reduced"),
 )
 
 
