@@ -160,8 +160,9 @@ def _serve(connection: Connection, environment: dict[str, str], log: str) -> Non
     os.dup2(descriptor, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with contextlib.suppress(OSError):  # where the host's memory runs out, this one goes, not the program
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    if Path("/dev/nvidiactl").exists():
+        with contextlib.suppress(OSError):  # where offload uses up the host's memory, this one goes, not the program
+            Path("/proc/self/oom_score_adj").write_text("1000")
     # Daemons may not start processes, as loaders with workers do. Theirs end with them: they are daemons, too.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     while True:
