@@ -59,7 +59,11 @@ class HostSyncs:
     def _counted(self, name: str, function: Any) -> Any:
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.is_counting and not getattr(self._nested, "is_inside", False) and _leaves_device(name, args, kwargs):
+            if (
+                self.is_counting
+                and not getattr(self._nested, "is_inside", False)
+                and _leaves_device(name, args, kwargs)
+            ):
                 self._note(name)
                 self._nested.is_inside = True
                 try:

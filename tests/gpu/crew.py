@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,18 @@ LINGER_SECONDS = 5.0
 """For the other ranks to report, once one has failed."""
 _TAIL = 4000
 _PRELOADED = ["lightning.pytorch", "lightning_paral", "tests.contract.cases"]
+
+
+_connection: Connection | None = None
+"""In a member of a crew, to the program."""
+
+
+def leave(value: Any) -> None:
+    """Answer the call that is under way with `value`, and end this process at once, without what comes after."""
+    assert _connection is not None
+    _connection.send(("left", value))
+    sys.stdout.flush()
+    os._exit(0)
 
 
 class Skipped(Exception):  # noqa: N818
@@ -39,7 +52,7 @@ class Answer:
     """What a rank said to a call."""
 
     status: str
-    """`"returned"`, `"skipped"`, `"raised"`, or `"lost"`: it died or did not answer in time."""
+    """`"returned"`, `"skipped"`, `"raised"`, or `"lost"`: it died or did not answer in time. `"left"`: see `leave`."""
     value: Any
     """The result, the reason, or the traceback with the end of its output."""
 
@@ -58,6 +71,8 @@ class Crew:
         self._folder = folder
         self._name = name
         self._members: list[tuple[Any, Connection]] = []
+        # Asking CUDA itself whether there is a GPU, in the server, would keep it from all that are forked from it.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
 
@@ -71,9 +86,9 @@ class Crew:
             with contextlib.suppress(OSError):  # it has ended: `_collect` says so
                 connection.send((function, arguments))
         answers = self._collect(patience)
-        if any(answer.status in ("raised", "lost") for answer in answers):
+        if any(answer.status in ("raised", "lost", "left") for answer in answers):
             self.end()
-        return answers
+        return [Answer("returned", answer.value) if answer.status == "left" else answer for answer in answers]
 
     def end(self) -> None:
         """End the processes; the next call starts new ones."""
@@ -123,7 +138,10 @@ class Crew:
         process = self._members[rank][0]
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
-            process.join(timeout=1)
+            deadline = time.monotonic() + LINGER_SECONDS
+            while "(most recent call first)" not in self._tail(rank) and time.monotonic() < deadline:
+                process.join(timeout=0.1)
+            process.join(timeout=0.5)  # the rest of what it writes
         return self._tail(rank)
 
     def _tail(self, rank: int) -> str:
@@ -133,6 +151,8 @@ class Crew:
 
 def _serve(connection: Connection, environment: dict[str, str], log: str) -> None:
     """The life of a member: call what is asked for and answer, until the pipe is closed."""
+    global _connection
+    _connection = connection
     os.environ.clear()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -140,8 +160,9 @@ def _serve(connection: Connection, environment: dict[str, str], log: str) -> Non
     os.dup2(descriptor, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with contextlib.suppress(OSError):  # where the host's memory runs out, this one goes, not the program
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    if Path("/dev/nvidiactl").exists():
+        with contextlib.suppress(OSError):  # where offload uses up the host's memory, this one goes, not the program
+            Path("/proc/self/oom_score_adj").write_text("1000")
     # Daemons may not start processes, as loaders with workers do. Theirs end with them: they are daemons, too.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     while True:

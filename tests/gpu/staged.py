@@ -139,9 +139,17 @@ class StagedGroup(dist.ProcessGroup):
             self._reduce_scatter_base(output, whole, opts)
         return _done(outputs)
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin operations that are waited for together; here each is finished by itself."""
+
+    def _end_coalescing(self, device: torch.device) -> StagedWork:
+        return _done(())
+
     # The names of torch 2.13 and later.
     all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def alltoall_base(
         self, output: Tensor, outgoing: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None

@@ -89,7 +89,7 @@ class Window:
             del self.calls[name]
 
     def _warned(self, message: Any, *_: Any, **__: Any) -> None:
-        if "synchronizing" not in str(message):
+        if "called a synchronizing" not in str(message):
             return
         for frame in reversed(traceback.extract_stack()[:-1]):
             parts = Path(frame.filename).parts

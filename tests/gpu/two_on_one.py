@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract.cases import CASES
-from tests.gpu.all import Build, Check, choose
+from tests.gpu.all import PATIENCE, Build, Check, choose
 from tests.gpu.crew import Crew, alone
 from tests.gpu.pair import NUM_RANKS, environments
 from tests.gpu.place import needs_operators
@@ -80,33 +80,34 @@ def find_backend(device: str, folder: Path, report: Report) -> str:
 def fail_alone(name: str, device: str, backend: str, folder: Path) -> Row:
     """Let rank 1 fail: both processes have to end soon, rank 1 with its traceback, rank 0 with a reason."""
     began = time.monotonic()
+    patience = PATIENCE[device] * _FAILING_SECONDS
     ranks = []
     for rank, added in enumerate(new_environments()):
         log = open(folder / f"failing-{name}-{rank}.log", "w")  # noqa: SIM115
         command = [sys.executable, "-m", "tests.gpu.failing", device, backend, name]
         environment = {**os.environ, **added}
-        ranks.append((subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log), log, {}))
+        ranks.append((subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log), log))
     facts: dict[str, Any] = {}
     failures = []
     try:
-        deadline = began + _FAILING_SECONDS
-        while any(process.poll() is None for process, _, _ in ranks) and time.monotonic() < deadline:
-            for rank, (process, _, _) in enumerate(ranks):
+        deadline = began + patience
+        while any(process.poll() is None for process, _ in ranks) and time.monotonic() < deadline:
+            for rank, (process, _) in enumerate(ranks):
                 if process.poll() is not None:
                     facts.setdefault(f"rank {rank} ended after, s", round(time.monotonic() - began, 1))
             time.sleep(0.05)
     finally:
-        for process, log, _ in ranks:
+        for process, log in ranks:
             process.kill()
             process.wait(timeout=20)
             log.close()
     said = [(folder / f"failing-{name}-{rank}.log").read_text(errors="replace") for rank in range(NUM_RANKS)]
-    for rank, (process, _, _) in enumerate(ranks):
+    for rank, (process, _) in enumerate(ranks):
         facts[f"code of rank {rank}"] = process.returncode
         if process.returncode == 0:
             failures.append(f"rank {rank} ended as if nothing had happened")
         if process.returncode == -9:
-            failures.append(f"rank {rank} did not end in {_FAILING_SECONDS:.0f} s")
+            failures.append(f"rank {rank} did not end in {patience:.0f} s")
     if "rank 1 fails alone" not in said[1] or "Traceback" not in said[1]:
         failures.append(f"rank 1 does not show its traceback: {said[1][-1500:]}")
     if "Traceback" not in said[0]:
@@ -137,7 +138,7 @@ def run(chosen: Sequence[Check], device: str, backend: str, folder: Path, report
             else:
                 crew = single if check.function.startswith("saved:") else pair
                 function = f"tests.gpu.{check.function}"
-                answers = crew.call(function, *check.arguments, budget=min(check.budget, left))
+                answers = crew.call(function, *check.arguments, budget=min(PATIENCE[device] * check.budget, left))
                 report.add(as_row(check.name, time.monotonic() - start, answers))
     finally:
         pair.end()

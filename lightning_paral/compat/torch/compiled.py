@@ -1,6 +1,7 @@
 """Modules that torch.compile has compiled."""
 
-from torch._dynamo import OptimizedModule
+import sys
+
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import PrivateName
@@ -23,4 +24,6 @@ NAMES = (
 
 def is_compiled(module: Module) -> bool:
     """Whether `module` itself was compiled, by `torch.compile(module)` or `module.compile()`."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    compiler = sys.modules.get("torch._dynamo")  # takes long to import, and compiles nothing before
+    is_result = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return is_result or module._compiled_call_impl is not None

@@ -21,7 +21,7 @@ NAMES = (
     PrivateName(
         name="torch.distributed.tensor.DTensor._spec",
         purpose="to let `tensor.data = value` arrive",
-        reason="shape and placements of a DTensor cannot be changed by public names",
+        reason="the placements of a DTensor cannot be changed by public names",
         seen=_SEEN,
     ),
     PrivateName(
@@ -49,7 +49,7 @@ def set_local(tensor: Any, local: Tensor) -> None:
 
 
 def adopt(tensor: Any, value: Any) -> None:
-    """Let a DTensor consist of what another one consists of, and be laid out like it."""
+    """Let a DTensor consist of what another one of its shape consists of, and be laid out like it."""
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
 
 

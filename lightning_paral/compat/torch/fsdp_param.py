@@ -4,10 +4,12 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.torch.dtensor import local_of, set_local
 
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 _PRIVATE = "the class is private: nothing public leads from a sharded parameter to what is gathered of it"
@@ -31,6 +33,8 @@ NAMES = tuple(
         "pin_memory": "to keep shards on the host in pinned memory",
     }.items()
 )
+
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # nothing tells but a failure in the middle of `fully_shard`
 
 name_of: Callable[[Any], str] = attrgetter("_param_fqn")
 """Return the name of the parameter of an `FSDPParam` in the root module."""
@@ -66,14 +70,25 @@ def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
         shard: a view of `padded` in the shape of this rank's shard.
     """
     param._sharded_param_data = padded
-    param.sharded_param._local_tensor = shard
+    set_local(param.sharded_param, shard)
 
 
 def own_part(param: Any, whole: Tensor) -> Tensor:
     """Return the view of `whole`, a parameter of an `FSDPParam`, that this rank's shard holds, if it is not empty."""
-    local, dim = param.sharded_param._local_tensor, param.fsdp_placement.dim
+    local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
     return whole.narrow(dim, start, local.size(dim))
+
+
+def can_be_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP2 shards parameters of this dtype: torch 2.11 has every shard require a gradient first."""
+    return SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex()
+
+
+def keep_dtype(param: Any) -> None:
+    """Let an `FSDPParam` of complex numbers be gathered as it is, of which torch 2.11 makes 16-bit floats."""
+    if not param.orig_dtype.is_floating_point:
+        param.param_dtype = None
 
 
 def is_plain(param: Any) -> bool:

@@ -41,7 +41,7 @@ NAMES = (
         PrivateName(name=f"{kind}.{name}", purpose=_RESET, reason=_NOT_PUBLIC, seen=_SEEN, on_instances=True)
         for kind, names in {
             f"{_STATE}.FSDPState": (
-                "_state_ctx", "_comm_ctx", "_device_handle", "_modules_to_run_forward", "_training_state",
+                "_is_root", "_state_ctx", "_comm_ctx", "_device_handle", "_modules_to_run_forward", "_training_state",
                 "_fsdp_param_group",
             ),
             f"{_GROUP}.FSDPParamGroup": (
@@ -77,11 +77,16 @@ def pre_forward(
 
 
 def reset_iteration(root: Any) -> None:
-    """Reshard what a failed iteration of the sharded module `root` has left gathered, and forget that iteration."""
+    """Reshard what a failed iteration of the sharded module `root` has left gathered, and forget that iteration.
+
+    Where there was none yet, since sharding itself failed, nothing is done.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:
+        return
     if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
         root.reset_iter_state()
         return
-    state = root._get_fsdp_state()
     shared, communication = state._state_ctx, state._comm_ctx
     stream = state._device_handle.current_stream()
     pending = [communication.all_gather_state]

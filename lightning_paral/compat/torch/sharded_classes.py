@@ -6,6 +6,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls",
+        purpose="to give sharded modules a class of the user's name, or one at all",
+        reason="fully_shard makes the class itself, unless it finds one here",
+        seen="torch 2.11 to 2.13",
+    ),
+)
+
 
 def prepare_class(module: Module) -> None:
     """Make the class that `fully_shard` gives `module`, in place of torch's (torch 2.8 to 2.13).

@@ -2,6 +2,18 @@
 
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        purpose="to let DTensor forget the meshes of groups that are destroyed",
+        reason="nothing public empties the cache, and destroy_process_group leaves it as it is",
+        seen="torch 2.11 to 2.13",
+        parameters=(),
+    ),
+)
+
 
 def forget_meshes() -> None:
     """Let DTensor forget the meshes it has seen.
