@@ -21,6 +21,10 @@ def native_all_reduce(
     in that type; so contributions are exchanged by its all-to-all, added in the dtype of `tensor`, and gathered: 2(N-1)
     chunks sent per rank, as in a ring, and two extra copies of the tensor in `wire_dtype`.
 
+    Across m nodes of k GPUs the all-to-all goes over the network more often than a ring does: with a wire of 16 bits
+    about 2(k(m-1)/m + 1) bytes per element leave a node, against 8 for an fp32 all-reduce in NCCL's rings. It pays
+    inside a node and between nodes of few GPUs, not between two nodes of eight (10 bytes).
+
     Arguments, result and errors are those of `ring_all_reduce`.
     """
     reduction = plan_reduction(tensor, group, op, wire_dtype)

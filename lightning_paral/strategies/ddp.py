@@ -57,7 +57,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             was as fast as our ring or faster wherever both were measured (README, "Measured"), except on gloo with a
             `wire_dtype`: there the ring is faster, for gloo's own cannot add in fp32 what it carries narrower.
         wire_dtype: gradients cross the wire as `"bf16"` or `"fp16"` and are added in their own dtype (fp32); halves the
-            traffic of fp32 gradients. `None`: in their own dtype.
+            traffic of fp32 gradients, but not that of NCCL between nodes of more than four GPUs each: the sum in fp32
+            needs an all-to-all, which crosses between nodes more often than NCCL's rings. `None`: in their own dtype.
         gradient_as_bucket_view: let `.grad` be a view into the communication bucket, which saves a copy of all
             gradients. Code that gives gradients other memory (`p.grad.data = ...`) then trains wrongly: torch's reducer
             does not notice.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_paral import ActivationCheckpointing, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.zero.hidden import HiddenGradientError
+from lightning_paral.zero.hidden import HiddenGradientError, HiddenStateError
 from tests.contract.cases import BY_LABEL
 from tests.models import Regression, quiet_trainer, regression_data
 
@@ -39,9 +39,10 @@ class Watch(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         parameters = [p for network in (trainer.model, pl_module) for p in network.parameters()]
-        found = [*parameters, *tree_leaves(list(optimizer.state.values()))]
-        with suppress(HiddenGradientError):
+        found: list[Any] = list(parameters)
+        with suppress(HiddenGradientError, HiddenStateError):  # under ZeRO they are counted among the tensors only
             found += [parameter.grad for parameter in parameters]
+            found += tree_leaves(list(optimizer.state.values()))
         tensors = [getattr(each, "_local_tensor", each) for each in found if isinstance(each, Tensor)]
         self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
 
