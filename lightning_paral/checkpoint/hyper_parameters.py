@@ -20,14 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.compat.deepspeed.modules import is_of_division
+from lightning_paral.compat.torch import module_hooks
+from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
 from lightning_paral.errors import CheckpointError
 
 _KEYS = ("hyper_parameters", "datamodule_hyper_parameters")
 _ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
-_ENGINE_PREFIXES = (
-    "ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters", "applied_pre_backward",
-    "_fsdp", "_is_fsdp", "__composable_api_state_key",
-)  # fmt: skip
 _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
 
 
@@ -139,17 +138,21 @@ def _without_engine(state: dict[str, Any], kind: type) -> dict[str, Any]:
     """Return the attributes of a module of class `kind` without what an engine has added to them."""
     kept = {}
     for name, value in state.items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.OF_STATE_DICTS) and isinstance(value, dict):
             kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_engine(hook))
         elif name == "_parameters" and isinstance(value, dict):
             kept[name] = dict(value.items())
-        elif not name.startswith(_ENGINE_PREFIXES) and not (_is_installed(name, value, kind) and _is_of_engine(value)):
+        elif not _names_engine(name) and not (_is_installed(name, value, kind) and _is_of_engine(value)):
             kept[name] = value
-    hooks = {key for name in ("_forward_hooks", "_forward_pre_hooks") for key in kept.get(name, ())}
-    for name in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"):
+    hooks = {key for name in module_hooks.FORWARD for key in kept.get(name, ())}
+    for name in module_hooks.FLAGS:
         if isinstance(kept.get(name), dict):
             kept[name] = type(kept[name])((key, flag) for key, flag in kept[name].items() if key in hooks)
     return kept
+
+
+def _names_engine(name: str) -> bool:
+    return is_of_fsdp(name) or is_of_division(name) or name.startswith("applied_pre_backward")
 
 
 def _is_installed(name: str, value: Any, kind: type) -> bool:
@@ -159,12 +162,11 @@ def _is_installed(name: str, value: Any, kind: type) -> bool:
 
 def _is_of_engine(value: Any) -> bool:
     """Whether a class, a function or an object comes from an engine or from this package."""
+    value = module_hooks.unwrapped(value)
     if isinstance(value, partial):
         return _is_of_engine(value.func)
     if isinstance(value, MethodType):
         return _is_of_engine(value.__func__) or _is_of_engine(value.__self__)
-    if type(value).__name__ == "_WrappedHook":  # torch's, around hooks that are given the module
-        return _is_of_engine(value.hook)
     where: tuple[str | None, ...]
     if isinstance(value, FunctionType):
         # They differ for what is decorated: engines decorate their hooks, and methods of users.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.compat.deepspeed.modules import is_of_division
 from lightning_paral.compat.torch.modules import own_buffers
 
 # What `Module.__init__` makes, apart from buffers, belongs to torch and to the engines, not to the step.
 _OF_TORCH = set(vars(Module()))
-_OF_DEEPSPEED = ("ds_", "_ds_")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _own(module: Module) -> dict[str, Any]:
 
 
 def _names(attributes: dict[str, Any]) -> list[str]:
-    return [name for name in attributes if name not in _OF_TORCH and not name.startswith(_OF_DEEPSPEED)]
+    return [name for name in attributes if name not in _OF_TORCH and not is_of_division(name)]
 
 
 def _keep(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.data.later import ReadLater
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**23
@@ -36,12 +37,13 @@ class CheckedReduce:
         self._reduce = reduce
         self._marks: dict[tuple[Any, ...], Tensor] = {}
         self._wrong: Tensor | None = None
+        self._on_its_way: ReadLater | None = None
 
     def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
         """Return `value` reduced over `group`. *Collective*.
 
         Raises:
-            ConfigurationError: another rank reduces another key; on CUDA, by the next `check`.
+            ConfigurationError: another rank reduces another key; on CUDA, by a `check` that follows.
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
@@ -53,18 +55,28 @@ class CheckedReduce:
             raise
         own = marks if reduce_op != "sum" else marks * dist.get_world_size(group)
         wrong = (reduced[-2:] != own).any()
-        if value.device.type == "cpu":
+        if can_be_read_at_once(value):
             if wrong:
                 raise self._error(group)
-        else:  # reading it now would wait for the device
+        else:
             self._wrong = wrong if self._wrong is None else self._wrong | wrong
         return reduced[:-2].reshape(value.shape)
 
-    def check(self) -> None:
-        """Raise the `ConfigurationError` of earlier calls whose outcome was still on the device."""
-        wrong, self._wrong = self._wrong, None
-        if wrong is not None and wrong.item():
-            raise self._error(None)
+    def check(self, *, wait: bool) -> None:
+        """Raise the `ConfigurationError` of earlier calls whose outcome was still on the device.
+
+        Args:
+            wait: for all of them, and not only read what has arrived: each step anew, that would drain the device.
+        """
+        while self._wrong is not None or self._on_its_way is not None:
+            if self._on_its_way is None:
+                assert self._wrong is not None
+                self._on_its_way, self._wrong = ReadLater(self._wrong), None
+            if not (wait or self._on_its_way.has_arrived):
+                return
+            found, self._on_its_way = self._on_its_way, None
+            if found.read():
+                raise self._error(None)
 
     @property
     def _name(self) -> str:
@@ -95,6 +107,11 @@ _EVERY_RANK = (
 )
 
 
+def can_be_read_at_once(value: Tensor) -> bool:
+    """Whether what comes of `value` can be read without waiting for all that its device has been asked to do."""
+    return value.device.type == "cpu"
+
+
 class CheckedResults(ResultCollection):
     """Lightning's results, with each key reduced by its `CheckedReduce`."""
 
@@ -121,7 +138,7 @@ class CheckedResults(ResultCollection):
         """Return what callbacks, loggers and the progress bar get."""
         found = super().metrics(on_step)
         for reduce in self._reduces.values():
-            reduce.check()
+            reduce.check(wait=not on_step)
         return found
 
     def check_keys(self) -> None:

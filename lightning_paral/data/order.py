@@ -2,9 +2,8 @@
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,10 @@ from lightning_paral.data.randomness import (
     derive_seed,
     fitted,
 )
+from lightning_paral.data.taking import Taking
 
 _CHUNK = 256  # batches drawn at a time; changing the random state costs as much as drawing some ten batches
+_MIN_TURNS = 16  # of all ranks; for the same reason
 _CHECKED_BATCHES, _CHECKED_INDICES = 8, 64
 
 
@@ -75,8 +76,9 @@ class Order:
         beginning: list[Any] | None = None,
         again: States | Literal["seed"] | None = None,
         began: Callable[[States | None], None] | None = None,
-    ) -> Iterator[list[Any]]:
-        """Yield the batches of an epoch in chunks: lists of up to 256 of them, the last one shorter or empty.
+        multiple_of: int = 1,
+    ) -> Iterator[Sequence[Any]]:
+        """Yield the batches of an epoch in chunks of at least 256 of them, the last one shorter or empty.
 
         With the first chunk comes a comparison between the ranks, *collective* if there is a `compare`.
 
@@ -87,7 +89,9 @@ class Order:
             beginning: its items are replaced by the first batches of the epoch, skipped or not, as many as it has.
             again: for an order that was drawn before: what it began from, `"seed"` for the seed.
             began: called with what it begins from, in this sense, `None` for the seed.
+            multiple_of: what the number of batches in a chunk divides by: those that all ranks together draw in a step.
         """
+        num_batches = max(_MIN_TURNS, -(-_CHUNK // multiple_of)) * multiple_of
         randomness: Randomness
         if again == "seed" or (again is None and not self.shared):
             seed = derive_seed(self.seed.value, self.number, epoch, repetition)
@@ -96,31 +100,31 @@ class Order:
             start = None if again is None else fitted(again, self.generators())
             randomness = SharedRandomness(self.generators(), self.agree, start)
         with randomness.drawing():
-            batches = iter(self.batches)
+            batches = Taking(self.batches)
             if beginning:
-                beginning[:] = islice(batches, len(beginning))
-                batches = chain(list(beginning), batches)
-            rest = self._skip(batches, num_samples_to_skip)
-            chunk = rest + list(islice(batches, _CHUNK - len(rest)))
+                beginning[:] = batches.take(len(beginning))
+                batches.put_back(beginning)
+            batches.put_back(self._skip(batches, num_samples_to_skip))
+            chunk = batches.take(num_batches)
         if began is not None:
             began(randomness.start if isinstance(randomness, SharedRandomness) else None)
         if self.compare is not None:
             self.compare(checksum(chunk))
-        while len(chunk) == _CHUNK:
+        while len(chunk) == num_batches:
             yield chunk
             with randomness.drawing():
-                chunk = list(islice(batches, _CHUNK))
+                chunk = batches.take(num_batches)
         yield chunk
 
-    def _skip(self, batches: Iterator[Any], num_samples: int) -> list[Any]:
+    def _skip(self, batches: Taking, num_samples: int) -> list[Any]:
         """Skip `num_samples`; return the rest of the batch they end in, if they end inside one."""
         while num_samples > 0:
-            batch = next(batches, None)
-            if batch is None:
+            taken = batches.take(1)
+            if not taken:
                 break
-            size = len(batch) if self.batched else 1
+            size = len(taken[0]) if self.batched else 1
             if size > num_samples:
-                return [batch[num_samples:]]
+                return [taken[0][num_samples:]]
             num_samples -= size
         return []
 
@@ -155,7 +159,7 @@ class Order:
         return 0 if num_samples >= length else max(0, num_batches - num_samples // batch_size)
 
 
-def checksum(batches: list[Any]) -> int:
+def checksum(batches: Sequence[Any]) -> int:
     """Return a checksum of the first indices of the first batches, the same in every process."""
     beginning = [batch[:_CHECKED_INDICES] if isinstance(batch, list) else batch for batch in batches[:_CHECKED_BATCHES]]
     return zlib.crc32(repr(beginning).encode())

@@ -2,12 +2,13 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_paral.data.order import Order
 from lightning_paral.data.randomness import States
+from lightning_paral.data.taking import num_samples_in
 from lightning_paral.errors import ConfigurationError
 
 _KEPT = 64  # more repetitions than workers draw ahead
@@ -104,21 +105,19 @@ class RankBatchSampler:
         rank, world_size, ending = self.share.rank, self.share.world_size, self.share.ending
         batched, record = self.order.batched, self._num_samples.append
         beginning: list[Any] = [None] * (world_size - 1) if ending == "wrap" else []
-        left: list[Any] = []
+        left: Sequence[Any] = ()
         for chunk in self._drawn(num_samples, beginning):
-            left += chunk
-            whole = len(left) - len(left) % world_size
+            whole = len(chunk) - len(chunk) % world_size
             for start in range(0, whole, world_size):
-                turn = left[start : start + world_size]
-                num_samples += sum(map(len, turn)) if batched else world_size
+                num_samples += num_samples_in(chunk[start : start + world_size]) if batched else world_size
                 record(num_samples)
-                yield turn[rank]
-            left = left[whole:]
+                yield chunk[start + rank]
+            left = chunk[whole:]  # of the last one
         if left and ending == "drop" and not num_samples:
             raise too_few_batches(self.order.batches, self.share.world_size)
         if left and ending != "drop":
             self.uneven.add(len(self._num_samples))
-            record(num_samples + (sum(map(len, left)) if batched else len(left)))
+            record(num_samples + (num_samples_in(left) if batched else len(left)))
             if rank < len(left):
                 yield left[rank]
             elif ending == "wrap":
@@ -142,9 +141,10 @@ class RankBatchSampler:
                 record(num_samples)
                 yield part
 
-    def _drawn(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[list[Any]]:
+    def _drawn(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[Sequence[Any]]:
         again = self._again if len(self._starts) == 1 else None
-        return self.order.draw(self._epoch, self._repetition, num_samples, beginning, again, self._note)
+        turn = self.share.world_size if self.share.split == "batch" else 1
+        return self.order.draw(self._epoch, self._repetition, num_samples, beginning, again, self._note, turn)
 
     def _note(self, begun: States | None) -> None:
         self._begun.append(begun)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.compat.torch.collectives import all_gather_single
 from lightning_paral.compat.torch.fsdp_state import forget
 from lightning_paral.compat.torch.module_hooks import hook_tables
 from lightning_paral.compat.torch.modules import own_parameters
@@ -111,7 +112,7 @@ def _given_back(current: Parameter, before: Parameter, gather: "Gather") -> Para
     value = gather(current) if isinstance(current, DTensor) else current.detach()
     if value.is_meta:
         return current
-    before.data = value.to("cpu", copy=value is not current)
+    before.data = value if isinstance(current, DTensor) else value.to("cpu", copy=True)
     before.requires_grad_(current.requires_grad)
     before.grad = None
     return before
@@ -126,6 +127,9 @@ class Gather:
         on_host: whether `group` carries CPU tensors only.
     """
 
+    piece_bytes = 2**26
+    """How much of a tensor is gathered at a time."""
+
     def __init__(self, group: dist.ProcessGroup, ranks: list[int], on_host: bool = False) -> None:
         self._group = group
         self._ranks = ranks
@@ -133,12 +137,22 @@ class Gather:
 
     @torch.no_grad()
     def __call__(self, tensor: Any) -> Tensor:
-        """Return `tensor` whole, on the device of its shards or on the host."""
-        shape = tensor.shape
-        num_rows = -(-shape[0] // len(self._ranks))
-        local = tensor.to_local().cpu() if self._on_host else tensor.to_local()
-        padded = local.new_zeros((num_rows, *shape[1:]))
-        padded[: len(local)].copy_(local)
-        pieces = [torch.empty_like(padded) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(pieces, padded, group=self._group)
-        return torch.cat([pieces[rank] for rank in self._ranks])[: shape[0]]
+        """Return `tensor` whole, on the host: a GPU that is full at the end of a run has no room for it."""
+        shape, local = tensor.shape, tensor.to_local()
+        if local.is_meta:
+            return torch.empty(shape, dtype=local.dtype, device="meta")
+        num_rows, world_size = -(-shape[0] // len(self._ranks)), dist.get_world_size(self._group)
+        whole = torch.empty(shape, dtype=local.dtype)
+        step = max(1, self.piece_bytes // max(1, world_size * shape[1:].numel() * local.element_size()))
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            held = local[start:stop].cpu() if self._on_host else local[start:stop]
+            mine = held.new_zeros((stop - start, *shape[1:]))
+            mine[: len(held)].copy_(held)
+            pieces = held.new_empty((world_size, *mine.shape))
+            all_gather_single(pieces.view(-1), mine.view(-1), group=self._group)
+            on_host = pieces.cpu()
+            for number, rank in enumerate(self._ranks):
+                rows = whole[number * num_rows + start : number * num_rows + stop]
+                rows.copy_(on_host[rank, : len(rows)])
+        return whole

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.foreach import writes_in_place
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
@@ -41,8 +42,7 @@ class Part(DTensor):
                     part.refresh()
             before = [version_of(part) for part in parts]
             result = func(*args, **kwargs)
-            in_place_list = name.startswith("_foreach_") and name.endswith("_")  # counts no versions
-            written = list(_parts_in(args[:1])) if in_place_list else []
+            written = list(_parts_in(args[:1])) if writes_in_place(name) else []
             written += [part for part, version in zip(parts, before, strict=True) if version_of(part) != version]
             for part in written:
                 part.write_back()

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.foreach import check_and_unscale_
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
-from lightning_paral.compat.torch.normalization import InstanceNorm
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.gradients import clip_by_norm, clip_by_value, local_gradients
 
@@ -125,10 +124,7 @@ def sharding_policy(plugin: Precision, reduce_dtype: torch.dtype | None) -> Mixe
 def match_inputs(module: Module) -> None:
     """Cast inputs of layers that, on CPU, refuse any that are wider than their 16-bit weights."""
     for part in module.modules():
-        if (
-            isinstance(part, LayerNorm | GroupNorm | InstanceNorm | Bilinear)
-            and next(part.parameters(), None) is not None
-        ):
+        if isinstance(part, LayerNorm | GroupNorm | Bilinear) and next(part.parameters(), None) is not None:
             part.register_forward_pre_hook(_cast_to_weight)
 
 

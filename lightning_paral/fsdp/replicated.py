@@ -101,17 +101,28 @@ def _on_gradient(parameter: Parameter, hook: object) -> torch.utils.hooks.Remova
     return handle
 
 
-@torch.no_grad()
-def receive_elsewhere(tensors: Iterable[Tensor]) -> None:
-    """Give the parameters among `tensors` new memory on ranks that are about to receive rank 0's values.
+def share_on(device: torch.device, tensors: Iterable[Tensor]) -> None:
+    """Give all ranks rank 0's values of a unit's `tensors`, on `device`, where it is sharded next. *Collective*.
 
-    `from_pretrained` leaves them in a private map of the file. What is written there stays in memory until nothing uses
-    the file any more: in the end, the whole model.
+    There they go over the network of the devices, and no more memory is taken than FSDP2 takes for the unit anyway.
     """
-    if dist.get_rank() > 0:
-        for tensor in tensors:
-            if isinstance(tensor, Parameter):
-                tensor.data = torch.empty_like(tensor)
+    tensors = list(tensors)
+    make_room_on(device, tensors, is_source=dist.get_rank() == 0)
+    broadcast(tensors)
+
+
+@torch.no_grad()
+def make_room_on(device: torch.device, tensors: Iterable[Tensor], *, is_source: bool) -> None:
+    """Move `tensors` to `device`; on ranks that are about to receive their values, only give them memory there.
+
+    On the host parameters get other memory there: `from_pretrained` leaves them in a private map of the file. What is
+    written there stays in memory until nothing uses the file any more: in the end, the whole model.
+    """
+    for tensor in tensors:
+        if is_source:
+            tensor.data = tensor.data.to(device)
+        elif device.type != "cpu" or isinstance(tensor, Parameter):
+            tensor.data = torch.empty_like(tensor.data, device=device)
 
 
 def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -25,7 +25,7 @@ from lightning_paral.compat.torch.fsdp_param import keep_dtype
 from lightning_paral.compat.torch.fsdp_state import groups_of, initialize
 from lightning_paral.compat.torch.iteration import reset_iteration
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
-from lightning_paral.compat.torch.normalization import BatchNorm
+from lightning_paral.compat.torch.normalization import BatchNorm, InstanceNorm
 from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp.belongings import LEFT_SHARDED, Belongings, Gather
@@ -38,8 +38,7 @@ from lightning_paral.fsdp.parameter_hooks import ParameterHooks, originals_of
 from lightning_paral.fsdp.precision import match_inputs
 from lightning_paral.fsdp.replicated import (
     AveragedGradients,
-    broadcast,
-    receive_elsewhere,
+    share_on,
     unshardable,
     watch_assignments,
 )
@@ -189,8 +188,7 @@ class ShardedModule:
             self._deferred.fill(parts)
             self._belongings.note(parts)
         if dist.get_world_size() > 1:
-            receive_elsewhere(_own_tensors(parts))
-            broadcast(_own_tensors(parts))
+            share_on(self._sharding.device, _own_tensors(parts))
         replicated = set(unshardable(module))
         for whole in replicated:
             whole.data = whole.data.to(self._sharding.device)
@@ -200,10 +198,10 @@ class ShardedModule:
                     parameter.data = parameter.data.contiguous()
         if self._sharding.policy.param_dtype is not None:
             for part in parts:
-                if isinstance(part, BatchNorm) and next(part.parameters(), None) is not None and part is not module:
-                    # Its kernels want parameters as wide as the running statistics.
+                if _normalizes_in_full(part) and next(part.parameters(), None) is not None and part is not module:
                     self._fully_shard(part, MixedPrecisionPolicy(), replicated)
-        self._fully_shard(module, self._sharding.policy, replicated)
+        policy = MixedPrecisionPolicy() if _normalizes_in_full(module) else self._sharding.policy
+        self._fully_shard(module, policy, replicated)
         self._belongings.release(parts)
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
@@ -246,6 +244,14 @@ def check_module(module: Module) -> None:
                 f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which does "
                 "not mix with FSDP2. Leave the module unwrapped, the strategy shards it; or use fully_shard."
             )
+
+
+def _normalizes_in_full(module: Module) -> bool:
+    """Whether the kernels of `module` want parameters as wide as running statistics, and as inputs in full precision.
+
+    Autocast leaves them alone: under DDP their parameters are fp32.
+    """
+    return isinstance(module, BatchNorm | InstanceNorm)
 
 
 def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
+from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
 
 _MIN_BYTES = 2**16  # less is not worth a copy
@@ -206,7 +207,7 @@ class _ForwardState(local):
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
 def _check_unchanged(tensor: Tensor, version: int) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning_paral.compat.deepspeed.removed_options import removed_options
 from lightning_paral.errors import ConfigurationError
 
 _MODELS = {
@@ -108,7 +109,7 @@ def _known() -> _Known | None:
     trees = list(_parsed(Path(spec.submodule_search_locations[0])))
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     models = {name: _fields(node, classes) for name, node in classes.items()}
-    removed = {word for tree in trees for word in _removed(tree)}
+    removed = {word for tree in trees for word in removed_options(tree)}
     words = {
         node.value
         for tree in trees
@@ -142,11 +143,3 @@ def _fields(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> dict[str
                 if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
                     fields[str(keyword.value.value)] = inner
     return fields
-
-
-def _removed(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
-            continue
-        if any(isinstance(target, ast.Name) and target.id.startswith("_REMOVED_") for target in node.targets):
-            yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))

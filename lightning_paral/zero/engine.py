@@ -12,6 +12,7 @@ from lightning_paral.compat.deepspeed.checks import check_instance
 from lightning_paral.compat.deepspeed.masters import find_masters_again, find_masters_in_round_robin
 from lightning_paral.compat.deepspeed.overlap import reduce_what_hooks_left
 from lightning_paral.compat.deepspeed.weight_dtype import dtype_as_given
+from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.outputs import allow_any_output
 from lightning_paral.zero.partition import check_not_empty, make_contiguous, scalars_as_bytes
@@ -82,7 +83,7 @@ def _initialize(
             optimizer=optimizer,
             dist_init_required=False,
         )
-    for part in (engine, engine.optimizer):
+    for part in (engine, engine.optimizer, own_parameters(module)):
         check_instance(part)
     if config["zero_optimization"]["stage"] == 3:
         allow_any_output(module)

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.compat.deepspeed.processor import processor_read_once
+from lightning_paral.compat.lightning.optimizers import is_none
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.zero.elementwise import check_elementwise
 from lightning_paral.zero.ops import load_operator
@@ -16,11 +17,6 @@ from lightning_paral.zero.twin import UsersOptimizer, twin_of
 _OFFLOADABLE = (
     "torch.optim.Adam, torch.optim.AdamW, deepspeed.ops.adam.DeepSpeedCPUAdam and deepspeed.ops.lion.DeepSpeedCPULion"
 )
-
-
-def is_none(optimizer: Any) -> bool:
-    """Whether `optimizer` is what Lightning puts in the place of one where `configure_optimizers` returns `None`."""
-    return type(optimizer).__name__ == "_MockOptimizer" and type(optimizer).__module__.startswith("lightning.")
 
 
 def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:

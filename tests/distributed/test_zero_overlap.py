@@ -80,18 +80,21 @@ def fit(kind: type[Regression], num_ranks: int, strategy: Any, **options: Any) -
     return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-def fit_all(num_ranks: int, **options: Any) -> list[Any]:
-    return [fit(kind, num_ranks, ParalZeROStrategy(**options) if options else "auto") for kind in KINDS]
+def fit_all(num_ranks: int, accelerator: str, **options: Any) -> list[Any]:
+    def strategy() -> Any:
+        return ParalZeROStrategy(**options) if options else "auto"
+
+    return [fit(kind, num_ranks, strategy(), accelerator=accelerator) for kind in KINDS]
 
 
 def fit_all_on_rank(stage: int, overlap: bool) -> list[Any]:
     # Several buckets, so that some are reduced while others fill.
-    return fit_all(2, stage=stage, overlap_comm=overlap, reduce_bucket_numel=200)
+    return fit_all(2, "cpu", stage=stage, overlap_comm=overlap, reduce_bucket_numel=200)
 
 
 @pytest.fixture(scope="module")
 def one_process() -> list[Any]:
-    return fit_all(1)
+    return fit_all(1, "cpu")
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -42,6 +42,38 @@ def zero_losses(strategy: str, precision: str) -> list[float]:
     return losses
 
 
+def zero_windows(stage: str, overlap: str) -> float:
+    """Largest difference of the weights to one process on CPU, whatever makes a window of backward passes."""
+    from tests.distributed.test_zero_overlap import fit_all
+
+    overlap_comm = {"True": True, "False": False, "None": None}[overlap]
+    on_gpu = fit_all(WORLD_SIZE, "gpu", stage=int(stage), overlap_comm=overlap_comm, reduce_bucket_numel=200)
+    _become_one_process()
+    return _largest_difference(on_gpu, fit_all(1, "cpu"))
+
+
+def zero_clipped_on_host(strategy: str) -> float:
+    """Largest difference of the weights to one process on CPU where gradients are clamped on the host."""
+    from tests.distributed.test_zero_late_copies import WideClipped, fit
+
+    on_gpu = [fit(WORLD_SIZE, strategy, by_hand, WideClipped, "gpu")[0] for by_hand in (False, True)]
+    _become_one_process()
+    return _largest_difference(on_gpu, [fit(1, "auto", by_hand, WideClipped)[0] for by_hand in (False, True)])
+
+
+def zero_on_nvme_without_toolkit(label: str) -> float:
+    """`zero_parity` where no CUDA toolkit is found."""
+    from torch.utils import cpp_extension
+
+    cpp_extension.CUDA_HOME = None
+    return zero_parity(label)
+
+
+def _largest_difference(fits: list[object], expected: list[object]) -> float:
+    pairs = [(ours[1], theirs[1]) for ours, theirs in zip(fits, expected, strict=True)]
+    return max((ours[name].cpu() - theirs[name]).abs().max().item() for ours, theirs in pairs for name in theirs)
+
+
 def fsdp_parity(name: str) -> float:
     """Largest difference of a module's weights after 5 steps on the GPUs to the same training in one process on CPU."""
     clipping = {} if MODULES[name] is GAN else {"gradient_clip_val": 0.5}

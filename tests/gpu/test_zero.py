@@ -29,3 +29,21 @@ def test_autocast_equals_that_of_ddp(tmp_path: Path, strategy: str, precision: s
         strict=True,
     ):
         assert losses == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("overlap", [None, False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_windows_of_every_kind_equal_one_process(tmp_path: Path, stage: int, overlap: bool | None) -> None:
+    for largest_difference in run_ranks("zero_windows", tmp_path, str(stage), str(overlap)):
+        assert largest_difference <= 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["paral_zero1_offload", "paral_zero2_offload", "paral_zero3_offload"])
+def test_gradients_that_are_clamped_on_the_host_have_arrived_there(tmp_path: Path, strategy: str) -> None:
+    for largest_difference in run_ranks("zero_clipped_on_host", tmp_path, strategy):
+        assert largest_difference <= 1e-4
+
+
+def test_nvme_needs_no_cuda_toolkit(tmp_path: Path) -> None:
+    for largest_difference in run_ranks("zero_on_nvme_without_toolkit", tmp_path, "paral_zero3_nvme"):
+        assert largest_difference <= BY_LABEL["paral_zero3_nvme"].tolerance

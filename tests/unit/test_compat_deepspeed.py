@@ -188,6 +188,11 @@ def test_torch_gets_its_own_linear_back(monkeypatch: pytest.MonkeyPatch) -> None
 
         assert torch.nn.functional.linear is own, "DeepSpeed keeps torch's own linear elsewhere than in linear_bk"
 
+        Patches._enable_mem_efficient_linear(object.__new__(Patches))
+        monkeypatch.delattr(Patches, "linear_bk")
+        with pytest.raises(PrivateNameError, match=r"linear_bk to give torch its own .* torch's own is not there"):
+            linear.restore_linear()
+
 
 def test_forwards_are_known_by_the_stack() -> None:
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK

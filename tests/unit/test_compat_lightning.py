@@ -121,6 +121,29 @@ def test_evaluation_runs_each_step_and_each_end_of_a_loader_through_replaced_met
     assert "_evaluation_step" not in vars(loop)
 
 
+def test_what_is_logged_passes_through_the_methods_that_subclasses_override() -> None:
+    called: set[str] = set()
+
+    class Noted(ResultCollection):
+        def log(self, *args: Any, **options: Any) -> None:
+            called.add("log")
+            super().log(*args, **options)
+
+        def update_metrics(self, *args: Any) -> None:
+            called.add("update_metrics")
+            super().update_metrics(*args)
+
+        def metrics(self, on_step: bool) -> Any:
+            called.add("metrics")
+            return super().metrics(on_step)
+
+    plain = trainer()
+    evaluation.set_results(plain.validate_loop, Noted(training=False))
+    plain.validate(Model(), loader(), verbose=False)
+
+    assert called == {"log", "update_metrics", "metrics"}, "self.log goes other ways through the collection"
+
+
 def test_a_step_alone_logs_nothing_to_hooks_and_counts_nothing() -> None:
     plain = trainer()
     loop = plain.validate_loop

@@ -14,6 +14,7 @@ def test_an_iteration_begins_without_arguments_on_cuda_and_can_be_reset() -> Non
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), nn.Linear(2, 2))
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    reset_iteration(module)  # before anything is set up: an error in between is to be seen, not one of ours
     state = module._get_fsdp_state()
     state._lazy_init()
     state._device = torch.device("cuda")  # decides whether arguments are moved; nothing else is done on it

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 import pytest
+import torch
 
 import lightning_paral
 
@@ -16,6 +17,10 @@ ROOT = Path(lightning_paral.__file__).parent
 LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed"}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
 OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames"}
+# Set on models by transformers, which is none of the libraries that this package builds on, and is not imported.
+OF_TRANSFORMERS = {"_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save", "_is_hf_initialized"}
+# Written in files, which keep them whatever the installed versions call their own; so are those with `_rebuild_`.
+IN_FILES = {"_MEM_FORMAT_ENCODING", "_reconstruct", "_core", "_growth_tracker", "_class_path"}
 # Attributes of theirs whose names some class of ours has, too: on anything but `self` they count as theirs.
 OF_MODULES_AND_TENSORS = {"_parameters", "_buffers", "_modules", "_metadata", "_trainer", "_version", "_local_tensor"}
 
@@ -66,12 +71,19 @@ def used_privately(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_PYTHON:
             ours = node.attr in OWN and (on_self(node) or node.attr not in OF_MODULES_AND_TENSORS)
-            if not ours:
+            # Public names of operators: of those with an underscore, only the functions in torch are private.
+            of_dispatcher = ast.unparse(node.value).endswith("aten")
+            if not ours and not of_dispatcher:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
-        elif is_call_of(node, "getattr", "setattr", "hasattr", "delattr"):
-            name = node.args[1]
-            if isinstance(name, ast.Constant) and is_private(str(name.value)) and name.value not in OWN:
-                yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_identifier(node.value):
+            known = OWN | IN_FILES | OF_PYTHON | OF_TRANSFORMERS
+            if is_private(node.value) and node.value not in known and not hasattr(torch.ops.aten, node.value):
+                yield f"line {node.lineno}: {node.value!r}"
+
+
+def is_identifier(text: str) -> bool:
+    ours_or_in_files = text.startswith(("_rebuild_", "_lightning_paral_"))
+    return text.isidentifier() and any(map(str.isalpha, text)) and not ours_or_in_files
 
 
 def patched(tree: ast.Module) -> Iterator[str]:

@@ -7,6 +7,13 @@ import torch
 
 from lightning_paral.compat.private_name import PrivateName
 
+_KEPT = PrivateName(
+    name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk",
+    purpose="to give torch its own `linear` back after a run",
+    reason="that is where DeepSpeed keeps it",
+    seen="deepspeed 0.19.8",
+    on_instances=True,
+)
 NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
@@ -15,13 +22,7 @@ NAMES = (
         seen="deepspeed 0.19.8",
         upstream="https://github.com/deepspeedai/DeepSpeed/issues/7913",
     ),
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk",
-        purpose="to give torch its own `linear` back after a run",
-        reason="that is where DeepSpeed keeps it",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
+    _KEPT,
     PrivateName(
         name="deepspeed.runtime.zero.linear.zero3_linear_wrap",
         purpose="to recognize DeepSpeed's `linear`",
@@ -50,5 +51,7 @@ def restore_linear() -> None:
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
-    if torch.nn.functional.linear is zero3_linear_wrap and getattr(Patches, "linear_bk", None) is not None:
+    if torch.nn.functional.linear is zero3_linear_wrap:
+        if not hasattr(Patches, "linear_bk"):
+            raise _KEPT.error("torch's own is not there")
         torch.nn.functional.linear = Patches.linear_bk

@@ -8,14 +8,15 @@ from lightning_paral.compat.private_name import PrivateName
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
 _MIXIN = "lightning.fabric.utilities.device_dtype_mixin"
+_DEVICE = PrivateName(
+    name=f"{_MIXIN}._DeviceDtypeModuleMixin._device",
+    on_instances=True,
+    purpose="to let self.device of a replica be the replica's device",
+    reason="the public property device has no setter, and to(device) would move parameters",
+    seen=_SEEN,
+)
 NAMES = (
-    PrivateName(
-        name=f"{_MIXIN}._DeviceDtypeModuleMixin._device",
-        on_instances=True,
-        purpose="to let self.device of a replica be the replica's device",
-        reason="the public property device has no setter, and to(device) would move parameters",
-        seen=_SEEN,
-    ),
+    _DEVICE,
     PrivateName(
         name=f"{_MIXIN}._update_properties",
         parameters=("root", "device"),
@@ -29,7 +30,9 @@ NAMES = (
 def set_device(module: Module, device: torch.device) -> None:
     """Let `device` of `module` itself, if it has that property, return `device`; nothing is moved."""
     if isinstance(module, _DeviceDtypeModuleMixin):
-        module.__dict__["_device"] = device
+        if "_device" not in module.__dict__:
+            _DEVICE.replace_on(module, device)  # raises
+        module.__dict__["_device"] = device  # in each step of a replica: Module.__setattr__ would take long
 
 
 def set_device_everywhere(root: Module, device: torch.device) -> None:

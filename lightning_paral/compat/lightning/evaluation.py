@@ -11,7 +11,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.lightning.results import ResultCollection
+from lightning_paral.compat.lightning.results import ResultCollection, check_overridden
 from lightning_paral.compat.private_name import PrivateName
 
 __all__ = [
@@ -141,6 +141,7 @@ def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
 
 def set_results_of_fit(trainer: Trainer, results: ResultCollection) -> None:
     """Let training log to `results`."""
+    check_overridden()
     _RESULTS_OF_FIT.replace_on(trainer.fit_loop.epoch_loop, results)
 
 

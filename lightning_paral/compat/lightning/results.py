@@ -9,12 +9,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync a
 
 from lightning_paral.compat.private_name import PrivateName
 
-__all__ = ["Metadata", "ResultCollection", "ResultMetric", "Sync", "make_sync"]
+__all__ = ["Metadata", "ResultCollection", "ResultMetric", "Sync", "check_overridden", "make_sync"]
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
 _MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
 _REASON = "Lightning has no public way to join what ranks have logged"
-NAMES = (
+_OVERRIDDEN = (
     PrivateName(
         name=f"{_MODULE}._ResultCollection.log",
         parameters=("self", "fx", "name", "value", "sync_dist_fn", "add_dataloader_idx"),
@@ -36,6 +36,9 @@ NAMES = (
         reason=_REASON,
         seen=_SEEN,
     ),
+)
+NAMES = (
+    *_OVERRIDDEN,
     PrivateName(
         name=f"{_MODULE}._ResultCollection.valid_items",
         parameters=("self",),
@@ -75,6 +78,12 @@ NAMES = (
         seen=_SEEN,
     ),
 )
+
+
+def check_overridden() -> None:
+    """Raise a `PrivateNameError` if Lightning has renamed methods that subclasses of `ResultCollection` override."""
+    for name in _OVERRIDDEN:
+        name.resolve()
 
 
 def make_sync(reduce: Any, *, should: bool) -> Sync:

@@ -17,6 +17,12 @@ NAMES = tuple(
     }.items()
 )
 
+
+def writes_in_place(name: str) -> bool:
+    """Whether the function of torch called `name` writes to the tensors of a list: it counts no versions."""
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
 foreach_mul_ = torch._foreach_mul_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_clamp_max_ = torch._foreach_clamp_max_

@@ -78,6 +78,16 @@ NAMES = (
         on_instances=True,
         before="2.12",
     ),
+    *(
+        PrivateName(
+            name=f"torch.distributed.fsdp.fully_shard.{attribute}",
+            purpose="to leave out of saved modules what FSDP2 has set on them",
+            reason="fully_shard cannot be undone",
+            seen=_SEEN,
+            on_instances=True,
+        )
+        for attribute in ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    ),
     PrivateName(
         name="torch.distributed._composable_state._module_state_mapping",
         purpose="to give a module back after a run, as if it had never been sharded",
@@ -121,6 +131,11 @@ def groups_of_state(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def is_of_fsdp(name: str) -> bool:
+    """Whether an attribute of a module is one that `fully_shard` sets."""
+    return name.startswith(("_fsdp", "_is_fsdp", "__composable_api_state_key"))
 
 
 def forget(module: Module) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch.nn import Module
+from torch.nn.modules.module import _WrappedHook
 
 from lightning_paral.compat.private_name import PrivateName
 
@@ -18,15 +19,24 @@ OF_STATE_DICTS = (
 )
 """Those of hooks that run when a module is saved and loaded."""
 
-NAMES = tuple(
+NAMES = (
+    *(
+        PrivateName(
+            name=f"torch.nn.Module.{name}",
+            purpose="to take away hooks that were put on modules of the user's, or to put others in their place",
+            reason="only who registers a hook gets the handle that removes it",
+            seen="torch 2.11 to 2.13",
+            on_instances=True,
+        )
+        for name in (*ALL, *FLAGS, *OF_STATE_DICTS)
+    ),
     PrivateName(
-        name=f"torch.nn.Module.{name}",
-        purpose="to take away hooks that were put on modules of the user's, or to put others in their place",
-        reason="only who registers a hook gets the handle that removes it",
+        name="torch.nn.modules.module._WrappedHook.hook",
+        purpose="to tell whose a hook is that is given the module",
+        reason="load_state_dict hooks are kept inside such an object",
         seen="torch 2.11 to 2.13",
         on_instances=True,
-    )
-    for name in (*ALL, *FLAGS, *OF_STATE_DICTS)
+    ),
 )
 
 
@@ -39,6 +49,11 @@ def hooks_in(module: Module, name: str) -> dict[int, Any]:
 def forward_hooks(module: Module) -> dict[int, Any]:
     """Return the hooks that run after the forward of `module`."""
     return hooks_in(module, "_forward_hooks")
+
+
+def unwrapped(hook: Any) -> Any:
+    """Return the function that was registered as `hook`, which torch may have wrapped."""
+    return hook.hook if isinstance(hook, _WrappedHook) else hook
 
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:

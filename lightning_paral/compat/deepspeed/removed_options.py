@@ -1,0 +1,24 @@
+"""Options that DeepSpeed knows only to refuse them, as its source lists them: DeepSpeed is not imported to ask."""
+
+import ast
+from collections.abc import Iterator
+
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="deepspeed.runtime.config._REMOVED_TOP_LEVEL_CONFIG_KEYS",
+        purpose="to tell options that DeepSpeed refuses from those that it takes, and from mistakes",
+        reason="DeepSpeed publishes no list of its options",
+        seen="deepspeed 0.19.8",
+    ),
+)
+
+
+def removed_options(tree: ast.Module) -> Iterator[str]:
+    """Yield the options that a source file of DeepSpeed lists as removed."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if any(isinstance(target, ast.Name) and target.id.startswith("_REMOVED_") for target in node.targets):
+            yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))

@@ -1,0 +1,117 @@
+"""Taking batches off a sampler some at a time, without making those that nobody looks at.
+
+A rank draws the batches of all ranks, and loads its own. Of torch's own `BatchSampler` over a list of indices, such as
+`RandomSampler` shuffles, only what is looked at is cut out of the list.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import GeneratorType
+from typing import Any, overload
+
+from torch.utils.data import BatchSampler
+
+_LIST_ITERATOR: type = type(iter([]))
+
+
+@dataclass(frozen=True)
+class CutBatches(Sequence[list[Any]]):
+    """Batches of equal size, the last one aside, in a stretch of a list."""
+
+    indices: list[Any]
+    start: int
+    stop: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-(self.stop - self.start) // self.batch_size)
+
+    @overload
+    def __getitem__(self, at: int) -> list[Any]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> "CutBatches": ...
+
+    def __getitem__(self, at: int | slice) -> "list[Any] | CutBatches":
+        if isinstance(at, slice):
+            first, last, step = at.indices(len(self))
+            assert step == 1
+            return CutBatches(self.indices, self._at(first), self._at(max(first, last)), self.batch_size)
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        return self.indices[self._at(at) : self._at(at + 1)]
+
+    @property
+    def num_samples(self) -> int:
+        """How many indices are in them all."""
+        return self.stop - self.start
+
+    def _at(self, number: int) -> int:
+        return min(self.start + number * self.batch_size, self.stop)
+
+
+def num_samples_in(batches: Sequence[Any]) -> int:
+    """Return how many indices are in `batches`."""
+    return batches.num_samples if isinstance(batches, CutBatches) else sum(map(len, batches))
+
+
+class Taking:
+    """The batches of one iteration over a sampler.
+
+    Args:
+        batches: the sampler, iterated over from now on.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._front: list[Any] = []
+        self._cuts = (batches.batch_size, batches.drop_last) if type(batches) is BatchSampler else None
+        self._iterator: Iterator[Any] = iter(batches.sampler if type(batches) is BatchSampler else batches)
+
+    def take(self, count: int) -> Sequence[Any]:
+        """Return the next `count` batches; fewer at the end."""
+        front, self._front = self._front[:count], self._front[count:]
+        taken = self._take(count - len(front))
+        return [*front, *taken] if front else taken
+
+    def put_back(self, batches: Sequence[Any]) -> None:
+        """Let `batches` come next."""
+        self._front[:0] = batches
+
+    def _take(self, count: int) -> Sequence[Any]:
+        if self._cuts is None:
+            return list(islice(self._iterator, count))
+        batch_size, drop_last = self._cuts
+        indices, start, stop = _next_of(self._iterator, count * batch_size)
+        if drop_last:
+            stop -= (stop - start) % batch_size
+        return CutBatches(indices, start, stop, batch_size)
+
+
+def _next_of(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, int]:
+    """Return a list, and from where to where in it are the next `count` items of `iterator`, which skips them."""
+    if count == 0:
+        return [], 0, 0
+    first = list(islice(iterator, 1))  # a generator delegates to a list once it has begun
+    inner: Any = iterator
+    while isinstance(inner, GeneratorType):
+        inner = inner.gi_yieldfrom
+    if first and type(inner) is _LIST_ITERATOR:
+        reduced: Any = inner.__reduce__()  # `iter, (list,), position`; without a position at the end
+        if len(reduced) == 3 and reduced[2] > 0 and reduced[1][0][reduced[2] - 1] is first[0]:
+            indices, start = reduced[1][0], reduced[2] - 1
+            if start + count <= len(indices):
+                _move(inner, start + count)
+                return indices, start, start + count
+            _move(inner, len(indices))
+            rest = list(islice(iterator, start + count - len(indices)))
+            if not rest:
+                return indices, start, len(indices)
+            first = indices[start:] + rest
+            return first, 0, len(first)
+    items = first + list(islice(iterator, count - 1))
+    return items, 0, len(items)
+
+
+def _move(iterator: Any, position: int) -> None:
+    iterator.__setstate__(position)

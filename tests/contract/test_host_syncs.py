@@ -1,0 +1,157 @@
+"""Nothing of ours in a step reads a tensor on the host: on a GPU, that would wait for all it has been asked to do."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_paral import ConfigurationError
+from lightning_paral.config import Sampling
+from lightning_paral.data import logged
+from lightning_paral.data.later import ReadLater
+from tests.contract.cases import BY_LABEL
+from tests.host_syncs import HostSyncs
+from tests.models import quiet_trainer
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+ON_THE_HOST = {"data/injection.py: _agreed: __bool__", "data/later.py: read: item"}
+"""What reads tensors that are on the host on every machine."""
+
+LABELS = (
+    *("paral_ddp", "ddp_small_buckets", "ddp_checkpointing", "paral_fsdp", "fsdp_hybrid_unsharded"),
+    *("paral_fsdp_offload", "fsdp_checkpointing", "paral_zero1", "paral_zero2", "paral_zero2_offload", "paral_zero3"),
+    "paral_zero3_offload",
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "automatic": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+    "manual": {},
+    "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    "averaged": {},
+}
+
+
+class Normalized(LightningModule):
+    """Has buffers that change, logs, and clips by itself under manual optimization."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        loss = (self.net(batch) - batch[:, :2]).square().mean()
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.5, "norm")
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class OfThisRank(IterableDataset[Tensor]):
+    """Shards itself."""
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        for _ in range(8):
+            yield torch.randn(4, 8, generator=generator)
+
+
+class Between(Callback):
+    """Counts from the end of the second step to the end of the sixth: all that happens again and again."""
+
+    def __init__(self, syncs: HostSyncs) -> None:
+        self.syncs = syncs
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.syncs.is_counting = 1 <= batch_idx < 5
+
+
+def syncs_of(label: str, kind: str, options: dict[str, Any]) -> tuple[dict[str, int], int]:
+    torch.manual_seed(0)
+    syncs = HostSyncs()
+    callbacks: list[Callback] = [Between(syncs)]
+    if kind == "averaged":
+        callbacks.append(EMAWeightAveraging(decay=0.9))
+    case = BY_LABEL[label].strategy() if label in BY_LABEL else label
+    trainer = quiet_trainer(strategy=case, max_epochs=1, callbacks=callbacks, **options, **OPTIONS[kind])
+    loader: Any = DataLoader(torch.randn(64, 8), 4)
+    sampling = getattr(trainer.strategy, "sampling", None)
+    if isinstance(sampling, Sampling) and kind == "manual":
+        trainer.strategy.sampling = replace(sampling, shard_iterable=False)  # type: ignore[attr-defined]
+        loader = DataLoader(OfThisRank(), batch_size=None)
+    with syncs.watched():
+        trainer.fit(Normalized(kind == "manual"), loader)
+    return dict(syncs.found), syncs.num_of_others
+
+
+def syncs_on_rank(label: str) -> dict[str, tuple[dict[str, int], int]]:
+    read_at_once = logged.can_be_read_at_once
+    logged.can_be_read_at_once = lambda value: False  # as on a GPU
+    try:
+        return {kind: syncs_of(label, kind, {"devices": 2}) for kind in OPTIONS}
+    finally:
+        logged.can_be_read_at_once = read_at_once
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_no_step_reads_a_tensor_of_the_device_on_the_host(on_ranks, label: str) -> None:
+    for told in on_ranks(2, syncs_on_rank, label):
+        for kind, (found, num_of_others) in told.items():
+            assert found.keys() <= ON_THE_HOST, kind
+            assert num_of_others, "torch's optimizers read their step, which is how one knows that this counts"
+
+
+def test_no_step_in_one_process_reads_a_tensor_of_the_devices_on_the_host() -> None:
+    for kind in ("automatic", "manual", "bf16"):
+        assert not syncs_of("paral_dp", kind, {"devices": 2})[0], kind
+
+
+def test_the_count_finds_what_reads() -> None:
+    syncs = HostSyncs()
+    with syncs.watched():
+        syncs.is_counting = True
+        assert not ReadLater(torch.tensor(False)).read()
+        found = torch.tensor([1.0, 0.0])
+        assert (float(found[0]), bool(found.any()), found.to("cpu").tolist(), found.numpy().sum()) == (1, 1, [1, 0], 1)
+
+    assert syncs.found == {"data/later.py: read: item": 1}
+    assert syncs.num_of_others == 5
+    assert not {"item", "to", "__bool__"} & vars(Tensor).keys()
+
+
+class Arriving(ReadLater):
+    """Has not arrived until it is told so."""
+
+    has_arrived = False
+
+
+def test_other_keys_than_those_of_other_ranks_are_an_error_when_the_outcome_arrives(monkeypatch) -> None:
+    monkeypatch.setattr(logged, "ReadLater", Arriving)
+    monkeypatch.setattr(logged.CheckedReduce, "_error", lambda *_: ConfigurationError("other keys"))
+    reduce = logged.CheckedReduce("key", lambda value: value)
+    reduce._wrong = torch.tensor(False)
+    reduce.check(wait=False)
+    reduce._wrong = torch.tensor(True)
+
+    reduce.check(wait=False)  # neither has arrived
+    monkeypatch.setattr(Arriving, "has_arrived", True)
+    with pytest.raises(ConfigurationError, match="other keys"):
+        reduce.check(wait=False)
+    monkeypatch.setattr(Arriving, "has_arrived", False)
+    reduce._wrong = torch.tensor(True)
+    with pytest.raises(ConfigurationError, match="other keys"):
+        reduce.check(wait=True)
+    reduce.check(wait=True)
