@@ -91,8 +91,9 @@ class Session:
         if answers[0].status != "lost":
             self._pace = row.seconds
         found = dict(row.facts) if row.status == "passed" else {row.status: row.reason[-2000:]}
-        if row.status == "failed" and self.left < 1:
-            return None  # out of time, not broken
+        if row.status == "failed" and self.left < 1:  # out of time, not broken
+            print(f"{what} was cut off: run the same command again with more time", flush=True)
+            return None
         self.failed |= row.status == "failed"
         said = {key: value for key, value in found.items() if key not in ("seconds", "steps")}
         print(f"{what:45} {row.seconds:6.1f} s  {str(said)[-300:]}", flush=True)
