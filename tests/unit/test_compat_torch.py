@@ -200,6 +200,8 @@ def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
     module.register_full_backward_pre_hook(lambda *_: None)
 
     gained = {name for name, table in module_hooks.hook_tables(module).items() if set(table) - before[name]}
+    [wrapped] = module_hooks.hooks_in(module, "_load_state_dict_pre_hooks").values()
+    assert module_hooks.unwrapped(wrapped).__name__ == "<lambda>"
 
     assert gained == before.keys(), "hooks are kept elsewhere: those of a run would stay on the module"
     new = {name for name in vars(module) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
@@ -500,6 +502,7 @@ def test_a_module_can_be_sharded_again_after_it_was_forgotten() -> None:
                 table.pop(key)
         module.__class__ = Linear
         for name in set(vars(module)) - attributes:
+            assert fsdp_state.is_of_fsdp(name), f"fully_shard sets {name}, which would be saved with hyper-parameters"
             delattr(module, name)
         fsdp_state.forget(module)
 
