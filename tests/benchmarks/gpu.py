@@ -17,16 +17,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from tabulate import tabulate
-
-from tests.benchmarks.gpu_loops import contestants, counterpart
+from tests.benchmarks.gpu_loops import contestants
 from tests.benchmarks.gpu_models import SIZES
+from tests.benchmarks.gpu_tables import tables
 from tests.gpu.crew import Crew, alone
 from tests.gpu.place import needs_operators
 from tests.gpu.report import as_row, write_json
@@ -37,8 +35,6 @@ ROUNDS = {"tiny": 2, "124M": 3, "1.3B": 2, "7B": 1}
 SAVED = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_zero3")
 LARGEST = ("torch", "paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2_offload", "paral_zero3_offload")
 LARGEST_OF = {"cuda": "7B", "cpu": "tiny"}
-_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 floating-point operations per second by name of the GPU."""
 _CPU_LIMIT_BYTES = 1_500_000
 """Of parameters, gradients and Adam's state, where there is no GPU whose memory could end."""
 _STATE_BYTES = 16
@@ -210,75 +206,6 @@ def measure_saves(session: Session, sizes: Sequence[str], names: Sequence[str]) 
                     return
                 found.append(measured)
                 session.results.save()
-
-
-def tables(content: Mapping[str, Any]) -> str:
-    """Return all that was measured as markdown."""
-    parts = []
-    flops = next((value for name, value in _FLOPS.items() if name in str(content.get("gpu"))), None)
-    for size, found in content.get("steps", {}).items():
-        seconds = {name: _all(blocks, "seconds") for name, blocks in found.items()}
-        rows = []
-        for name, blocks in found.items():
-            rows.append([name, *_speed(size, name, seconds, flops), _peak(blocks), _note(blocks)])
-        headers = ("", "blocks", "tokens/s", "MFU", "ms", "to its loop", "peak, GB", "")
-        about = (
-            f"GPT of {SIZES[size].num_parameters / 1e6:,.1f} M parameters, {SIZES[size].tokens_per_step} tokens a step"
-        )
-        parts.append(f"{about}\n\n{tabulate(rows, headers=headers, tablefmt='github', floatfmt='.3f')}")
-    if "largest" in content:
-        rows = []
-        for name, trials in content["largest"].items():
-            fitting = [trial for trial in trials if trial["fits"]]
-            failing = [trial["layers"] for trial in trials if not trial["fits"]]
-            best = max(fitting, key=lambda trial: trial["layers"], default=None)
-            parameters = None if best is None else best["parameters"] / 1e9
-            rows.append([name, best and best["layers"], parameters, min(failing, default=None), _note(trials)])
-        headers = ("", "layers", "billion parameters", "does not fit", "")
-        parts.append("The largest GPT\n\n" + tabulate(rows, headers=headers, tablefmt="github", floatfmt=".2f"))
-    for size, strategies in content.get("saves", {}).items():
-        rows = []
-        for name, ways in strategies.items():
-            for how, found in ways.items():
-                if not found:
-                    continue
-                stalls, steps = _all(found, "stalls"), _all(found, "steps")
-                gigabytes = found[0].get("num_bytes", 0) / 1e9
-                rows.append([name, how, median(stalls) if stalls else None, gigabytes, _between(steps), _note(found)])
-        headers = ("", "", "training stops, s", "GB", "fastest and slowest step, s", "")
-        table = tabulate(rows, headers=headers, tablefmt="github", floatfmt=".3f")
-        parts.append(f"Saves, GPT of {SIZES[size].num_parameters / 1e6:,.1f} M parameters\n\n{table}")
-    return "\n\n".join(parts)
-
-
-def _all(blocks: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [value for block in blocks for value in block.get(key, ())]
-
-
-def _speed(size: str, name: str, seconds: Mapping[str, list[float]], flops: float | None) -> list[Any]:
-    mine = seconds[name]
-    if not mine:
-        return [0, None, None, None, None]
-    step = median(mine)
-    tokens = SIZES[size].tokens_per_step / step
-    mfu = None if flops is None else f"{100 * tokens * SIZES[size].flops_per_token / flops:.1f} %"
-    by_hand = seconds.get(counterpart(name)) if name.startswith("paral_") else None
-    ratio = step / median(by_hand) if by_hand else None
-    return [len(mine), f"{tokens:,.0f}", mfu, step * 1e3, ratio]
-
-
-def _peak(blocks: Sequence[Mapping[str, Any]]) -> float | None:
-    peaks = [block["peak_bytes"] / 1e9 for block in blocks if block.get("peak_bytes")]
-    return max(peaks, default=None)
-
-
-def _note(found: Sequence[Mapping[str, Any]]) -> str:
-    notes = {key: one[key] for one in found for key in ("out_of_memory", "failed", "skipped") if key in one}
-    return "; ".join(f"{key}: {(str(value).strip().splitlines() or [''])[-1][:80]}" for key, value in notes.items())
-
-
-def _between(steps: Sequence[float]) -> str:
-    return f"{min(steps):.3f} to {max(steps):.3f}" if steps else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
