@@ -26,7 +26,7 @@ class PrivateName:
     upstream: str = ""
     """The upstream issue that asks for a public name, or reports the defect that is worked around."""
     parameters: tuple[str, ...] | None = None
-    """Parameters that callers or replacements rely on, by name; `None` if it is neither called nor replaced."""
+    """Parameters that callers or replacements rely on, by name; `None` checks none."""
     on_instances: bool = False
     """Whether only instances have it: the last part is an attribute that the class before it sets on its instances, or
     that the function before it sets on its argument."""
