@@ -188,7 +188,7 @@ def join_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            # NCCL then initializes eagerly, and later groups are split from this one, which can fail with a single rank:
+            # NCCL then initializes eagerly and splits later groups from this one, which can fail with a single rank:
             # https://github.com/deepspeedai/DeepSpeed/issues/8248
             device_id=device if device.type == "cuda" and world_size > 1 else None,
         )
