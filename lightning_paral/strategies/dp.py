@@ -75,7 +75,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
     # Process group: none. One process; what concerns ranks is about this one alone.
 
     def set_world_ranks(self) -> None:
-        """Check what the Trainer has set. It calls this among the last things when it is built.
+        """Check what the Trainer has set, at the end of the Trainer's construction.
 
         Raises:
             ConfigurationError: several nodes or processes, devices that do not exist, or `sync_batchnorm`.

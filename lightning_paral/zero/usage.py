@@ -168,7 +168,7 @@ class Usage:
         if names or highest != -lowest:
             what = f"for some ranks only: {_listed(names)}" if names else "in another order on some ranks"
             raise UnusedParametersError(
-                f"Gradients came {what}. ZeRO reduces gradients in the order in which they come, so it would add up "
+                f"Gradients came {what}. ZeRO matches the gradients of the ranks by position, so it would add up "
                 "gradients of different parameters. Let the loss of every rank depend on the same parameters in the "
                 "same order (0 * parameter.sum() is enough), or train with paral_ddp."
             )

@@ -292,7 +292,7 @@ def test_init_divides_by_the_methods_that_are_replaced() -> None:
     for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
         assert "self._zero_init_param(" in source_of(caller), f"{caller.__qualname__} shards by another method"
     assert "self._post_init_method(module)" in source_of(Init.patch_init_and_builtins), (
-        "zero.Init divides modules by another method"
+        "zero.Init shards modules by another method"
     )
 
 

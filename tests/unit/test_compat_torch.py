@@ -297,7 +297,7 @@ def test_scaler_unscales_and_steps_by_the_method_that_is_replaced() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-        assert parameter.item() == value, "step() unscales another way: ranks would skip different steps"
+        assert parameter.item() == value, "step() unscales in another way: ranks would skip different steps"
 
 
 def test_foreach_functions_work_in_place() -> None:
@@ -405,7 +405,7 @@ def test_muon_calls_the_function_that_is_replaced() -> None:
     parameter.grad = torch.eye(3)
     torch.optim.Muon([parameter]).step()
 
-    assert calls == [1], "Muon orthogonalizes another way: it would do so on shards"
+    assert calls == [1], "Muon orthogonalizes in another way, and would do so on shards"
 
 
 @pytest.mark.usefixtures("world")

@@ -33,7 +33,7 @@ def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., M
         read: called with the path, `map_location` and `weights_only`; returns the checkpoint.
 
     Raises:
-        PrivateNameError: this Lightning reads checkpoints another way.
+        PrivateNameError: this version of Lightning reads checkpoints in another way.
     """
     _LOAD.resolve()
     load = getattr(saving, _NAME)

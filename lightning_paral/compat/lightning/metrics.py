@@ -7,7 +7,7 @@ from torchmetrics import Metric
 
 from lightning_paral.compat.private_name import PrivateName
 
-_SEEN = "torchmetrics 1.0 to 1.9"
+_SEEN = "torchmetrics 1.7 to 1.9"
 _FORWARD_CACHE = PrivateName(
     name="torchmetrics.Metric._forward_cache",
     on_instances=True,

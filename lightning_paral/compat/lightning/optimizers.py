@@ -9,7 +9,7 @@ NAMES = (
         name="lightning.pytorch.core.optimizer._MockOptimizer",
         purpose="to run ZeRO without an optimizer if configure_optimizers returns None",
         reason="trainer.optimizers then holds an object of this class",
-        seen="lightning 2.6.6",
+        seen="lightning 2.6.1 to 2.6.6",
     ),
 )
 

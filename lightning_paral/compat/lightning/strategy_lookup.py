@@ -14,8 +14,8 @@ NAMES = tuple(
     PrivateName(
         name=f"lightning.{connector}._check_config_and_set_final_flags",
         purpose="to explain misspelled names of strategies before Lightning refuses them",
-        reason="nothing public runs between Trainer(strategy=...) or Fabric(strategy=...) and the lookup of the name",
-        seen="Lightning 2.6.1 to 2.6.6",
+        reason="no public hook runs between Trainer(strategy=...) or Fabric(strategy=...) and the lookup of the name",
+        seen="lightning 2.6.1 to 2.6.6",
         parameters=("strategy",),
     )
     for connector in (

@@ -13,7 +13,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_RESET = "to reshard what a failed iteration has left gathered"
+_RESET = "to reshard parameters that a failed iteration has left unsharded"
 _NOT_PUBLIC = "FSDPModule.reset_iter_state exists only from torch 2.13 on"
 _SEEN = "torch 2.11 to 2.13"
 
@@ -77,7 +77,7 @@ def pre_forward(
 
 
 def reset_iteration(root: Any) -> None:
-    """Reshard what a failed iteration of the sharded module `root` has left gathered, and forget that iteration.
+    """Reshard what a failed iteration of the sharded module `root` has left unsharded, and discard its state.
 
     Do nothing if no iteration has begun, such as when sharding itself failed.
     """

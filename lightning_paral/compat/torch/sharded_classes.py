@@ -19,7 +19,7 @@ NAMES = (
 
 
 def prepare_class(module: Module) -> None:
-    """Make the class that `fully_shard` gives `module`, in place of torch's (torch 2.8 to 2.13).
+    """Make the class that `fully_shard` gives `module`, in place of torch's (torch 2.11 to 2.13).
 
     torch's class is called `FSDPLinear` in every message. It cannot be made if `Generic` or another class without
     `__dict__` is the first base (`object layout differs`) or if `__init_subclass__` requires arguments. Metaclasses and
