@@ -16,7 +16,7 @@ NAMES = (
     PrivateName(
         name="deepspeed.comm.comm.default_pg_timeout",
         purpose="to make a backend with the timeout that init_distributed uses",
-        reason="no public name has this default",
+        reason="init_distributed takes its default timeout from here",
         seen="deepspeed 0.19.8",
     ),
     PrivateName(
