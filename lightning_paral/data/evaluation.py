@@ -63,9 +63,8 @@ class ExactEvaluation:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
                 batch, is_filler, results.alone = resolve(batch, combined)
-                results.alone |= (
-                    dataloader_iter is not None
-                )  # the step draws batches itself: ranks may differ in number
+                # A step that draws its batches itself: how many steps it takes may differ by rank.
+                results.alone |= dataloader_iter is not None
                 if not is_filler:
                     evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
