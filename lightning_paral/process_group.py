@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_paral.compat.torch.aborting import abort_all
 from lightning_paral.compat.torch.process_groups import is_alive
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
+from lightning_paral.forked import protect_inherited_objects
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _PORT_IN_USE = ("EADDRINUSE", "address already in use")
@@ -166,6 +167,7 @@ def join_process_group(
         ConfigurationError: a group exists but is not the one the Trainer describes, or the port is taken.
         ProcessGroupError: not all ranks arrived in time.
     """
+    protect_inherited_objects()
     rank, world_size = environment.global_rank(), environment.world_size()
     global _made
     if made_group() is None and dist.is_initialized():

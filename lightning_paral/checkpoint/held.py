@@ -141,7 +141,9 @@ def same(values: Tensor) -> Tensor:
 
 def flat(value: Tensor) -> Tensor:
     """Return `value` as 1-dimensional and contiguous: a view where possible."""
-    return value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    run = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # A single element counts as contiguous whatever its stride, with which its bytes could not be viewed.
+    return run if run.stride(0) == 1 else run.as_strided(run.shape, (1,))
 
 
 def is_divided(value: Tensor) -> bool:

@@ -28,6 +28,7 @@ LAYERS = (
     "comm",
     "launcher",
     "process_group",
+    "forked",
     "failure",
     "timeout_watch",
     "config",

@@ -100,6 +100,7 @@ def test_a_save_through_buffers_writes_the_same_bytes(
 ) -> None:
     weight = torch.randn(7, 9, generator=torch.Generator().manual_seed(1))
     states = {"weight": weight, "half": weight.t().half(), "flag": torch.tensor(True), "none": torch.empty(0, 2)}
+    states["one"] = weight[:1, 0]  # contiguous, though its stride is 9
 
     def save(path: Path) -> None:
         checkpoint = {"epoch": 0, "global_step": 1, "state_dict": dict(states), "callbacks": {"mean": weight[0]}}
