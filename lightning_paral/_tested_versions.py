@@ -1,6 +1,6 @@
-"""Which versions of torch, Lightning and DeepSpeed the tests run with; importing this warns where others are installed.
+"""Tested versions of torch, Lightning and DeepSpeed. Importing this module warns if others are installed.
 
-It is imported before all else, so that the warning comes before errors about names that another version lacks.
+It is imported first, so that the warning comes before errors about names that another version lacks.
 """
 
 from importlib import metadata
@@ -14,18 +14,19 @@ TESTED_VERSIONS = {
     "lightning": ">=2.6.1,!=2.6.2,!=2.6.3,<2.7",
     "deepspeed": ">=0.19.8,<0.20",
 }
-"""By distribution, from the oldest on; `pyproject.toml` states the same."""
+"""Version specifiers by distribution, the same as in `pyproject.toml`."""
 
 
 def oldest_tested(name: str) -> str:
-    """Return the lowest version of the distribution `name` that is tested."""
+    """Return the oldest tested version of the distribution `name`."""
     return TESTED_VERSIONS[name].partition(",")[0].removeprefix(">=")
 
 
 def untested(name: str) -> str | None:
-    """Return the installed version of the distribution `name` if it is not a tested one. Nothing is imported for it.
+    """Return the installed version of the distribution `name` if it is not a tested one, else `None`.
 
-    Builds of a version, `2.13.0+cpu` or `2.13.0a0+nv25.10`, count as that version. `None` where it is not installed.
+    Local and pre-release builds such as `2.13.0+cpu` and `2.13.0a0+nv25.10` count as that version. A distribution
+    that is not installed gives `None`. Nothing is imported.
     """
     try:
         installed = metadata.version(name)

@@ -30,4 +30,4 @@ class StorageOptionsError(ConfigurationError, TypeError):
 
 
 class PrivateNameError(ParalError, ImportError):
-    """The installed torch, Lightning or DeepSpeed lacks a private name that this package needs."""
+    """The installed torch, Lightning, torchmetrics or DeepSpeed lacks a private name that this package needs."""

@@ -34,7 +34,7 @@ _OTHERS = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": _PYTORCH_LIGHTNING,
     "lightning_fabric.connector": _FABRIC,
 }
-"""By module that looks strategies up: the message that refuses ours."""
+"""The message that refuses our strategies, by the module that looks strategies up."""
 
 
 def refuse_namesakes(names: Sequence[str]) -> None:
@@ -80,7 +80,7 @@ def replace_pytorch_lightning() -> None:
 
 
 def _refusing(ours: Sequence[str], sentence: str) -> Callable[[Any], None]:
-    """Return a function that raises an error if it is called with a strategy of ours, or the name of one."""
+    """Return a function that raises an error if called with one of our strategies, or the name of one."""
 
     def refuse(strategy: Any) -> None:
         name = strategy.lower() if isinstance(strategy, str) else None

@@ -45,7 +45,7 @@ class _Made:
 
 _made: _Made | None = None
 _host_group: dist.ProcessGroup | None = None
-"""Beside a default group that was made elsewhere, and carries CUDA tensors only."""
+"""A group for host tensors, if the default group was made elsewhere and carries CUDA tensors only."""
 
 
 def made_group() -> dist.ProcessGroup | None:
@@ -58,8 +58,8 @@ def release_process_group(*, after_failure: bool = False) -> None:
     """Destroy the default process group, and all others with it, if it was made here.
 
     Args:
-        after_failure: of ranks, of which some may be elsewhere: to destroy communicators of NCCL waits for all ranks,
-            so they are aborted.
+        after_failure: whether ranks have failed, so that others may not get here: abort NCCL communicators, since
+            destroying them waits for all ranks.
     """
     global _made, _host_group
     if made_group() is not None:
@@ -85,9 +85,9 @@ def _release_at_exit() -> None:
 
 
 def backend_for(device: torch.device, requested: str | None = None) -> str:
-    """Return the backend for tensors on `device` that gives CPU tensors and objects a path as well.
+    """Return the backend for tensors on `device` that also carries CPU tensors and objects.
 
-    That is `requested`, with gloo for what it does not carry: `"nccl"` becomes `"cuda:nccl,cpu:gloo"`.
+    It is `requested`, with gloo for CPU tensors if it does not carry them: `"nccl"` becomes `"cuda:nccl,cpu:gloo"`.
 
     Raises:
         ConfigurationError: a backend that this build of torch lacks or that cannot carry tensors of `device`.
@@ -158,10 +158,10 @@ def join_process_group(
 
     Args:
         environment: says who this rank is, how many there are and where rank 0 listens.
-        device: this rank's device; with several ranks bound to the group on CUDA, so that NCCL starts at once and
-            barriers know it.
+        device: this rank's device. With several ranks on CUDA, the group is bound to it, so that NCCL initializes
+            eagerly and barriers use this device.
         backend: what `torch.distributed.init_process_group` takes; chosen from `device` if `None`.
-        timeout: how long ranks are waited for, here and in every operation of the group.
+        timeout: how long to wait for other ranks, here and in every operation of the group.
 
     Raises:
         ConfigurationError: a group exists but is not the one the Trainer describes, or the port is taken.
@@ -190,7 +190,7 @@ def join_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            # With it NCCL starts at once, and later groups are split off. One rank has nobody to split off from:
+            # NCCL then initializes eagerly and splits later groups from this one, which can fail with a single rank:
             # https://github.com/deepspeedai/DeepSpeed/issues/8248
             device_id=device if device.type == "cuda" and world_size > 1 else None,
         )
@@ -204,17 +204,17 @@ def join_process_group(
 
 
 def carries_host_tensors(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether `group`, by default that of all ranks, has a backend for tensors on the host."""
+    """Whether `group`, by default the group of all ranks, has a backend for host tensors."""
     return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for tensors on the host; `None`, the default group, where that carries them."""
+    """Return the group of all ranks for host tensors; `None` means the default group, if that carries them."""
     return _host_group if is_alive(_host_group) and not carries_host_tensors() else None
 
 
 def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group of all ranks that carries `tensor`: `None` is the default group."""
+    """Return the group of all ranks that carries `tensor`; `None` means the default group."""
     return host_group() if tensor.device.type == "cpu" else None
 
 
@@ -224,12 +224,12 @@ def check_carries_host_tensors(option: str) -> None:
         raise ConfigurationError(
             f"{option} reduces gradients on the host, but the process group, made before the run, carries CUDA tensors "
             f"only (backend {dist.get_backend_config()!r}). Make it by init_process_group('cuda:nccl,cpu:gloo'), or "
-            "leave it to the strategy to make the group."
+            "let the strategy make the group."
         )
 
 
 def _complete_with_host_group(timeout: timedelta) -> None:
-    """Make a group for host tensors where the default one carries none. *Collective* then."""
+    """Make a group for host tensors if the default group carries none. *Collective* in that case."""
     global _host_group
     if not carries_host_tensors() and not is_alive(_host_group):
         _host_group = dist.new_group(backend="gloo", timeout=timeout)

@@ -114,7 +114,7 @@ def register_strategies() -> None:
 
 
 def _explain_unknown(strategy: Any) -> None:
-    """Raise an error that says what to write if `strategy` is a class, or an unknown name that is meant as ours."""
+    """Raise an error that says what to write if `strategy` is a class, or a misspelled `paral_*` name."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ConfigurationError(
             f"Trainer(strategy={strategy.__name__}): this is the class itself. Give an object of it: "

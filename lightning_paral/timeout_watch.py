@@ -1,4 +1,4 @@
-"""Says which timeout passed where NCCL would end the process without naming it, and in what this rank was waiting."""
+"""Name the timeout, and where this rank waits, when NCCL would end the process without saying so."""
 
 import logging
 import sys
@@ -13,16 +13,16 @@ log = logging.getLogger(__name__)
 
 
 class TimeoutWatch:
-    """Looks once per second, on a thread of its own, whether a collective of NCCL has failed or timed out.
+    """Checks once per second, on its own thread, whether an NCCL collective has failed or timed out.
 
-    No exception reaches Python then: NCCL's watchdog ends the process, after a minute in which it writes down what it
-    knows. The thread logs the timeout, the option that sets it, and the main thread's stack.
+    No exception reaches Python in that case: NCCL's watchdog ends the process, after a minute in which it dumps
+    debug information. The thread logs the timeout, the option that sets it, and the main thread's stack.
 
     Args:
-        timeout: of the process group.
-        option: how a user sets it.
-        errors: returns the names of what was found, if anything.
-        interval: seconds between looks.
+        timeout: the timeout of the process group.
+        option: the option with which a user sets it.
+        errors: returns the names of the errors found so far.
+        interval: seconds between checks.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class TimeoutWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._ended.set()
         self._thread.join()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Be `None` in a copy: a thread belongs to one process."""
+        """Become `None` in a copy: a thread belongs to one process."""
         return type(None), ()
 
     def _watch(self) -> None:
@@ -56,7 +56,7 @@ class TimeoutWatch:
     def _explained(self, error: str) -> str:
         what = (
             f"A collective did not finish within timeout={self._timeout}, set by `{self._option}`: some rank failed, "
-            "hangs, or took longer. Look for the first error among all ranks; if one is just slow, raise the timeout."
+            "hangs, or is slow. Look for the first error among all ranks; if a rank is just slow, raise the timeout."
             if error == "TIMEOUT"
             else f"NCCL reports {error} in a collective: some rank failed, or cannot be reached. Look for the "
             "first error among all ranks."

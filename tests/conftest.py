@@ -49,7 +49,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     if any(NEEDS_OPERATORS in getattr(item, "fixturenames", ()) for item in session.items):
-        command = ["nice", "-n", "19", sys.executable, "-c", BUILD]
+        command = ["nice", "-n", "5", sys.executable, "-c", BUILD]
         session.config.stash[_build] = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

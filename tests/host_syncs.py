@@ -1,4 +1,4 @@
-"""Counts the calls that, on a GPU, would wait until it has done all that was asked of it."""
+"""Count the calls that would make the host wait for a GPU."""
 
 import functools
 import sys
@@ -16,7 +16,7 @@ import lightning_paral
 
 OURS = str(Path(lightning_paral.__file__).parent)
 OTHERS = ("/lightning/", "/deepspeed/", "/torch/optim/", "/torchmetrics/", "/tests/")
-"""Who answers for what they ask of torch. The rest of torch does what it was asked."""
+"""Code that is held responsible for its calls of torch. Other code in torch is called on behalf of these."""
 
 _OF_TENSORS = (
     *("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__contains__"),
@@ -27,7 +27,7 @@ _OF_CUDA = ("synchronize",)
 
 
 class HostSyncs:
-    """Where in this package such calls come from, on any thread, while it counts."""
+    """Records where in this package such calls come from, on any thread."""
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
@@ -37,7 +37,7 @@ class HostSyncs:
 
     @contextmanager
     def watched(self) -> Iterator["HostSyncs"]:
-        """Watch inside the block; count only while `is_counting`."""
+        """Watch calls inside the context; count only while `is_counting`."""
         owners = [(Tensor, name) for name in _OF_TENSORS]
         owners += [(torch, name) for name in _OF_TORCH]
         owners += [(torch.cuda, name) for name in _OF_CUDA]
@@ -88,5 +88,5 @@ class HostSyncs:
 
 
 def _leaves_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that moves says that it is to the host: here devices are the host as well."""
+    """Whether a call explicitly moves a tensor to the host: in these tests devices are the host, too."""
     return name != "to" or "cpu" in (*(arg for arg in args[1:] if isinstance(arg, str)), kwargs.get("device"))

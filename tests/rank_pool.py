@@ -110,7 +110,7 @@ def _serve(connection: Connection) -> None:
 
     # Daemons may not start processes, as loaders with workers do. Theirs end with them: they are daemons, too.
     multiprocessing.current_process()._config["daemon"] = False
-    # As in a process that a user starts: from the forkserver it would be inherited, and each worker would import torch.
+    # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     world = None

@@ -1,4 +1,4 @@
-"""One allocation on the host that consecutive saves share, cut into tensors."""
+"""One host allocation, divided into tensors and reused by consecutive saves."""
 
 import weakref
 from typing import Any
@@ -10,24 +10,24 @@ from torch import Tensor
 from lightning_paral.checkpoint.memory import fresh_bytes
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes: that of a cache line, and of every dtype."""
+"""Tensors begin at multiples of this many bytes, the size of a cache line."""
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes that a tensor of `nbytes` takes of an arena."""
+    """Return `nbytes` rounded up to the alignment of an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Arena:
-    """Memory that is asked for once and used again and again.
+    """Host memory that is allocated once and reused.
 
-    torch rounds each pinned tensor up to a power of two; this is as large as asked for, and lies in huge pages where
-    the system has them.
+    torch rounds the size of each pinned tensor up to a power of two; an arena has exactly the requested size, in huge
+    pages if the system has them.
 
     Args:
-        pin: let CUDA copy to it without going through a buffer of its own, and without the processor. Where the system
-            does not allow that, a warning says so, and copies are slower.
+        pin: page-lock the memory, so that CUDA copies to it asynchronously and without a staging buffer. If the system
+            does not allow it, warn and go on with unpinned memory, to which copies are slower.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -37,19 +37,19 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds of the host's memory."""
+        """Size of the allocation in bytes; 0 if there is none."""
         return 0 if self._memory is None else self._memory.bytes.nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for `nbytes` in all. What was taken before will be overwritten."""
+        """Make room for `nbytes` in total. Tensors taken before will be overwritten."""
         self._position = 0
         if nbytes > self.nbytes:
-            self.release()  # first, so that the old and the new are not there at once
+            self.release()  # first, so that both never exist at once
             self._memory = _Memory(nbytes, self._pin)
             self._pin = self._memory.is_pinned
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialized memory of shape `[numel]`, which no other tensor taken since `reserve` shares."""
+        """Return an uninitialized tensor of shape `[numel]`. It overlaps no other tensor taken since `reserve`."""
         nbytes = numel * dtype.itemsize
         start, self._position = self._position, self._position + aligned(nbytes)
         assert self._memory is not None
@@ -57,22 +57,22 @@ class Arena:
         return self._memory.bytes[start : start + nbytes].view(dtype)
 
     def release(self) -> None:
-        """Give the memory back, as soon as no tensor lies in it any more."""
+        """Unpin the memory, and free it once no tensor uses it."""
         if self._memory is not None:
             self._memory.unpin()
         self._memory = None
 
 
 class _Memory:
-    """Bytes on the host, unpinned before they go."""
+    """Host memory that is unpinned before it is freed."""
 
     def __init__(self, nbytes: int, pin: bool) -> None:
         self.bytes = fresh_bytes(nbytes)
         self.is_pinned = pin and _pin(self.bytes)
-        # The finalizer holds the memory: unmapped first, its pages would stay locked.
+        # The finalizer keeps the memory alive: pages that are unmapped before they are unpinned stay locked.
         self._finalizer = weakref.finalize(self, _unpin, self.bytes) if self.is_pinned else None
         if self._finalizer is not None:
-            self._finalizer.atexit = False  # CUDA may be gone by then
+            self._finalizer.atexit = False  # CUDA may be shut down by then
 
     def unpin(self) -> None:
         if self._finalizer is not None:
@@ -86,9 +86,8 @@ def _pin(memory: Tensor) -> bool:
         return True
     _forget_error()
     rank_zero_warn(
-        f"{memory.nbytes / 1e9:,.1f} GB of the host's memory could not be pinned for saving in the background (CUDA "
-        f"error {code}): copies to them take longer. Let the container or the job lock more memory, or say "
-        "async_save=False."
+        f"{memory.nbytes / 1e9:,.1f} GB of host memory could not be pinned for asynchronous saves (CUDA error {code}): "
+        "copies to it are slower. Raise the container's or job's limit on locked memory, or set async_save=False."
     )
     return False
 
@@ -100,7 +99,7 @@ def _unpin(memory: Tensor) -> None:
 
 
 def _forget_error() -> None:
-    # CUDA keeps an error until somebody asks. torch asks after each kernel, and would take it for the kernel's.
+    # CUDA keeps an error until it is read. torch reads it after each kernel, and would blame that kernel.
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError:

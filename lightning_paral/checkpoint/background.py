@@ -12,11 +12,11 @@ from lightning_paral.checkpoint.staging import Staging
 
 
 class BackgroundSaver:
-    """Writes what was staged. *Collective* over the world when it is made: it makes a gloo group of all ranks.
+    """Writes staged saves in the background. Creating it is *collective* over the world: it makes a gloo group.
 
     Args:
-        timeout: how long ranks are waited for.
-        pin: whether what is saved is on CUDA.
+        timeout: how long to wait for other ranks.
+        pin: whether to stage in pinned memory, for tensors on CUDA.
     """
 
     def __init__(self, timeout: timedelta, *, pin: bool = False) -> None:

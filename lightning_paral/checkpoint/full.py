@@ -122,7 +122,7 @@ def _write_parts(entries: list[Entry], offsets: list[int], path: Path) -> None:
 
 
 def write_part(descriptor: int, entry: Entry, offset: int, boxes: Sequence[Box], source: HostBytes) -> None:
-    """Write boxes of a tensor whose data begins at byte `offset` of the file, with the next bytes of `source`."""
+    """Write the next bytes of `source` to boxes of a tensor whose data begins at byte `offset` of the file."""
     for box in boxes:
         for start, nbytes in _stretches(entry.shape, entry.dtype.itemsize, box):
             position = offset + start
@@ -132,7 +132,7 @@ def write_part(descriptor: int, entry: Entry, offset: int, boxes: Sequence[Box],
 
 
 def _stretches(shape: tuple[int, ...], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield where in the tensor's bytes those of `box` lie, in order: offset and length of each stretch."""
+    """Yield the offset and length in bytes of each contiguous range of `box` within the tensor, in order."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
     num_outer = len(shape)  # dimensions before the last that is cut: each index of them begins a stretch of the file

@@ -1,4 +1,4 @@
-"""Memory of the host that is about to be filled."""
+"""Allocate host memory that is about to be filled."""
 
 import mmap
 from contextlib import suppress
@@ -21,7 +21,7 @@ def fresh_like(values: Tensor) -> Tensor:
 
 
 def fresh_bytes(nbytes: int) -> Tensor:
-    """Return `nbytes` of uninitialized memory, at least one, in pages of their own: huge ones where there are such."""
+    """Return `nbytes` of uninitialized memory, at least one, in its own pages: huge ones if possible."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -169,13 +169,13 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
 
 
 def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
-    """Move the state of each parameter to that parameter's device, where an optimizer's own loading has not.
+    """Move the state of each parameter to that parameter's device, if loading has not.
 
-    Steps stay where the optimizer has put them: torch's want them on the host, fused and capturable ones on the device.
+    Step counters stay where the optimizer put them: on the host, or on the device for fused and capturable optimizers.
 
     Args:
-        optimizer: any; its state need not be one dict per parameter.
-        otherwise: for state that is no parameter's.
+        optimizer: any optimizer; its state need not be one dict per parameter.
+        otherwise: device for state that belongs to no parameter.
     """
     for owner, state in optimizer.state.items():
         device = owner.device if isinstance(owner, Tensor) else otherwise

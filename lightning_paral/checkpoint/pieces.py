@@ -1,4 +1,4 @@
-"""The bytes of tensors on the host, piece by piece: one is copied from the GPU while the one before is written."""
+"""Read the bytes of tensors in pieces: the next is copied from the GPU while the previous one is written."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,18 +13,18 @@ from lightning_paral.checkpoint.plan import Entry
 
 
 class HostBytes:
-    """The bytes of tensors, one after the other, in one pass.
+    """The bytes of tensors on the host, one after the other, in one pass.
 
-    What is on the host is read where it is. The rest comes in pieces through two pinned buffers, on a stream of its
-    own: the next piece, of this tensor or the next, is under way while the caller uses the one before.
+    Tensors on the host are read in place. Others are copied in pieces to two pinned buffers, on a separate stream:
+    the next piece, of the same tensor or the next, is being copied while the caller uses the current one.
 
     Args:
-        tensors: contiguous. A next one is asked for when the bytes of the one before have been read; while pieces of
-            one come from a GPU, one piece earlier.
+        tensors: contiguous tensors. Each is requested when the bytes of the previous one have been read; if that was
+            copied from a GPU, one piece earlier.
     """
 
     piece_bytes = 2**25
-    """Size of each buffer: a power of two, for torch rounds pinned tensors up to one."""
+    """Size of each buffer: a power of two, to which torch rounds pinned tensors up."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._buffers: list[Tensor] = []
@@ -35,15 +35,15 @@ class HostBytes:
 
     @staticmethod
     def of(entries: Iterable[Entry]) -> "HostBytes":
-        """Return what this rank writes of `entries`, in their dtypes."""
+        """Return the bytes of `entries` that this rank writes, in their dtypes."""
         return HostBytes(flat(entry.part.values().to(entry.dtype)) for entry in entries if entry.part.boxes)
 
     def is_copied(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is not on the host, and goes through the buffers."""
+        """Whether `tensor` is not on the host and has to be copied to the buffers."""
         return tensor.device.type != "cpu"
 
     def read(self, nbytes: int) -> Iterator[memoryview]:
-        """Yield the next `nbytes` bytes in views that are good until the next is asked for."""
+        """Yield the next `nbytes` bytes in views, each valid until the next is requested."""
         while nbytes:
             if not self._rest:
                 self._rest = _bytes_of(next(self._pieces))
@@ -52,7 +52,7 @@ class HostBytes:
             yield view
 
     def close(self) -> None:
-        """Wait for copies under way, and let tensors and buffers go."""
+        """Wait for pending copies, and release tensors and buffers."""
         self._pieces.close()
         self._buffers, self._rest = [], memoryview(b"")
 
@@ -85,7 +85,7 @@ class HostBytes:
                 copy.finished()
 
     def _copy(self, piece: Tensor) -> "_Copy":
-        """Begin to copy `piece`. The caller has used the piece before the last, whose buffer this one gets."""
+        """Start to copy `piece` to the buffer of the piece before the last, which the caller no longer uses."""
         if len(self._buffers) < 2:
             self._buffers.append(torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=piece.is_cuda))
         target = self._buffers[self._num_copies % 2][: piece.numel()]
@@ -106,14 +106,14 @@ class HostBytes:
 
 @dataclass
 class _Copy:
-    """A piece on its way. It keeps what is copied: freed earlier, its memory would go to another tensor."""
+    """A pending copy. It keeps the source alive, whose memory could otherwise be reused before the copy ends."""
 
     source: Tensor | None
     target: Tensor
     event: Any
 
     def finished(self) -> Tensor:
-        """Wait for it."""
+        """Wait for the copy, and return the piece on the host."""
         if self.event is not None:
             self.event.synchronize()
         self.source = None

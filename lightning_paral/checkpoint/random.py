@@ -1,4 +1,4 @@
-"""The states of random number generators, of each rank its own."""
+"""Random number generator states of each rank."""
 
 import random
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_paral.checkpoint.ranks import Ranks
 
 CUDA = "cuda"
-"""Under this name, the states of this rank's own CUDA devices, in their order."""
+"""Key of the states of this rank's own CUDA devices, in their order."""
 _ALL_VISIBLE = "torch.cuda"
-"""Under this name, in earlier checkpoints, the states of all CUDA devices that the process saw, by index."""
+"""Key in earlier checkpoints of the states of all CUDA devices visible to the process, by index."""
 
 
 def current_states(devices: Sequence[torch.device]) -> dict[str, Any]:
     """Return this rank's states, in types that can be loaded safely.
 
     Args:
-        devices: those that this rank computes on; other ranks save the states of theirs.
+        devices: this rank's devices; other ranks save the states of theirs.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -38,9 +38,9 @@ def restore_states(states: list[dict[str, Any]], ranks: Ranks, devices: Sequence
     """Continue this rank's random numbers where they were. At another world size there is nothing to continue.
 
     Args:
-        states: of all ranks that saved.
-        ranks: those of now.
-        devices: those that this rank computes on. Any without a state, as after a run on CPU, are left as they are.
+        states: the states of all ranks that saved.
+        ranks: the ranks of this run.
+        devices: this rank's devices. Those without a saved state, as after a run on CPU, are left as they are.
     """
     if len(states) != ranks.world_size:
         held = f"the random states of {len(states)} ranks" if states else "no random states"
@@ -58,7 +58,7 @@ def restore_states(states: list[dict[str, Any]], ranks: Ranks, devices: Sequence
 
 
 def without_devices(states: dict[str, Any]) -> dict[str, Any]:
-    """Return `states` without those of devices: for other ranks than the one that saved them."""
+    """Return `states` without those of CUDA devices, for ranks other than the one that saved them."""
     return {name: value for name, value in states.items() if name not in (CUDA, _ALL_VISIBLE)}
 
 

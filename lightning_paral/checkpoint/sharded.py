@@ -78,7 +78,7 @@ def write_rank_file(
 
 
 def _write_box(file: Writing, box: Box, dtype: torch.dtype, source: HostBytes) -> None:
-    """Write what `torch.save` would for a tensor of the size of `box`, with the next bytes of `source`."""
+    """Write what `torch.save` would write for a tensor of the size of `box` that holds the next bytes of `source`."""
     stand_in = torch.empty(box.sizes, dtype=dtype)  # never touched
     filled = _Filled(file, source)
     try:
@@ -86,13 +86,13 @@ def _write_box(file: Writing, box: Box, dtype: torch.dtype, source: HostBytes) -
             torch.save(stand_in, cast("IO[bytes]", filled))
     except BaseException:
         if filled.error is not None:
-            raise filled.error from None  # torch raises one of its own
+            raise filled.error from None  # torch hides it behind an error of its own
         raise
     assert filled.num_filled == stand_in.nbytes, "torch.save has not asked for the data as skip_data says"
 
 
 class _Filled:
-    """A file for `torch.save`, with bytes of a source where it leaves them out."""
+    """A file for `torch.save` that fills in the bytes that it skips from a source."""
 
     def __init__(self, file: Writing, source: HostBytes) -> None:
         self._file = file
@@ -102,7 +102,7 @@ class _Filled:
         self.error: BaseException | None = None
 
     def seek(self, nbytes: int, whence: int) -> None:
-        """Write the next `nbytes` bytes of the source: `skip_data` has torch seek over them."""
+        """Write the next `nbytes` bytes of the source: under `skip_data` torch seeks over them."""
         assert whence == os.SEEK_CUR
         try:
             for data in self._source.read(nbytes):

@@ -1,4 +1,4 @@
-"""Copies on the host of what a save writes, so that training can change the originals before it is written."""
+"""Copy what a save writes to the host, so that training can change the originals meanwhile."""
 
 from copy import deepcopy
 from functools import partial
@@ -15,19 +15,19 @@ from lightning_paral.checkpoint.plan import Entry
 
 
 class Staging:
-    """Copies of the parts of tensors that a rank writes.
+    """Host copies of the shards that a rank writes.
 
-    The memory stays for the next save: to get it anew would take longer than to copy to it.
+    The memory is kept for the next save: allocating it takes longer than copying to it.
 
     Args:
-        pin: whether originals are on CUDA, so that the memory is to be pinned.
+        pin: whether to pin the memory, for originals on CUDA.
     """
 
     def __init__(self, *, pin: bool = False) -> None:
         self.arena = Arena(pin=pin)
 
     def stage(self, entries: list[Entry]) -> None:
-        """Have the parts of `entries` return copies, made now. The copies staged before are overwritten."""
+        """Copy the parts of `entries` now, and make them return the copies. Earlier copies are overwritten."""
         mine = [(entry, sum(box.numel for box in entry.part.boxes)) for entry in entries if entry.part.boxes]
         self.arena.reserve(sum(aligned(numel * entry.dtype.itemsize) for entry, numel in mine))
         streams = set()
@@ -41,20 +41,20 @@ class Staging:
             stream.synchronize()
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.arena.release()
 
 
 def copied_to_host(tree: Any) -> Any:
-    """Return `deepcopy(tree)` with all tensors on the host: copies of those on CUDA take none of its memory."""
+    """Return `deepcopy(tree)` with all tensors on the host, using no GPU memory for the copies."""
     with _DeepcopyToHost():
         return deepcopy(tree)
 
 
 class _DeepcopyToHost(TorchFunctionMode):
-    """Copies tensors of other devices than the host's to the host where `deepcopy` meets them.
+    """Makes `deepcopy` copy tensors on other devices to the host.
 
-    Those that share memory do so afterwards, too.
+    Copies share memory if the originals do.
     """
 
     def __init__(self) -> None:

@@ -61,13 +61,13 @@ def addresses_of_whole(module: Module) -> set[int]:
 
 
 def own_state(module: Module, save_frozen: bool, ranks: Ranks, random_states: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint holds for this package only. *Collective*.
+    """Return the part of a checkpoint that only this package reads. *Collective*.
 
     Args:
         module: the unwrapped LightningModule.
-        save_frozen: whether the checkpoint holds frozen parameters, too.
-        ranks: who save together.
-        random_states: this rank's, of now or at the end of the fit.
+        save_frozen: whether the checkpoint includes frozen parameters.
+        ranks: the ranks that save together.
+        random_states: this rank's random states, current or from the end of the fit.
     """
     frozen = [
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad

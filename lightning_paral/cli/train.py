@@ -33,15 +33,15 @@ class AnyModelCLI(CheckpointChoiceCLI):
     def takes_hyper_parameters(self, path: str) -> bool:
         """Whether the hyper-parameters in the checkpoint at `path` name a class.
 
-        Saved outside of a LightningCLI they do not, which would end in a parser error: then the configuration alone
-        says what the model is.
+        A checkpoint saved without a LightningCLI names none, which would end in a parser error; the model is then
+        taken from the configuration alone.
         """
         if not Path(path).is_file():
             return True
         try:
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError):
-            return False  # the strategy knows more types and whether the file is trusted, and says what is wrong
+            return False  # the strategy accepts more types, knows whether the file is trusted, and names the problem
         return "_class_path" in checkpoint.get("hyper_parameters", {})
 
     def instantiate_classes(self) -> None:

@@ -17,13 +17,13 @@ def native_all_reduce(
 ) -> Tensor:
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
-    Cost: the backend's choice: a ring or tree on NCCL, a ring on gloo. With a narrower wire the backend would also add
-    in that type; so contributions are exchanged by its all-to-all, added in the dtype of `tensor`, and gathered: 2(N-1)
-    chunks sent per rank, as in a ring, and two extra copies of the tensor in `wire_dtype`.
+    Cost: that of the backend's algorithm, a ring or tree on NCCL, a ring on gloo. With a `wire_dtype` the backend would
+    also add in that type. Contributions are therefore exchanged by an all-to-all, added in the dtype of `tensor`, and
+    all-gathered: 2(N-1) chunks sent per rank, as in a ring, and two extra copies of the tensor in `wire_dtype`.
 
-    Across m nodes of k GPUs the all-to-all goes over the network more often than a ring does: with a wire of 16 bits
-    about 2(k(m-1)/m + 1) bytes per element leave a node, against 8 for an fp32 all-reduce in NCCL's rings. It pays
-    inside a node and between nodes of few GPUs, not between two nodes of eight (10 bytes).
+    Across m nodes of k GPUs the all-to-all sends more over the network than a ring: with 16 bits on the wire about
+    2(k(m-1)/m + 1) bytes per element leave a node, against 8 for an fp32 all-reduce in NCCL's rings. That is less
+    within a node and between nodes of few GPUs, but more between two nodes of eight (10 bytes).
 
     Arguments, result and errors are those of `ring_all_reduce`.
     """

@@ -86,7 +86,7 @@ def plan_reduction(
             f"{tensor.dtype}. Leave wire_dtype out."
         )
     if group is None:
-        dist.get_rank()  # says so if there is no default group
+        dist.get_rank()  # raises if there is no default group
         group = dist.group.WORLD
         assert group is not None
     if wire_dtype is None or wire_dtype.itemsize >= tensor.dtype.itemsize:

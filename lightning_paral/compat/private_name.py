@@ -1,4 +1,4 @@
-"""What modules of `compat` declare about each private name they use, so that a test and a start can check it."""
+"""Declare the private names that `compat` uses, so that the tests and the start of a run can check them."""
 
 import importlib
 import inspect
@@ -18,22 +18,22 @@ class PrivateName:
     name: str
     """Dotted path from the library's top: `torch.nn.Module._parameters`."""
     purpose: str
-    """What it is used for, as an infinitive: "to read a tensor's version counter"."""
+    """What the name is used for, as an infinitive: "to read a tensor's version counter"."""
     reason: str
-    """Why no public name does."""
+    """Why no public name will do."""
     seen: str
-    """The versions it was seen in: "torch 2.11 to 2.13"."""
+    """The versions that have it, as tested: "torch 2.11 to 2.13"."""
     upstream: str = ""
-    """The upstream issue that asks for a public name, or reports the defect worked around."""
+    """The upstream issue that asks for a public name, or reports the defect that is worked around."""
     parameters: tuple[str, ...] | None = None
-    """Names of the parameters that are relied on, if it is called or replaced."""
+    """Parameters that callers or replacements rely on, by name; `None` checks none."""
     on_instances: bool = False
-    """Whether only instances have it: the last part is an attribute that the class before it gives them, or that the
-    function before it gives what it is called with."""
+    """Whether only instances have it: the last part is an attribute that the class before it sets on its instances, or
+    that the function before it sets on its argument."""
     since: str = ""
     """The first version in which it is used, such as "2.12"; empty for all."""
     before: str = ""
-    """The first version in which it is not used any more; empty for none."""
+    """The first version in which it is no longer used; empty for none."""
 
     @property
     def is_used(self) -> bool:
@@ -42,10 +42,10 @@ class PrivateName:
         return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
 
     def resolve(self) -> Any:
-        """Return the object, or for an attribute of instances the class.
+        """Return the object or, for an attribute of instances, the class.
 
         Raises:
-            PrivateNameError: the installed version does not have it, or it takes other parameters.
+            PrivateNameError: the installed version has no such name, or it takes other parameters.
         """
         path, _, last = self.name.rpartition(".")
         try:
@@ -62,10 +62,10 @@ class PrivateName:
         return found
 
     def replace_on(self, instance: object, value: Any) -> None:
-        """Set an attribute that `instance` has already.
+        """Set an attribute that `instance` already has.
 
         Raises:
-            PrivateNameError: it does not have it: nobody would look at the value.
+            PrivateNameError: `instance` has no such attribute, so nothing would read the value.
         """
         last = self.name.rpartition(".")[2]
         if not hasattr(instance, last):
@@ -80,7 +80,7 @@ class PrivateName:
         )
 
     def error(self, what: str) -> PrivateNameError:
-        """Return the error for a version that has the name, but not as it is relied on: `what` is otherwise."""
+        """Return the error for a version in which the name has another meaning; `what` says how it differs."""
         return PrivateNameError(self._complaint(what))
 
 
@@ -103,11 +103,11 @@ def _find(path: str) -> Any:
 
 
 def _gives_instances(owner: Any, attribute: str) -> bool:
-    """Whether a class, one it derives from, or a function mentions `attribute`: not every class can be called here."""
+    """Whether the source of a class, one of its bases, or a function mentions `attribute`. Nothing is instantiated."""
     for base in getattr(owner, "__mro__", (owner,)):
         if attribute in vars(base) or attribute in vars(base).get("__annotations__", {}):
             return True
-        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # of names that Python mangles
+        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # undo Python's name mangling
         if re.search(rf"\b{written}\b", _source_of(base)):
             return True
     return False

@@ -63,12 +63,13 @@ class ExactEvaluation:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
                 batch, is_filler, results.alone = resolve(batch, combined)
-                results.alone |= dataloader_iter is not None  # no telling in which steps
+                # A step that draws its batches itself: how many steps it takes may differ by rank.
+                results.alone |= dataloader_iter is not None
                 if not is_filler:
                     evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
                 several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
-                # What this rank may have logged before for the same loader is valid at its end.
+                # What this rank has logged earlier for this loader is used at the loader's end.
                 results.dataloader_idx = dataloader_idx if several else None
                 if self._run_fillers:
                     put_aside = EvaluationResults()

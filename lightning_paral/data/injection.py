@@ -213,7 +213,7 @@ class Injection:
         return loaders.with_iteration(loader, iterate, min(lengths) if share.ending == "drop" else max(lengths))
 
     def _agreed(self, flag: bool, operation: Any) -> bool:
-        # On the host: for each batch anew, and to read it from a device would wait for all that runs there.
+        # On the host: this runs for each batch, and reading from a device would wait for everything queued there.
         tensor = torch.tensor(int(flag), device="cpu")
         dist.all_reduce(tensor, op=operation, group=host_group())
         return bool(tensor)

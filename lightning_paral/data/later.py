@@ -1,14 +1,14 @@
-"""A number on a device that is read once it has arrived on the host, without waiting for it."""
+"""Read a number from a device later, once it has arrived on the host, without waiting."""
 
 import torch
 from torch import Tensor
 
 
 class ReadLater:
-    """Copies a tensor of one element to the host behind all that its device has been asked to do.
+    """Copies a one-element tensor to the host asynchronously, in stream order.
 
     Args:
-        tensor: what is to be read; it may change afterwards.
+        tensor: the tensor to read; it may change afterwards.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -23,7 +23,7 @@ class ReadLater:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether the number can be read without waiting."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> float | int | bool:

@@ -43,7 +43,7 @@ class CheckedReduce:
         """Return `value` reduced over `group`. *Collective*.
 
         Raises:
-            ConfigurationError: another rank reduces another key; on CUDA, by a `check` that follows.
+            ConfigurationError: another rank reduces another key; on CUDA it is raised by a later `check`.
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
@@ -63,10 +63,11 @@ class CheckedReduce:
         return reduced[:-2].reshape(value.shape)
 
     def check(self, *, wait: bool) -> None:
-        """Raise the `ConfigurationError` of earlier calls whose outcome was still on the device.
+        """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
 
         Args:
-            wait: for all of them, and not only read what has arrived: each step anew, that would drain the device.
+            wait: wait for all results, in place of checking only those that have arrived. Waiting in each step would
+                stall the device.
         """
         while self._wrong is not None or self._on_its_way is not None:
             if self._on_its_way is None:
@@ -108,7 +109,7 @@ _EVERY_RANK = (
 
 
 def can_be_read_at_once(value: Tensor) -> bool:
-    """Whether what comes of `value` can be read without waiting for all that its device has been asked to do."""
+    """Whether results computed from `value` can be read without waiting for its device."""
     return value.device.type == "cpu"
 
 

@@ -19,7 +19,7 @@ from lightning_paral.data.randomness import (
 from lightning_paral.data.taking import Taking
 
 _CHUNK = 256  # batches drawn at a time; changing the random state costs as much as drawing some ten batches
-_MIN_TURNS = 16  # of all ranks; for the same reason
+_MIN_TURNS = 16  # steps of all ranks per chunk, at least; for the same reason
 _CHECKED_BATCHES, _CHECKED_INDICES = 8, 64
 
 
@@ -78,9 +78,9 @@ class Order:
         began: Callable[[States | None], None] | None = None,
         multiple_of: int = 1,
     ) -> Iterator[Sequence[Any]]:
-        """Yield the batches of an epoch in chunks of at least 256 of them, the last one shorter or empty.
+        """Yield the batches of an epoch in chunks of at least 256 batches, the last one shorter or empty.
 
-        With the first chunk comes a comparison between the ranks, *collective* if there is a `compare`.
+        The first chunk is compared across ranks if there is a `compare`, which is *collective*.
 
         Args:
             epoch: with the repetition, what the randomness depends on.
@@ -89,7 +89,7 @@ class Order:
             beginning: its items are replaced by the first batches of the epoch, skipped or not, as many as it has.
             again: for an order that was drawn before: what it began from, `"seed"` for the seed.
             began: called with what it begins from, in this sense, `None` for the seed.
-            multiple_of: what the number of batches in a chunk divides by: those that all ranks together draw in a step.
+            multiple_of: chunks hold a multiple of this many batches: those that all ranks draw in a step.
         """
         num_batches = max(_MIN_TURNS, -(-_CHUNK // multiple_of)) * multiple_of
         randomness: Randomness

@@ -40,13 +40,13 @@ class Position:
         }
 
     def resume(self, state: dict[str, Any], restore_random: Callable[[], None]) -> bool:
-        """Go on where the state was taken, at whatever world size. Called when training starts.
+        """Continue from `state`, at any world size. Called when training starts.
 
-        Returns whether that is inside an epoch, whose batches so far are not drawn again.
+        Returns whether that is inside an epoch, whose earlier batches are not drawn again.
 
         Args:
             state: what `state` returned.
-            restore_random: gives the global random generators their states of when the checkpoint was saved.
+            restore_random: restores the global random generators to their states in the checkpoint.
         """
 
         def restore() -> None:
@@ -85,7 +85,7 @@ class Position:
 
 
 def processed(progress: Any) -> int:
-    """Return how many epochs, or batches of the current one, are behind. `progress` is of Lightning's loops."""
+    """Return how many epochs, or batches of the current epoch, are done. `progress` is that of Lightning's loops."""
     return int(progress.current.processed)
 
 

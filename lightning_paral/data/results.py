@@ -98,7 +98,7 @@ class EvaluationResults(CheckedResults):
             assert entry.metric_attribute is not None
             metric.value = attrgetter(entry.metric_attribute)(module)
             set_computed(metric, None)
-        count_as_updated(metric)  # it is joined with the others' updates: no warning
+        count_as_updated(metric)  # other ranks' updates are merged into it: no warning
         metric.has_reset = False
         return metric
 

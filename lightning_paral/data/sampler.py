@@ -112,7 +112,7 @@ class RankBatchSampler:
                 num_samples += num_samples_in(chunk[start : start + world_size]) if batched else world_size
                 record(num_samples)
                 yield chunk[start + rank]
-            left = chunk[whole:]  # of the last one
+            left = chunk[whole:]  # of the last chunk
         if left and ending == "drop" and not num_samples:
             raise too_few_batches(self.order.batches, self.share.world_size)
         if left and ending != "drop":

@@ -1,7 +1,7 @@
-"""Taking batches off a sampler some at a time, without making those that nobody looks at.
+"""Take batches from a sampler, several at a time, without building those that are not used.
 
-A rank draws the batches of all ranks, and loads its own. Of torch's own `BatchSampler` over a list of indices, such as
-`RandomSampler` shuffles, only what is looked at is cut out of the list.
+A rank draws the batches of all ranks, and loads its own. With torch's own `BatchSampler` over a list of indices, such
+as that of `RandomSampler`, only the batches that are used are sliced from the list.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ _LIST_ITERATOR: type = type(iter([]))
 
 @dataclass(frozen=True)
 class CutBatches(Sequence[list[Any]]):
-    """Batches of equal size, the last one aside, in a stretch of a list."""
+    """Consecutive batches in a range of a list, of equal size except for the last."""
 
     indices: list[Any]
     start: int
@@ -44,7 +44,7 @@ class CutBatches(Sequence[list[Any]]):
 
     @property
     def num_samples(self) -> int:
-        """How many indices are in them all."""
+        """Number of indices in all batches."""
         return self.stop - self.start
 
     def _at(self, number: int) -> int:
@@ -52,7 +52,7 @@ class CutBatches(Sequence[list[Any]]):
 
 
 def num_samples_in(batches: Sequence[Any]) -> int:
-    """Return how many indices are in `batches`."""
+    """Return the number of indices in `batches`."""
     return batches.num_samples if isinstance(batches, CutBatches) else sum(map(len, batches))
 
 
@@ -60,7 +60,7 @@ class Taking:
     """The batches of one iteration over a sampler.
 
     Args:
-        batches: the sampler, iterated over from now on.
+        batches: the sampler; its iteration begins now.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -75,7 +75,7 @@ class Taking:
         return [*front, *taken] if front else taken
 
     def put_back(self, batches: Sequence[Any]) -> None:
-        """Let `batches` come next."""
+        """Return `batches` to the front, to be taken next."""
         self._front[:0] = batches
 
     def _take(self, count: int) -> Sequence[Any]:
@@ -89,7 +89,7 @@ class Taking:
 
 
 def _next_of(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, int]:
-    """Return a list, and from where to where in it are the next `count` items of `iterator`, which skips them."""
+    """Advance `iterator` by `count` items; return a list that contains them, and their start and stop in it."""
     if count == 0:
         return [], 0, 0
     first = list(islice(iterator, 1))  # a generator delegates to a list once it has begun

@@ -128,7 +128,7 @@ class Gather:
     """
 
     piece_bytes = 2**26
-    """How much of a tensor is gathered at a time."""
+    """Bytes of a tensor that are gathered at a time."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: list[int], on_host: bool = False) -> None:
         self._group = group
@@ -137,7 +137,7 @@ class Gather:
 
     @torch.no_grad()
     def __call__(self, tensor: Any) -> Tensor:
-        """Return `tensor` whole, on the host: a GPU that is full at the end of a run has no room for it."""
+        """Return the full `tensor` on the host: the GPU may have no room for it at the end of a run."""
         shape, local = tensor.shape, tensor.to_local()
         if local.is_meta:
             return torch.empty(shape, dtype=local.dtype, device="meta")

@@ -10,9 +10,9 @@ from lightning_paral.comm.reduce_scatter import direct_reduce_scatter
 
 
 class DirectReduceScatter:
-    """For gloo, whose own reduce-scatter is an all-reduce that throws most of its result away.
+    """A reduce-scatter for gloo, whose own is an all-reduce that discards most of its result.
 
-    It has the methods of what `FSDPModule.set_custom_reduce_scatter` takes, a class that has no public name.
+    It implements the interface that `FSDPModule.set_custom_reduce_scatter` takes, which has no public name.
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -142,7 +142,7 @@ class WatchedGroup:
         )
 
     def _when_gathered(self) -> None:
-        if self._began:  # FSDP makes them once
+        if self._began:  # FSDP creates them once
             return
         self._began = True
         params = self._group.fsdp_params
@@ -184,7 +184,7 @@ def _copy_own_part(param: Any, whole: GatheredParameter) -> None:
     local = local_of(param.sharded_param)
     if local.numel() > 0:
         local.copy_(fsdp_param.own_part(param, whole.detach()))
-    if whole._assigned:  # FSDP shards what it gathered over fewer ranks
+    if whole._assigned:  # FSDP reshards it over fewer ranks
         whole._gathered.copy_(whole.detach())
 
 

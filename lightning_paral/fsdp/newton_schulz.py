@@ -18,7 +18,7 @@ class WholeNewtonSchulz:
 
     def __init__(self) -> None:
         self.remove = replace_newton_schulz(_of_whole)
-        """Gives torch's back."""
+        """Restores torch's function."""
 
 
 def _of_whole(orthogonalise: Callable[..., Any]) -> Callable[..., Any]:

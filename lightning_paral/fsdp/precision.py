@@ -30,7 +30,7 @@ class ShardedScaler(UnscalingGradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Unscale what this rank holds, and return whether any rank holds what is not finite. *Collective*."""
+        """Unscale this rank's gradients, and return whether any rank's are not finite. *Collective*."""
         found = torch.zeros_like(found_inf)
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in local_gradients(p for group in optimizer.param_groups for p in group["params"]):

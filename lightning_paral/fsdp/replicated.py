@@ -19,9 +19,9 @@ _DATA: Any = Tensor.data
 
 
 def unshardable(module: Module) -> list[Parameter]:
-    """Return the parameters of `module` without dimensions or elements: there is no row to give to each rank.
+    """Return the parameters of `module` that cannot be sharded: those without dimensions or elements.
 
-    Before torch 2.12 integers are among them.
+    Before torch 2.12, integer parameters are included.
     """
 
     def cannot_be(parameter: Parameter) -> bool:
@@ -102,9 +102,9 @@ def _on_gradient(parameter: Parameter, hook: object) -> torch.utils.hooks.Remova
 
 
 def share_on(device: torch.device, tensors: Iterable[Tensor]) -> None:
-    """Give all ranks rank 0's values of a unit's `tensors`, on `device`, where it is sharded next. *Collective*.
+    """Broadcast rank 0's values of a unit's `tensors` on `device`, before the unit is sharded there. *Collective*.
 
-    There they go over the network of the devices, and no more memory is taken than FSDP2 takes for the unit anyway.
+    This uses the devices' network, and no more memory than FSDP2 needs for the unit anyway.
     """
     tensors = list(tensors)
     make_room_on(device, tensors, is_source=dist.get_rank() == 0)
@@ -113,10 +113,10 @@ def share_on(device: torch.device, tensors: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def make_room_on(device: torch.device, tensors: Iterable[Tensor], *, is_source: bool) -> None:
-    """Move `tensors` to `device`; on ranks that are about to receive their values, only give them memory there.
+    """Move `tensors` to `device`; on ranks that will receive the values, only allocate memory there.
 
-    On the host parameters get other memory there: `from_pretrained` leaves them in a private map of the file. What is
-    written there stays in memory until nothing uses the file any more: in the end, the whole model.
+    If `device` is the host, parameters get new memory on these ranks, since `from_pretrained` leaves them in a private
+    mapping of the file: pages written there stay in memory as long as the file is mapped, in the end the full model.
     """
     for tensor in tensors:
         if is_source:

@@ -247,9 +247,9 @@ def check_module(module: Module) -> None:
 
 
 def _normalizes_in_full(module: Module) -> bool:
-    """Whether the kernels of `module` want parameters as wide as running statistics, and as inputs in full precision.
+    """Whether the kernels of `module` need parameters of the dtype of running statistics and of full-precision inputs.
 
-    Autocast leaves them alone: under DDP their parameters are fp32.
+    Autocast does not cast their parameters: under DDP these are fp32.
     """
     return isinstance(module, BatchNorm | InstanceNorm)
 

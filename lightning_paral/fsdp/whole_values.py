@@ -46,7 +46,7 @@ MISTAKEN = (
     "argmax.default", "argmin.default", "max.dim", "min.dim", "mse_loss.default", "smooth_l1_loss.default",
     "huber_loss.default",
 )  # fmt: skip
-"""Operations that are wrong on shards: indices within a rank's part (torch 2.11), means of uneven parts (2.13)."""
+"""Operations that are wrong on shards: indices relative to a shard (torch 2.11), means of uneven shards (2.13)."""
 
 LATER = (
     "median.default", "median.dim", "nanmedian.default", "nanmedian.dim", "mode.default", "kthvalue.default",
@@ -58,7 +58,7 @@ LATER = (
     "linalg_pinv.atol_rtol_tensor", "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", "rot90.default",
     "index_fill.int_Scalar", "index_fill.int_Tensor", "std_mean.correction",
 )  # fmt: skip
-"""Operations that DTensors learn in torch 2.12 or 2.13: until then done on whole values outside steps."""
+"""Operations that DTensor supports from torch 2.12 or 2.13 on; before, they run on full values, outside steps."""
 
 WITHOUT_IDENTITY = (
     "max.default", "min.default", "amax.default", "amin.default", "aminmax.default", "linalg_vector_norm.default",
@@ -234,7 +234,7 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
     for operation in _overloads(LATER):
         if not has_strategy(operation):
             found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
-    if not has_strategy(aten.detach_.default):  # of what autograd does, nothing is left to do for the shards
+    if not has_strategy(aten.detach_.default):  # part of autograd's work, with nothing to do for shards
         found[aten.detach_.default] = lambda operation, args, kwargs: args[0]
     return found
 

@@ -68,7 +68,7 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Only the inputs come to the hooks from outside of the checkpoint; what is inside meets its own.
+        # These hooks see only the unit's inputs; tensors saved inside are handled by the checkpoint's own hooks.
         with nullcontext() if offloaded is None else offloaded.of_call():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The Trainer of a module, where it has one."""
+"""The Trainer of a module, if it has one."""
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -7,5 +7,5 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
     """Return the Trainer that `module` is attached to, or `None`."""
     try:
         return None if module is None else module.trainer
-    except RuntimeError:  # Lightning's, saying that there is none
+    except RuntimeError:  # raised by Lightning if there is none
         return None

@@ -65,6 +65,6 @@ def _gather_sharded(module: Module) -> None:
 
 
 def shared_buffers(module: Module) -> list[Tensor]:
-    """Return the buffers of `module` but those it tells DDP to leave alone."""
+    """Return the buffers of `module`, except those that it tells DDP to ignore."""
     ignored = ignored_by_ddp(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]

@@ -1,7 +1,7 @@
-"""Inputs of units on the host from the forward pass to the backward pass, copied beside the computation.
+"""Keep inputs of units on the host between forward and backward, with copies that overlap computation.
 
-`torch.autograd.graph.save_on_cpu` copies on the stream that computes, which waits for every copy, both ways, and copies
-a tensor that all units are given, such as a mask, once for each.
+`torch.autograd.graph.save_on_cpu` copies on the computing stream, which waits for every copy in both directions, and
+copies a tensor that several units receive, such as a mask, once for each.
 """
 
 from collections import deque
@@ -21,16 +21,16 @@ from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
 
 _MIN_BYTES = 2**16  # less is not worth a copy
-_STAYING = 2  # calls of units whose inputs are on their way to the host, or about to be
+_STAYING = 2  # unit calls whose inputs stay on the device while they are copied
 
 
 class OffloadedInputs:
-    """Keeps what units save in a forward pass on the host. One for all units of a module.
+    """Offloads the inputs that units save in forward to the host. One object serves all units of a module.
 
-    - Copies to the host run on a stream of their own. The memory on the GPU is given back when the second next unit
-      begins; what is left there at the end of the forward pass comes back without a copy.
-    - The backward pass of a unit begins to fetch the inputs of the unit before.
-    - A tensor that several units are given is copied once. Parameters, small tensors and those on the host stay where
+    - Copies run on a separate stream. The GPU memory of a unit's inputs is freed when the second next unit begins;
+      inputs still on the GPU at the end of forward need no copy back.
+    - The backward pass of a unit starts to fetch the inputs of the unit before it.
+    - A tensor that several units receive is copied once. Parameters, small tensors and tensors on the host stay where
       they are.
     """
 
@@ -44,7 +44,7 @@ class OffloadedInputs:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def is_offloaded(self, tensor: Tensor) -> bool:
-        """Whether `tensor` goes to the host."""
+        """Whether `tensor` is offloaded to the host."""
         return tensor.device.type == "cuda" and tensor.nbytes >= _MIN_BYTES
 
     def _pack(self, tensor: Tensor) -> "_Held | _Kept":
@@ -65,7 +65,7 @@ class OffloadedInputs:
         return kept
 
     def _let_go(self) -> None:
-        """Free inputs on the GPU that have been copied by the time the computation gets here."""
+        """Free GPU inputs of earlier units, once the computing stream has waited for their copies."""
         state = self._forward
         while state.under_way:
             kept = state.under_way[0]()
@@ -74,7 +74,7 @@ class OffloadedInputs:
             state.under_way.popleft()
             if kept is not None and kept.original is not None:
                 _check_unchanged(kept.original, kept.version)
-                self._wait(kept.copied, kept.device)  # what gets the memory next is computed after that
+                self._wait(kept.copied, kept.device)  # whatever reuses the memory is computed after that
                 kept.original = None
 
     def _unpack(self, packed: "_Held | _Kept") -> Tensor:
@@ -90,14 +90,14 @@ class OffloadedInputs:
             assert value is not None
             self._wait(packed.arrived, packed.device)
         packed.num_uses -= 1
-        if packed.num_uses <= 0:  # else other units were given it, too
+        if packed.num_uses <= 0:  # else other units received it as well
             self._wait(packed.copied, packed.device)
             packed.original = packed.fetched = None
             self._fetch_before(packed)
         return value
 
     def _fetch_before(self, packed: "_Kept") -> None:
-        """Begin to fetch what the same unit and the one before it were given."""
+        """Start to fetch the other inputs of the same unit, and those of the unit before it."""
         before = packed.before
         while before is not None and (kept := before()) is not None and kept.call >= packed.call - 1:
             if kept.num_uses > 0:
@@ -105,17 +105,17 @@ class OffloadedInputs:
             before = kept.before
 
     def _fetch(self, kept: "_Kept") -> None:
-        """Begin to copy back what is on the host only."""
+        """Start to copy `kept` back, if it is only on the host."""
         if kept.original is not None or kept.fetched is not None:
             return
         kept.fetched = torch.empty_like(kept.host, device=kept.device)
         kept.arrived = self._copy(kept.fetched, kept.host, kept.device)
-        if kept.fetched.is_cuda:  # it may be freed without having been waited for
+        if kept.fetched.is_cuda:  # it may be freed before the copy has been waited for
             kept.fetched.record_stream(self._streams[kept.device])
 
     @torch.no_grad()
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
-        """Begin to copy when what is computed up to now is there. Returns the event of its end."""
+        """Start a copy after all work queued so far; return the event of its end."""
         with self._on_stream(device) as stream:
             target.copy_(source, non_blocking=True)
             return None if stream is None else stream.record_event()
@@ -135,7 +135,7 @@ class OffloadedInputs:
 
 
 class _Current:
-    """Makes a stream the current one, and is entered as the stream."""
+    """Context in which a stream is the current one; entering it returns the stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -159,27 +159,27 @@ class _Held:
 
 @dataclass(eq=False)
 class _Kept:
-    """A saved tensor on the host. The graph holds it; everything else refers to it weakly."""
+    """A saved tensor on the host. The autograd graph owns it; other references are weak."""
 
     host: Tensor
     device: torch.device
     call: int
     before: "ref[_Kept] | None"
-    """What was saved before it."""
+    """The tensor offloaded before this one."""
     original: Tensor | None
-    """The tensor itself, while it is being copied."""
+    """The tensor itself, while it is still on the device."""
     version: int
     num_uses: int = 1
-    """How often the backward pass will ask for it."""
+    """How many times the backward pass will unpack it."""
     copied: Any = None
-    """The event of its arrival on the host."""
+    """Event of the end of the copy to the host."""
     fetched: Tensor | None = None
     arrived: Any = None
-    """The event of its arrival on the device."""
+    """Event of the end of the copy back to the device."""
 
 
 class _ForwardState(local):
-    """What a thread has saved: several devices have one thread each."""
+    """What a thread has offloaded: under several devices each has its own thread."""
 
     def __init__(self) -> None:
         self.call = 0
@@ -193,7 +193,7 @@ class _ForwardState(local):
         self._known = alive
 
     def known(self, tensor: Tensor) -> _Kept | None:
-        """Return what was kept of `tensor` before, if it has not been written to since."""
+        """Return the existing copy of `tensor`, if `tensor` has not been written to since."""
         of_tensor, of_kept = self._known.get(id(tensor), (None, None))
         if of_tensor is None or of_kept is None or of_tensor() is not tensor:
             return None
@@ -213,7 +213,7 @@ def _version(tensor: Tensor) -> int:
 def _check_unchanged(tensor: Tensor, version: int) -> None:
     if _version(tensor) != version:
         raise ConfigurationError(
-            f"An input of a unit, a tensor of shape {tuple(tensor.shape)}, was changed in place after the unit was "
-            "given it. Activation checkpointing computes the unit again from its inputs, and would compute something "
-            "else. Change a copy: `x = x + y`, not `x += y`."
+            f"An input of a unit, a tensor of shape {tuple(tensor.shape)}, was changed in place after the unit had "
+            "received it. Activation checkpointing recomputes the unit from its inputs, and would get another result. "
+            "Change a copy: `x = x + y`, not `x += y`."
         )

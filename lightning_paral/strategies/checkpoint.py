@@ -67,7 +67,7 @@ class PortableCheckpoint(FullReads):
 
     @property
     def _own_devices(self) -> Sequence[torch.device]:
-        """The devices on which this process computes."""
+        """The devices of this process."""
         return [self.root_device]
 
     @property

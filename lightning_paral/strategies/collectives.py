@@ -184,12 +184,12 @@ class Collectives(ParallelStrategy):
         return tensor
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the timeout in the message of a collective that ran into it; let nothing wait for ranks elsewhere."""
+        """Name the timeout in the message of a collective that timed out; wait for no rank that may not come."""
         super().on_exception(exception)
         name_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
         if self._may_hang and made_group() is not None and not self._meet().all_here:
-            abort_nccl()  # what else the teardown does on the device would wait for the others
+            abort_nccl()  # device work in the teardown would wait for the other ranks
 
     @property
     def _timeout_option(self) -> str:
@@ -197,11 +197,11 @@ class Collectives(ParallelStrategy):
 
     @property
     def _may_hang(self) -> bool:
-        """Whether ranks wait for one another on a device, where no exception ends the wait."""
+        """Whether ranks wait for each other on a device, a wait that no exception ends."""
         return self.world_size > 1 and bool(nccl_backends())
 
     def _report(self, exception: BaseException) -> None:
-        """Log an exception where the teardown, which comes before it is raised, may wait or be ended by a launcher."""
+        """Log an exception early: the teardown, which runs before it is raised, may hang or be killed by a launcher."""
         if self._may_hang and not self._is_reported and isinstance(exception, Exception):
             self._is_reported = True
             log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)

@@ -186,13 +186,13 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             self._undo.callback(share_when_swapped())
 
     def _wrap(self) -> None:
-        """Make a DDP of the module, and let it reduce gradients as was asked for."""
+        """Wrap the module in DDP, and set up the requested reduction of gradients."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         self._static_graph_learnt = False
         hook, wrapper = self._comm_hook, self._comm_wrapper
         if hook is not None and self.root_device.type != "cuda":
-            # Lightning registers hooks on CUDA only; DDP has long taken them on every backend.
+            # Lightning registers hooks on CUDA only; DDP accepts them on every backend.
             self.model.register_comm_hook(self._comm_state, hook if wrapper is None else wrapper(hook))
         all_reduce = self._choose_all_reduce()
         if all_reduce is not None and self._reducer is None:

@@ -75,7 +75,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
     # Process group: none. One process; what concerns ranks is about this one alone.
 
     def set_world_ranks(self) -> None:
-        """Check what the Trainer has set: this is among the last things that it does to its strategy, when it is built.
+        """Check what the Trainer has set, at the end of the Trainer's construction.
 
         Raises:
             ConfigurationError: several nodes or processes, devices that do not exist, or `sync_batchnorm`.

@@ -160,7 +160,7 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
 
     def _check_configured(self) -> None:
         super()._check_configured()
-        self.precision_plugin = self.precision_plugin  # Lightning's default is none of ours
+        self.precision_plugin = self.precision_plugin  # replaces Lightning's default plugin with ours
         check_precision(self.precision_plugin, self.root_device)
         check_replicate(self._replicate, self.num_nodes * self.num_processes)
         check_reshard(self._reshard_after_forward, self.num_nodes * self.num_processes // self._replicate)

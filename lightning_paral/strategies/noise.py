@@ -20,14 +20,14 @@ NOISE = (
     Noise(r"`torch\.jit\.script_method` is deprecated", DeprecationWarning, r"torch\.jit\b"),
 )
 
-# Lightning's for loaders that cannot go on where they were. Ours do.
+# Lightning warns because its loaders cannot resume inside an epoch. Ours can.
 RESUMED_INSIDE_EPOCH = Noise("You're resuming from a checkpoint that ended before the epoch ended", UserWarning, "")
 
 
 class NoiseLeftOut:
-    """Leaves out the warnings of `NOISE`, and others that are named, until `end`. It can be copied with what holds it.
+    """Suppresses the warnings of `NOISE`, and others added to it, until `end`. It can be copied with its owner.
 
-    The filters are the process's. What others add to them, or reset, in the meantime stays so.
+    Warning filters are global. Changes that other code makes to them in the meantime are kept.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class NoiseLeftOut:
             self.leave_out(noise)
 
     def leave_out(self, noise: Noise) -> None:
-        """Leave out another warning, too."""
+        """Suppress another warning as well."""
         before = list(warnings.filters)
         warnings.filterwarnings("ignore", noise.message, noise.category, noise.module)
-        if warnings.filters[0] not in before:  # else it is the user's own, and stays
+        if warnings.filters[0] not in before:  # else the user has added the same filter, which stays
             self._added.append(warnings.filters[0])
 
     def end(self) -> None:

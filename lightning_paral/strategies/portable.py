@@ -73,27 +73,27 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
     _averaging_obstacle: str | None = None
     """Why weights cannot be averaged, and what to do."""
     _launchers: tuple[object, CheckedSubprocessLauncher] | None = None
-    """Lightning's, and the one that takes its place."""
+    """Lightning's plugin, and the one that replaces it."""
     process_group_backend: str | None
     timeout: timedelta
-    """How long ranks are waited for."""
+    """How long to wait for other ranks."""
     num_nodes: int
     num_processes: int
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's logging which rank this is.
 
-        Among the last things that a Trainer does to its strategy while it is being built, in every process, and before
-        it starts others: so everything that the Trainer has set is checked here.
+        The Trainer calls this in every process, at the end of its construction and before it starts other processes, so
+        this is where everything that it has set is checked.
 
         Raises:
-            ConfigurationError: it does not fit.
+            ConfigurationError: what the Trainer has set does not fit the strategy.
         """
         self._check_configured()
         super().set_world_ranks()  # type: ignore[misc]
 
     def _check_configured(self) -> None:
-        """Raise a `ConfigurationError` if the Trainer has set what the strategy cannot work with."""
+        """Raise a `ConfigurationError` if the Trainer has set something that the strategy does not support."""
         check_local_rank(self.local_rank, self.num_processes)
         check_device(self.root_device)
         backend_for(self.root_device, self.process_group_backend)
@@ -101,7 +101,7 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
 
     @property
     def launcher(self) -> Any:
-        """What starts the other processes: Lightning's, with checks before and none of them left behind."""
+        """The launcher of the other processes: Lightning's, with checks before it and no process left behind."""
         theirs = super().launcher
         if type(theirs) is not SubprocessScriptLauncher:
             return theirs

@@ -237,7 +237,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self.config = self._make_config()
 
     def _export_rank(self) -> None:
-        """Say in the environment which rank this is, as DeepSpeed looks there."""
+        """Set this rank in the environment, where DeepSpeed reads it."""
         assert self.cluster_environment is not None
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)

@@ -73,7 +73,7 @@ def folder_of(builder: Any) -> Path:
         *(os.environ.get(name) for name in _VARIABLES),
         *(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count() if on_cuda else 0)),
     ]
-    if is_for_cuda(builder):  # others of the same name are for CPU
+    if is_for_cuda(builder):  # CPU builders have the same names
         depends_on += ["cuda", _cuda_home(), os.environ.get("CC")]
     digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:12]
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -83,10 +83,10 @@ def folder_of(builder: Any) -> Path:
 
 
 def _toolkit_for(builder: Any) -> Path | None:
-    """Return the folder of the CUDA toolkit if `builder` needs it.
+    """Return the folder of the CUDA toolkit if `builder` needs it, else `None`.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no CUDA toolkit was found.
     """
     if not is_for_cuda(builder) or not torch.cuda.is_available():
         return None
@@ -94,8 +94,8 @@ def _toolkit_for(builder: Any) -> Path | None:
     if home is None:
         raise ConfigurationError(
             f"DeepSpeed's operator {builder.name!r} is compiled with the CUDA toolkit, and there is none: CUDA_HOME is "
-            f"not set, and nvcc is not on PATH. Install that of CUDA {torch.version.cuda}, or do without the operator: "
-            "torch.optim.AdamW(fused=True) needs none."
+            f"not set, and nvcc is not on PATH. Install the toolkit of CUDA {torch.version.cuda}, or do without the "
+            "operator: torch.optim.AdamW(fused=True) needs none."
         )
     return Path(home)
 
@@ -133,10 +133,9 @@ def _turn(folder: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def _environment(building: Path, toolkit: Path | None) -> Iterator[None]:
-    """Let torch build in `building`, with a ninja that ends with this process.
+    """Make torch build in `building`, with a ninja that ends with this process.
 
-    Where there is only the driver's library itself, and no link to it by the name that linkers look for, they find the
-    stub in the CUDA `toolkit`.
+    If the driver's library lacks the link that linkers look for, they find the stub in the CUDA `toolkit`.
     """
     changed = {"TORCH_EXTENSIONS_DIR": str(building)}
     if toolkit is not None:

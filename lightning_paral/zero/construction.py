@@ -35,7 +35,7 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
         torch.empty(0)
     constructors = zero_init.plain_constructors()
     before = set() if module is None else set(module.parameters())
-    with linear_as_before():  # `zero.Init` replaces it for good
+    with linear_as_before():  # `zero.Init` replaces it permanently
         # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
         init = _divisible(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))

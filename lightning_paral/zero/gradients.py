@@ -186,7 +186,7 @@ class PartitionedGradients:
         self._complete = self._is_closed = True
 
     def _clear_stale(self, unused: Named) -> None:
-        """Set to zero what stage 3 and offload keep of an earlier window's gradients, where no new ones came."""
+        """Zero what stage 3 and offload keep of an earlier window's gradients, for parameters that got no new ones."""
         for _, parameter in unused if self.stage < 3 and self._offloaded else ():
             zero_gradient_on_host(self._optimizer, parameter)
         for _, parameter in unused if self.stage == 3 else ():
@@ -307,7 +307,7 @@ class PartitionedGradients:
             )
 
     def _await_copies(self) -> None:
-        # Stage 3 waits at the end of each backward pass.
+        # Stage 3 waits for the copies at the end of each backward pass.
         if self._offloaded and self.stage < 3:
             wait_for_copies(self._optimizer)
 

@@ -9,14 +9,14 @@ from lightning_paral.compat.deepspeed.output_hooks import show_outputs_as
 
 
 def allow_any_output(module: Module) -> None:
-    """Let every module in `module` return what it likes; its hooks of stage 3 see the tensors only.
+    """Let every module in `module` return any object; the hooks of stage 3 see only the tensors in it.
 
-    DeepSpeed 0.19.8 looks for parameters among the outputs of every module, by `vars(output)`, which numbers and
-    strings do not have, and by `startswith` on the keys of dictionaries. Steps are outputs, too: `predict_step` may
-    return a class, or a file's name.
+    DeepSpeed 0.19.8 looks for parameters in the output of every module, by `vars(output)`, which fails for numbers and
+    strings, and by `startswith` on the keys of dictionaries. This includes what steps return: `predict_step` may return
+    a class index, or a file name.
 
     Args:
-        module: that of an engine of stage 3.
+        module: the module of a stage-3 engine.
     """
     show_outputs_as(module, _tensors_in)
 

@@ -82,7 +82,7 @@ def _settled_accelerator() -> str | None:
         return None
     from deepspeed.accelerator import get_accelerator
 
-    return str(get_accelerator().device_name())  # settled when DeepSpeed was imported
+    return str(get_accelerator().device_name())  # fixed when DeepSpeed is imported
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _agree_on_counters() -> None:
 
 
 def leave_deepspeed() -> None:
-    """Forget what DeepSpeed keeps of a run in globals: process groups, modules, and what a failure has left open."""
+    """Reset what DeepSpeed keeps of a run in global variables: process groups, modules, contexts left by a failure."""
     if "deepspeed" not in sys.modules:
         return
     if hasattr(current_backend(), "abandon"):

@@ -94,19 +94,19 @@ def check_precision(precision: str, users: Mapping[str, Any]) -> None:
 def fill_in(
     section: dict[str, Any], stage: int, num_elements: int, *, device_type: str, num_ranks: int
 ) -> dict[str, Any]:
-    """Return `section` with what is best on this kind of device for what is not set.
+    """Return `section` with defaults for this kind of device.
 
-    On CUDA that is DeepSpeed's default where the size of the model does not say better, and overlap, which is
-    Lightning's default at all stages. What else is set here is for gloo.
+    On CUDA these are bucket sizes bounded by the size of the model, and at stages 1 and 2 overlap, as in Lightning;
+    everything else is left to DeepSpeed. The other settings made here are for gloo.
 
     Args:
-        section: DeepSpeed's section `zero_optimization`, as far as the user and the strategy say it.
-        stage: ZeRO's.
-        num_elements: elements of all parameters trained.
+        section: DeepSpeed's section `zero_optimization`, as set by the user and the strategy.
+        stage: ZeRO stage.
+        num_elements: number of elements of all trained parameters.
         device_type: `"cuda"` or `"cpu"`.
-        num_ranks: how many ranks there are.
+        num_ranks: number of ranks.
     """
-    # Messages of 200 MB cost no more per byte than DeepSpeed's 2 GB, whose buffers would be there for small models too.
+    # Messages of 200 MB cost no more per byte than DeepSpeed's 2 GB, whose buffers even small models would allocate.
     bucket = max(2, min(50_000_000, num_elements + num_elements % 2))
     sizes: dict[str, Any] = {"reduce_bucket_size": bucket}
     if stage < 3:
@@ -114,15 +114,15 @@ def fill_in(
     else:
         sizes["stage3_prefetch_bucket_size"] = min(bucket, num_elements // 8)
     if device_type == "cuda":
-        if stage < 3 and num_ranks > 1:  # one rank has no traffic to hide; stage 3 always does
+        if stage < 3 and num_ranks > 1:  # one rank has no traffic to hide; stage 3 overlaps by default
             sizes["overlap_comm"] = True
     elif stage < 3:
-        # Each gradient goes to the rank that needs it: the paper's 2(N-1)/N. DeepSpeed would all-reduce them: 3(N-1)/N.
-        # On NCCL that is faster: one message of a bucket, where this is one after another for each rank.
+        # Each gradient goes to the rank that needs it: the paper's 2(N-1)/N. DeepSpeed would all-reduce them: 3(N-1)/N,
+        # which is faster on NCCL: one message per bucket, in place of one per rank.
         sizes["use_multi_rank_bucket_allreduce"] = False
     else:
-        # A parameter is let go after its forward, and gathered again for its backward: the paper's 3(N-1)/N. CPU has
-        # no second stream to gather ahead on, and gathering ahead sent a sixth more (DeepSpeed 0.19.8).
+        # A parameter is released after forward, and gathered again for backward: the paper's 3(N-1)/N. CPU has no
+        # second stream to prefetch on, and prefetching sent a sixth more (DeepSpeed 0.19.8).
         sizes |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     return sizes | section
 
@@ -154,7 +154,7 @@ def complete(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any
     """Return the configuration that DeepSpeed gets."""
     config = _DEFAULTS | merge(ours, users)
     if "steps_per_print" not in users:
-        # It would wait for the device twice in every step, to measure what nobody is told.
+        # It would wait for the device twice in every step, to measure what is not reported.
         config.setdefault("timers", {"throughput": {"enabled": False}})
     # Lightning clips, accumulates and draws batches; DeepSpeed wants a number for each.
     return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}

@@ -26,7 +26,7 @@ class FixedParameters:
         Raises:
             ConfigurationError: there is; names the parameters.
         """
-        with DisableTorchFunctionSubclass():  # partitioned parameters answer slowly
+        with DisableTorchFunctionSubclass():  # attributes of partitioned parameters are slow
             if not self._trained.have_changed():
                 return
             now = self._trained.current_by_name()

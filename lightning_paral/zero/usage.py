@@ -22,13 +22,13 @@ Named = Sequence[tuple[str, Parameter]]
 
 
 class Usage:
-    """Notes which parameters got a gradient, window by window.
+    """Records which parameters got a gradient in each accumulation window.
 
     Args:
         parameters: names and parameters that the optimizer trains.
-        partitions: where this rank keeps their runs.
-        find_unused: whether ranks agree in every step, and not in the first only.
-        in_order: whether gradients are added up over the ranks in the order in which they come.
+        partitions: where this rank keeps their flat ranges.
+        find_unused: whether ranks agree in every step, in place of only the first.
+        in_order: whether gradients are reduced in the order in which the backward pass produces them.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Usage:
 
     @property
     def _agrees(self) -> bool:
-        """Whether ranks agree in this window."""
+        """Whether the ranks compare their parameters in this window."""
         return self._never_used is None or self._find_unused
 
     def has_state(self, parameter: Parameter) -> bool:
@@ -154,11 +154,11 @@ class Usage:
         """Return what no rank used. *Collective*.
 
         Raises:
-            UnusedParametersError: some ranks used what others did not, or in another order; on all ranks.
+            UnusedParametersError: ranks used different parameters, or in another order. It is raised on all ranks.
         """
         used = [id(parameter) in self._used for _, parameter in self._parameters]
         order = zlib.crc32(repr(self._order).encode())
-        # On the host: to read it from a device would wait for all that runs there.
+        # On the host: reading it from a device would wait for everything queued there.
         flags = torch.tensor([*used, *(not each for each in used), order, -order], dtype=torch.int64, device="cpu")
         if dist.is_initialized():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group())
@@ -168,7 +168,7 @@ class Usage:
         if names or highest != -lowest:
             what = f"for some ranks only: {_listed(names)}" if names else "in another order on some ranks"
             raise UnusedParametersError(
-                f"Gradients came {what}. ZeRO adds up what ranks have at the same place in line, which would be "
+                f"Gradients came {what}. ZeRO matches the gradients of the ranks by position, so it would add up "
                 "gradients of different parameters. Let the loss of every rank depend on the same parameters in the "
                 "same order (0 * parameter.sum() is enough), or train with paral_ddp."
             )

@@ -1,15 +1,15 @@
-"""What one GPU gives: speed and memory of every strategy beside loops written by hand, the largest model, saves.
+"""Benchmark one GPU: speed and memory of every strategy and of hand-written loops, the largest model, saves.
 
     python -m tests.benchmarks.gpu PART [--sizes 124M,1.3B,7B] [--only NAME,...] [--budget SECONDS] [--out DIR]
 
 PART is one of
-    steps    tokens per second, MFU and peak memory; blocks of steps of all contestants alternate, medians of all blocks
-    largest  the largest GPT that trains, by bisection over its layers, with and without offload
+    steps    tokens per second, MFU and peak memory: medians over blocks of steps, which alternate between contestants
+    largest  the largest GPT that trains, by bisection over the number of layers, with and without offload
     saves    how long a save stops training, in the foreground and in the background
-    table    only print what DIR/benchmarks.json has
+    table    print the results in DIR/benchmarks.json, and measure nothing
 
-Everything is bf16-mixed with fused AdamW, context 1024, on tokens made on the device. Results are kept in
-DIR/benchmarks.json after every measurement: the same command again goes on where the last one ran out of its budget.
+All runs use bf16-mixed, fused AdamW, context 1024, and tokens generated on the device. Results are saved to
+DIR/benchmarks.json after every measurement: running the same command again continues where its budget ran out.
 """
 
 import argparse
@@ -36,20 +36,20 @@ SAVED = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_
 LARGEST = ("torch", "paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2_offload", "paral_zero3_offload")
 LARGEST_OF = {"cuda": "7B", "cpu": "tiny"}
 _CPU_LIMIT_BYTES = 1_500_000
-"""Of parameters, gradients and Adam's state, where there is no GPU whose memory could end."""
+"""Limit on parameters, gradients and Adam's state where there is no GPU to run out of memory."""
 _STATE_BYTES = 16
-"""Of a parameter in fp32: itself, its gradient, Adam's two moments."""
+"""Bytes per fp32 parameter: the parameter, its gradient, Adam's two moments."""
 
 
 class Results:
-    """What has been measured, kept in a file after every measurement."""
+    """Results, saved to a file after every measurement."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def of(self, part: str, *keys: str) -> Any:
-        """Return the list under these keys, made if there is none."""
+        """Return the list under these keys; create it if it does not exist."""
         found = self.content.setdefault(part, {})
         for key in keys[:-1]:
             found = found.setdefault(key, {})
@@ -62,7 +62,7 @@ class Results:
 
 
 class Session:
-    """Runs measurements until the time is up."""
+    """Runs measurements until its time is up."""
 
     def __init__(self, device: str, results: Results, budget: float) -> None:
         self.device, self.results = device, results
@@ -77,7 +77,7 @@ class Session:
         return self._deadline - time.monotonic()
 
     def call(self, what: str, function: str, *arguments: Any, most: float) -> dict[str, Any] | None:
-        """Return what a measurement returned, or why it has none; `None` if there was no time for it."""
+        """Return the result of a measurement, or why it has none; `None` if there was no time for it."""
         if self.left < min(most, 1.2 * self._pace):
             print(f"no time left for {what}: run the same command again", flush=True)
             return None
@@ -87,7 +87,7 @@ class Session:
         if answers[0].status != "lost":
             self._pace = row.seconds
         found = dict(row.facts) if row.status == "passed" else {row.status: row.reason[-2000:]}
-        if row.status == "failed" and self.left < 1:  # out of time, not broken
+        if row.status == "failed" and self.left < 1:  # out of time, not a failure
             print(f"{what} was cut off: run the same command again with more time", flush=True)
             return None
         self.failed |= row.status == "failed"
@@ -101,7 +101,7 @@ class Session:
 
 
 def measure_steps(session: Session, sizes: Sequence[str], names: Sequence[str]) -> None:
-    """Measure blocks of steps, all contestants in each round."""
+    """Measure blocks of steps, with all contestants in each round."""
     for size in sizes:
         for round_number in range(ROUNDS[size]):
             for name in names:
@@ -120,7 +120,7 @@ def measure_steps(session: Session, sizes: Sequence[str], names: Sequence[str]) 
 
 
 def measure_largest(session: Session, names: Sequence[str]) -> None:
-    """Find, for each contestant, the most layers that train."""
+    """Find the largest number of layers that each contestant can train."""
     size = LARGEST_OF[session.device]
     for name in names:
         trials = session.results.of("largest", name)
@@ -155,12 +155,12 @@ def _try(session: Session, name: str, size: str, layers: int) -> dict[str, Any] 
 
 
 def bisect(fits: Callable[[int], bool | None], first: int, resolution: float = 0.05) -> int | None:
-    """Return the largest number that fits, to within `resolution` of it; `None` where `fits` gave up.
+    """Return the largest number that fits, to within `resolution`; `None` if `fits` gave up.
 
     Args:
-        fits: whether a number fits; all below one that fits do; `None` to give up.
-        first: where to begin.
-        resolution: the part of the number by which the result may be too low.
+        fits: whether a number fits, which all smaller numbers then do; `None` gives up.
+        first: the number to start with.
+        resolution: the fraction by which the result may be too low.
     """
     low, high = 0, first
     while fit := fits(high):
@@ -179,20 +179,20 @@ def bisect(fits: Callable[[int], bool | None], first: int, resolution: float = 0
 
 
 def host_bytes() -> int:
-    """Return the bytes of the host's memory that are available to this process."""
+    """Return the bytes of host memory available to this process."""
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     room = int(available.split()[1]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and limit.read_text().strip().isdigit():
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        used -= int(statistics.get("inactive_file", 0))  # goes when memory is needed
+        used -= int(statistics.get("inactive_file", 0))  # freed when memory is needed
         room = min(room, int(limit.read_text()) - used)
     return room
 
 
 def measure_saves(session: Session, sizes: Sequence[str], names: Sequence[str]) -> None:
-    """Measure saves under strategies, and `torch.save` under DDP, which holds everything as it is by hand."""
+    """Measure saves under strategies, and `torch.save` under DDP, whose state is that of a hand-written loop."""
     for size in sizes:
         for name in names:
             for how in ("sync", "async", *(["torch.save"] if name == "paral_ddp" else [])):
@@ -209,17 +209,19 @@ def measure_saves(session: Session, sizes: Sequence[str], names: Sequence[str]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the command line says; return the exit code."""
+    """Run the measurements that the command line selects; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("steps", "largest", "saves", "table"))
     parser.add_argument("--sizes", default="124M,1.3B,7B", help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--only", default="", help="contestants, with commas between")
-    parser.add_argument("--offload", action="store_true", help="in `steps`, those with the optimizer on the host, too")
+    parser.add_argument("--only", default="", help="comma-separated contestants")
+    parser.add_argument(
+        "--offload", action="store_true", help="in `steps`, include contestants with the optimizer on the host"
+    )
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
     options = parser.parse_args(arguments)
-    # Blocks of one rank need no room in segments of the allocator that cannot be joined.
+    # Keep the allocator from fragmenting memory between blocks of different contestants.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("PARAL_NVME_PATH", "/tmp")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""One block of training steps on one rank: by a loop written by hand, or by a strategy; times, and peak memory.
+"""One block of training steps on one rank, by a hand-written loop or a strategy: step times and peak memory.
 
-Runs in a process of `tests.gpu.crew`. Steps are timed with CUDA events, so that nothing waits for the GPU in between.
+Runs in a process of `tests.gpu.crew`. Steps are timed with CUDA events, so that nothing waits for the GPU.
 """
 
 import gc
@@ -34,14 +34,14 @@ from tests.models import quiet_trainer
 
 WARM_UP = 3
 _LARGE = 1_000_000_000
-"""Parameters from which on a process ends after its block, instead of bringing the model to the host."""
+"""Number of parameters above which a process ends after its block, in place of moving the model to the host."""
 
 Step = Callable[[Tensor], None]
-"""Trains on a batch."""
+"""A training step on a batch."""
 
 
 class Clock:
-    """Notes the ends of steps."""
+    """Records the ends of steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,27 +65,27 @@ class Clock:
 
 
 def contestants(device: str) -> list[str]:
-    """Return who is measured: loops by hand first, each followed by what it is measured against."""
+    """Return the names of all contestants, hand-written loops first."""
     by_hand = ["torch", "torch DDP", "torch fully_shard", "deepspeed 1", "deepspeed 2", "deepspeed 3"]
     return by_hand + [entry.name for entry in STRATEGIES]
 
 
 def counterpart(name: str) -> str:
-    """Return the loop by hand that a strategy is measured against."""
+    """Return the hand-written loop with which a strategy is compared."""
     if "zero" in name:
         return f"deepspeed {name[len('paral_zero')]}"
     return {"paral_dp": "torch", "paral_ddp": "torch DDP", "paral_ddp_ring": "torch DDP"}.get(name, "torch fully_shard")
 
 
 def measure(name: str, size_name: str, device_type: str, num_steps: int, layers: int = 0) -> dict[str, Any]:
-    """Train for a block of steps; return seconds of each after warming up, and the peak of memory.
+    """Train for a block of steps; return the seconds of each step after the warm-up, and peak memory.
 
     Args:
-        name: of the contestant.
+        name: name of the contestant.
         size_name: key of `SIZES`.
         device_type: `"cuda"` or `"cpu"`.
-        num_steps: after `WARM_UP`.
-        layers: instead of those of the size.
+        num_steps: number of steps after `WARM_UP`.
+        layers: number of layers, in place of that of the size.
     """
     size = SIZES[size_name]
     if layers:
@@ -93,7 +93,7 @@ def measure(name: str, size_name: str, device_type: str, num_steps: int, layers:
     if "zero" in name or "deepspeed" in name:
         check_installed("paral_zero")
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-    gc.collect()  # what an earlier block left
+    gc.collect()  # left by an earlier block
     if device_type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.empty_cache()
@@ -122,7 +122,7 @@ def measure(name: str, size_name: str, device_type: str, num_steps: int, layers:
 
 @contextmanager
 def _one_rank(device: torch.device) -> Iterator[None]:
-    """Have a default group of this process alone: the one of an earlier fit, or one for the time of the block."""
+    """Provide a default group of this process alone: that of an earlier fit, or one for this block."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     before = dict(os.environ)
     os.environ.update(variables)
@@ -141,7 +141,7 @@ def _one_rank(device: torch.device) -> Iterator[None]:
 
 
 def make_strategy(name: str, size: Size, **options: Any) -> Any:
-    """Return the strategy of a name, with what a size needs."""
+    """Return the strategy of a name, with the options that a size needs."""
     (entry,) = [entry for entry in STRATEGIES if entry.name == name]
     if size.recompute and name != "paral_dp":
         options["activation_checkpointing"] = size.checkpointing
@@ -171,7 +171,7 @@ class _Ticking(Callback):
         self.at_end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if isinstance(exception, torch.OutOfMemoryError):  # before anything is brought to the host
+        if isinstance(exception, torch.OutOfMemoryError):  # before anything is moved to the host
             leave(_out_of_memory(exception, pl_module.size))
 
 
@@ -240,7 +240,7 @@ def _deepspeed(network: Any, device: torch.device, name: str) -> tuple[Step, Cal
 
     stage = int(name.split()[1])
     belongings = Belongings(network)
-    # DeepSpeed's own choices, except for the precision, which is that of our strategies.
+    # DeepSpeed's defaults, except for the precision, which is that of our strategies.
     config = settings.complete({"zero_optimization": {"stage": stage}, **settings.precision_section("bf16-mixed")}, {})
     optimizer = make_optimizer(network.parameters())
     engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config, dist_init_required=False)

@@ -1,4 +1,4 @@
-"""The GPT that is measured on GPUs, in sizes people know, and its tokens, made on the device."""
+"""The GPT of the GPU benchmark in common sizes, and random tokens generated on the device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lightning_paral import ActivationCheckpointing
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a GPT, and of what it is trained on in a step."""
+    """The shape of a GPT and of its training batches."""
 
     name: str
     width: int
@@ -26,7 +26,7 @@ class Size:
     context: int
     batch_size: int
     recompute: bool = False
-    """Whether only the inputs of blocks are kept for the backward pass."""
+    """Whether to use activation checkpointing: keep only the inputs of blocks for the backward pass."""
 
     @property
     def num_parameters(self) -> int:
@@ -36,20 +36,20 @@ class Size:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens per step."""
         return self.batch_size * self.context
 
     @property
     def flops_per_token(self) -> float:
-        """Return the floating-point operations of forward and backward, without what is computed anew.
+        """Return the floating-point operations of forward and backward per token, without recomputation.
 
-        Six per parameter, and attention, as in Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B.
+        Six per parameter, plus attention, as in Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B.
         """
         return 6 * self.num_parameters + 12 * self.num_layers * self.width * self.context
 
     @property
     def checkpointing(self) -> ActivationCheckpointing | None:
-        """Return what strategies get."""
+        """Return the `activation_checkpointing` of strategies, if this size recomputes."""
         return ActivationCheckpointing(units=["Block"]) if self.recompute else None
 
 
@@ -65,7 +65,7 @@ SIZES = {
 
 
 class Network(nn.Module):
-    """The example's blocks between an embedding and the head that shares its weight."""
+    """The example's blocks between an embedding and a head that share their weight."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Network(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting each token but the first."""
+        """Return the loss of predicting every token except the first."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.embedding(inputs) + self.positions.weight
         for block in self.blocks:
@@ -89,7 +89,7 @@ class Network(nn.Module):
 
 
 class Measured(LightningModule):
-    """Builds the network where the strategy wants it, and trains it with AdamW."""
+    """Builds the network in `configure_model`, and trains it with AdamW."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -107,12 +107,12 @@ class Measured(LightningModule):
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Return AdamW, fused: the others make a copy of all parameters in a step."""
+    """Return fused AdamW: other implementations copy all parameters in a step."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, fused=True)
 
 
 class Tokens(IterableDataset[Tensor]):
-    """Batches of random tokens, made on the device when they are asked for."""
+    """Batches of random tokens, generated on the device on demand."""
 
     def __init__(self, size: Size, num_steps: int, device: torch.device) -> None:
         self.size, self.num_steps, self.device = size, num_steps, device

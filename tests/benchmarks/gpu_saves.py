@@ -1,4 +1,4 @@
-"""How long a save stops training, in the foreground and in the background, beside `torch.save` of the same state."""
+"""How long a synchronous or asynchronous save stops training, compared with `torch.save` of the same state."""
 
 import itertools
 import shutil
@@ -19,11 +19,11 @@ from tests.gpu.place import check_installed, synchronize
 
 NUM_SAVES = 3
 _EVERY = 4
-"""Steps between saves: those after the first one show how training goes on beside a save in the background."""
+"""Steps between saves: those after a save show the speed of training during a save in the background."""
 
 
 class Saving(Callback):
-    """Saves every few steps; notes for how long, and how long the steps take."""
+    """Saves every few steps; records how long saves and steps take."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self.folder, self.device = folder, device
@@ -57,7 +57,7 @@ class Saving(Callback):
 
 
 class TorchSaving(Saving):
-    """Saves with `torch.save` of the state dicts, as a loop by hand does."""
+    """Saves the state dicts with `torch.save`, as a hand-written loop does."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         synchronize(self.device)
@@ -71,10 +71,10 @@ class TorchSaving(Saving):
 
 
 def measure_saves(name: str, how: str, size_name: str, device_type: str) -> dict[str, Any]:
-    """Return the seconds that saves stop training for.
+    """Return for how many seconds saves stop training.
 
     Args:
-        name: of the strategy.
+        name: name of the strategy.
         how: `"sync"`, `"async"` or `"torch.save"`.
         size_name: key of `SIZES`.
         device_type: `"cuda"` or `"cpu"`.

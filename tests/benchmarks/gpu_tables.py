@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as markdown."""
+"""Results of the GPU benchmark as markdown tables."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -10,11 +10,11 @@ from tests.benchmarks.gpu_loops import counterpart
 from tests.benchmarks.gpu_models import SIZES
 
 _FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 floating-point operations per second by name of the GPU."""
+"""Dense bf16 floating-point operations per second, by GPU name."""
 
 
 def tables(content: Mapping[str, Any]) -> str:
-    """Return all that was measured as markdown."""
+    """Return all results as markdown."""
     parts = []
     flops = next((value for name, value in _FLOPS.items() if name in str(content.get("gpu"))), None)
     for size, found in content.get("steps", {}).items():

@@ -1,9 +1,9 @@
-"""What it costs a rank to draw its batches, against drawing all of them with torch's own samplers in one process.
+"""Measure what it costs a rank to draw its batches, compared with torch's own samplers in one process.
 
 `python -m tests.benchmarks.sampling [--world-size 256]`
 
-In processor time of the thread. Ours is given per step of all ranks, from the first batch on and without the end of the
-epoch: making and shuffling the list of indices, which every way does, is left out.
+Times are CPU times of the thread, per step of all ranks, after the first batch and before the end of the epoch. They
+exclude building and shuffling the list of indices, which all samplers do.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lightning_paral.data.sampler import RankBatchSampler, Share
 
 
 def seconds(batches: Iterable[list[int]], count: int) -> float:
-    """Draw one batch, then `count` batches for which the time is returned."""
+    """Draw one batch, then `count` batches; return the time for these."""
     drawn = iter(batches)
     next(drawn)
     start = time.thread_time()

@@ -1,4 +1,4 @@
-"""Nothing of ours in a step reads a tensor on the host: on a GPU, that would wait for all it has been asked to do."""
+"""Our code reads no tensor on the host within a step: on a GPU that would wait for all queued work."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from tests.models import quiet_trainer
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 ON_THE_HOST = {"data/injection.py: _agreed: __bool__", "data/later.py: read: item"}
-"""What reads tensors that are on the host on every machine."""
+"""Reads of tensors that are on the host on every machine."""
 
 LABELS = (
     *("paral_ddp", "ddp_small_buckets", "ddp_checkpointing", "paral_fsdp", "fsdp_hybrid_unsharded"),
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Normalized(LightningModule):
-    """Has buffers that change, logs, and clips by itself under manual optimization."""
+    """Has changing buffers, logs, and clips gradients itself under manual optimization."""
 
     def __init__(self, manual: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Normalized(LightningModule):
 
 
 class OfThisRank(IterableDataset[Tensor]):
-    """Shards itself."""
+    """A dataset that shards itself."""
 
     def __iter__(self) -> Any:
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -70,7 +70,7 @@ class OfThisRank(IterableDataset[Tensor]):
 
 
 class Between(Callback):
-    """Counts from the end of the second step to the end of the sixth: all that happens again and again."""
+    """Counts from the end of the second step to the end of the sixth: what happens in every step."""
 
     def __init__(self, syncs: HostSyncs) -> None:
         self.syncs = syncs
@@ -111,7 +111,9 @@ def test_no_step_reads_a_tensor_of_the_device_on_the_host(on_ranks, label: str) 
     for told in on_ranks(2, syncs_on_rank, label):
         for kind, (found, num_of_others) in told.items():
             assert found.keys() <= ON_THE_HOST, kind
-            assert num_of_others, "torch's optimizers read their step, which is how one knows that this counts"
+            assert num_of_others, (
+                "torch's optimizers read their step counter: if no such read is found, the counter does not work"
+            )
 
 
 def test_no_step_in_one_process_reads_a_tensor_of_the_devices_on_the_host() -> None:
@@ -133,7 +135,7 @@ def test_the_count_finds_what_reads() -> None:
 
 
 class Arriving(ReadLater):
-    """Has not arrived until it is told so."""
+    """A read that has not arrived until the test says so."""
 
     has_arrived = False
 

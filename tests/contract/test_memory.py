@@ -1,4 +1,4 @@
-"""A run that has ended holds no memory: neither its weights nor gradients, nor what engines and savers made."""
+"""A run that has ended holds no memory: no weights, gradients, or buffers of engines and savers."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ OTHERS: dict[str, Any] = {
 
 
 class Watch(Callback):
-    """Refers weakly to the memory of what the run has: parameters, gradients, optimizer states and a batch."""
+    """Holds weak references to the run's parameters, gradients, optimizer states and a batch."""
 
     def __init__(self) -> None:
         self.storages: list[weakref.ref[Any]] = []
@@ -40,7 +40,7 @@ class Watch(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         parameters = [p for network in (trainer.model, pl_module) for p in network.parameters()]
         found: list[Any] = list(parameters)
-        with suppress(HiddenGradientError, HiddenStateError):  # under ZeRO they are counted among the tensors only
+        with suppress(HiddenGradientError, HiddenStateError):  # under ZeRO only the count of tensors includes them
             found += [parameter.grad for parameter in parameters]
             found += tree_leaves(list(optimizer.state.values()))
         tensors = [getattr(each, "_local_tensor", each) for each in found if isinstance(each, Tensor)]
@@ -70,7 +70,7 @@ def tensors_alive() -> int:
 
 
 def left_by(labels: list[str], num_devices: int, folder: str) -> dict[str, tuple[int, int]]:
-    """By label: how many more tensors there are after a second fit than after a first, and how many of its storages."""
+    """By label: how many more tensors exist after a second fit than after the first, and how many of its storages."""
     left = {}
     for label in labels:
         make = OTHERS[label] if label in OTHERS else BY_LABEL[label].strategy

@@ -74,7 +74,7 @@ class Listening(LightningModule):
 
 
 def fit(label: str, num_devices: int, case: dict[str, Any], **more: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Fit the epochs of shuffled batches; return the samples of each batch this rank has seen."""
+    """Fit on shuffled batches; return the samples of each batch that this rank has seen."""
     (seed_everything if case.get("everything") else torch.manual_seed)(case["seed"])
     module = Listening()
     length, batch_size = case.get("num_samples", NUM_SAMPLES), case.get("batch_size", 8)

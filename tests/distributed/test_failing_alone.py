@@ -1,4 +1,4 @@
-"""A rank that fails alone where no exception ends the others' waiting, as on NCCL, which is stood in for."""
+"""A rank fails alone, and no exception ends the wait of the others, as on NCCL, which is simulated."""
 
 import logging
 import os
@@ -47,7 +47,7 @@ class Records(logging.Handler):
 
 def fail_alone(label: str, port: int) -> list[str]:
     dist.barrier()
-    dist.destroy_process_group()  # the pool's
+    dist.destroy_process_group()  # that of the rank pool
     os.environ["MASTER_PORT"] = str(port)
     happened: list[str] = []
     handler = Records(happened)

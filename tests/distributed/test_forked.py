@@ -1,4 +1,4 @@
-"""Workers of loaders, forked beside a process group, work whatever they inherit."""
+"""Forked processes, such as loader workers, run whatever process groups they inherit."""
 
 import gc
 import multiprocessing
@@ -10,9 +10,9 @@ from tests.models import fit_regression
 
 
 def collect_in_a_fork() -> int | None:
-    """Fork a process that collects a destroyed process group; return its exit code, `None` if it hangs."""
+    """Fork a process that garbage-collects a destroyed process group; return its exit code, `None` if it hangs."""
     fit_regression(2, 1, 2, strategy="paral_ddp")
-    gc.disable()  # the group has to be garbage still when the process is forked
+    gc.disable()  # the group must still be uncollected garbage at the fork
     try:
         group: Any = dist.new_group()
         cycle: list[Any] = [group]

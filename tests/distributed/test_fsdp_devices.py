@@ -1,4 +1,4 @@
-"""What FSDP does with a unit before it is sharded: where its values are shared, and in which precision it computes."""
+"""Where FSDP broadcasts a unit's values before sharding it, and in which precision the unit computes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.models import quiet_trainer
 
 
 class Normalizing(LightningModule):
-    """Normalizes inputs in fp32 and in bf16, by statistics of the sample and by running ones."""
+    """Normalizes fp32 and bf16 inputs, by statistics of the sample and by running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixed precision gathers floating-point parameters in 16 bits, and leaves others as they are."""
+"""Mixed precision gathers floating-point parameters in 16 bits, and all others in their own dtype."""
 
 from typing import Any
 

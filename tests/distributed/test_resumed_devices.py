@@ -1,4 +1,4 @@
-"""Resuming on devices: optimizer state beside its parameter, random states of a rank's own devices."""
+"""Resume places optimizer state on its parameter's device, and restores random states of a rank's own devices."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.models import Regression, quiet_trainer, regression_data
 
 
 class ElsewhereStrategy(ParalFSDPStrategy):
-    """Offloads, on a device other than the host while it resumes."""
+    """Offloads to the host, with another device as the root device while it resumes."""
 
     is_elsewhere = False
 
@@ -78,7 +78,7 @@ def test_state_is_placed_beside_its_parameter_and_steps_stay() -> None:
 
 
 class Generators:
-    """The CUDA generators of a host, stood in for: a state is a number."""
+    """Simulates the CUDA generators of a host; a state is a number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
         self.numbers = list(numbers)

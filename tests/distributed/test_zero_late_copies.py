@@ -1,6 +1,6 @@
-"""Gradients kept on the host: waited for before anything reads or changes them, and forgotten with their window.
+"""Gradients on the host are waited for before they are read or changed, and discarded with their window.
 
-On CUDA the copies are asynchronous. Here each is put off until somebody waits for it.
+On CUDA the copies are asynchronous. Here each is delayed until something waits for it.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ CLIP_VALUE = 0.01
 
 
 class LateCopy:
-    """What is asked of an event on a stream that a copy ends in."""
+    """The part of a CUDA event's interface that is used for copies."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
         self.target = target
@@ -30,7 +30,7 @@ class LateCopy:
 
 
 def copy_late(optimizer: Any, parameter: Tensor) -> None:
-    """`async_inplace_copy_grad_to_fp32_buffer_from_gpu` of 0.19.8, with a copy that takes until it is waited for."""
+    """`async_inplace_copy_grad_to_fp32_buffer_from_gpu` of 0.19.8, with a copy that ends only when waited for."""
     group, source_offset, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
     target = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, numel)
     source = optimizer.get_param_gradient_attribute(parameter).view(-1).narrow(0, source_offset, numel)
@@ -71,7 +71,7 @@ def gradient_of(trainer: Any, parameter: Any) -> Tensor:
 
 
 class WideClipped(Clipped):
-    """Large enough that a copy to the host takes a while, with steps as long as gradients are."""
+    """Large enough that a copy to the host takes a while; steps are as large as gradients."""
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__(by_hand)
@@ -113,7 +113,7 @@ def test_clipping_and_reading_wait_for_copies(on_ranks, strategy: str) -> None:
 
 
 class ThrownAway(Regression):
-    """Every second window is thrown away, and only those reach `spare`."""
+    """Every second window is discarded, and only those use `spare`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class ThrownAway(Regression):
         optimizer.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1.0)  # of which the size of gradients counts
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1.0)  # eps=1.0: the size of gradients matters
 
 
 def fit_throwing_away(num_ranks: int, strategy: str) -> Any:

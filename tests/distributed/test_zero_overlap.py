@@ -1,4 +1,4 @@
-"""Gradients reduced while the backward pass runs are those reduced after it, however their window comes about."""
+"""Overlapped gradient reduction gives the gradients of reduction after the backward pass, for every kind of window."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.zero_models import assert_same_fit
 
 
 class UsedEarly(Regression):
-    """A window of two backward passes, the last of which does not reach `spare`."""
+    """A window of two backward passes, the last of which does not use `spare`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Automatic(UsedEarly):
 
 
 class Manual(UsedEarly):
-    """It turns out to have been the last when the step comes."""
+    """Only the step shows that a backward pass was the last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -114,7 +114,7 @@ def test_what_zero_cannot_leave_out_is_named(
 
 
 class Diverging(Regression):
-    """Two layers, which ranks use in an order of their own, or of which each uses one."""
+    """Two layers that each rank uses in its own order, or of which each rank uses one."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def refusals_of_divergence(find_unused: bool) -> list[str]:
 
 ONLY_SOME = "for some ranks only: first.weight, first.bias, second.weight, second.bias"
 DIVERGENCES = {
-    ("order", 1, False): "",  # gradients of all are added up after the backward pass, in the order of parameters
+    ("order", 1, False): "",  # gradients are reduced after the backward pass, in the order of parameters
     ("order", 1, True): "in another order on some ranks",
     ("order", 2, None): "in another order on some ranks",
     ("use", 1, False): ONLY_SOME,

@@ -1,10 +1,10 @@
-"""Everything that one GPU can show on one rank, in ten minutes.
+"""Check every strategy on one rank with one GPU, in ten minutes.
 
     python -m tests.gpu.all [--only NAME,...] [--device cpu|cuda] [--out DIR]
 
-Prints a line per check as it ends, and a table; writes DIR/all.json, complete at any time, and DIR/all.md. A check that
-fails, crashes or hangs does not stop the others. The exit code is 1 if any failed. `--list` shows the names; `--only`
-takes beginnings of names, so that `--only fit,sync` runs `fit:paral_ddp` and so on.
+Prints a line as each check ends, and a table at the end. Writes DIR/all.json, which is valid at any time, and
+DIR/all.md. A check that fails, crashes or hangs does not stop the others. The exit code is 1 if any failed. `--list`
+shows the names; `--only` takes prefixes, so that `--only fit,sync` runs `fit:paral_ddp` and so on.
 """
 
 import argparse
@@ -26,28 +26,28 @@ from tests.gpu.saved import ASYNC
 
 BUDGET_SECONDS = 570.0
 PATIENCE = {"cuda": 1.0, "cpu": 5.0}
-"""Times a check's own budget: a machine without a GPU may be a slow one that does other things."""
+"""Factors on a check's budget: a machine without a GPU may be slow or busy."""
 BUILD_SECONDS = 400.0
 STRATEGY_LABELS = tuple(label for label in ONE_RANK if label.startswith("paral_"))
 SAVED = ("paral_ddp", "paral_fsdp_offload", "paral_zero3")
-"""Sources that every strategy resumes from, beside itself."""
+"""Strategies whose checkpoints every strategy resumes from, besides its own."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: a function of this folder and what it is called with."""
+    """One check: a function of this folder, and its arguments."""
 
     name: str
     function: str
     arguments: tuple[Any, ...]
     budget: float = 60.0
-    """Seconds it may take."""
+    """Time limit in seconds."""
     operators: bool = False
     """Whether it needs DeepSpeed's compiled operators."""
 
 
 def checks(device: str, folder: str, *, full: bool) -> list[Check]:
-    """Return all checks, what matters most first; those that wait for a compiler come last."""
+    """Return all checks, the most important first; those that need compiled operators come last."""
     found = [
         Check("versions", "surroundings:versions", (device,)),
         Check("group:bound", "surroundings:process_group", (device, True)),
@@ -64,7 +64,7 @@ def checks(device: str, folder: str, *, full: bool) -> list[Check]:
     ]
     for label in STRATEGY_LABELS:
         sources = list(STRATEGY_LABELS) if full else list(dict.fromkeys([*SAVED, label]))
-        # What it resumes from may have been saved late.
+        # The checkpoints that it resumes from may be saved late.
         found.append(_of_label("resume", "saved:resume", label, device, folder, sources, budget=120))
     found += [
         _of_label("modules", "numbers:modules", label, device, budget=120)
@@ -78,7 +78,7 @@ def _of_label(kind: str, function: str, label: str, device: str, *more: Any, bud
 
 
 def choose(everything: Sequence[Check], names: Sequence[str]) -> list[Check]:
-    """Return the checks of these names or, where a name is none, those that begin so; and what they resume from."""
+    """Return the checks with these names or prefixes, and those that save what they resume from."""
     known = {check.name for check in everything}
     whole = {name for name in names if name in known}
     beginnings = tuple(name for name in names if name not in known)
@@ -110,7 +110,7 @@ class Build:
         self._seconds = time.monotonic() - self._began
 
     def row(self, patience: float) -> Row:
-        """Wait for it to end, and return what came of it."""
+        """Wait for the compilation to end, and return its result."""
         self._thread.join(timeout=max(0.0, patience))
         if self._thread.is_alive():
             waited = time.monotonic() - self._began
@@ -148,16 +148,16 @@ def run(chosen: Sequence[Check], device: str, folder: Path, budget: float) -> in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; return the exit code."""
+    """Run the checks that the command line selects; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names, or their beginnings, with commas between")
+    parser.add_argument("--only", default="", help="comma-separated names or prefixes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for all checks")
     parser.add_argument("--full", action="store_true", help="resume every strategy from every other")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     options = parser.parse_args(arguments)
-    # On a memory file system if there is one: what is saved is small, and the disk is none of what is tested.
+    # In a memory file system if there is one: checkpoints are small, and the disk is not under test.
     scratch = tempfile.mkdtemp(prefix="gpu-all-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     try:
         everything = checks(options.device, scratch, full=options.full)

@@ -1,7 +1,7 @@
-"""Download what a GPU machine without a network lacks, to carry it there: `python -m tests.gpu.carry FOLDER`.
+"""Download the wheels that a GPU machine without network access lacks: `python -m tests.gpu.carry FOLDER`.
 
-Writes the wheels, and a script that installs them into a folder of their own, `sh FOLDER/install.sh SITE`. The machine
-has torch, Lightning and their dependencies, and its own pytest; what is carried is for Python 3.12 on Linux.
+Writes the wheels, and a script that installs them to a separate folder, `sh FOLDER/install.sh SITE`. The machine must
+have torch, Lightning, their dependencies and pytest. The wheels are for Python 3.12 on Linux.
 """
 
 import argparse
@@ -12,13 +12,13 @@ from pathlib import Path
 
 PYTHON = "3.12"
 DEEPSPEED = "deepspeed==0.19.8"
-"""Distributed as source; made into a wheel here, without operators, which are compiled at first use."""
+"""Source distributions, built to wheels here without operators, which are compiled at first use."""
 WITH_DEPENDENCIES = ("pydantic", "jsonargparse[signatures]")
 WITHOUT = ("hjson", "einops", "msgpack", "ninja", "psutil", "py-cpuinfo", "nvidia-ml-py", "tabulate", "xxhash")
-"""Those of DeepSpeed and of ours; the rest is torch, or comes with it."""
+"""Dependencies of DeepSpeed and of this package; all others are torch, or come with it."""
 _PARTS = ("steps", "largest", "saves")
 _INSTALL = """#!/bin/sh
-# Installs what lies beside this script into a folder: sh install.sh SITE; then PYTHONPATH=SITE:$PWD python ...
+# Installs the wheels beside this script to a folder: sh install.sh SITE; then PYTHONPATH=SITE:$PWD python ...
 set -e
 python -m pip install --quiet --no-index --no-deps --target "$1" "$(dirname "$0")"/*.whl
 echo "export PYTHONPATH=$1:\\$PWD"
@@ -26,10 +26,10 @@ echo "export PYTHONPATH=$1:\\$PWD"
 
 
 def download(folder: Path) -> list[Path]:
-    """Put the wheels into `folder`; return them.
+    """Download the wheels to `folder`; return their paths.
 
     Raises:
-        subprocess.CalledProcessError: pip could not; its own words are above.
+        subprocess.CalledProcessError: pip failed; its output is above.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip"]
@@ -43,7 +43,7 @@ def download(folder: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Download, and print what to do there."""
+    """Download the wheels, and print what to do on the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="such as gpu-wheels, which git ignores: wheels are not committed")
     folder: Path = parser.parse_args(arguments).folder

@@ -43,7 +43,7 @@ def zero_losses(strategy: str, precision: str) -> list[float]:
 
 
 def zero_windows(stage: str, overlap: str) -> float:
-    """Largest difference of the weights to one process on CPU, whatever makes a window of backward passes."""
+    """Largest difference of the weights to one process on CPU, over all kinds of accumulation windows."""
     from tests.distributed.test_zero_overlap import fit_all
 
     overlap_comm = {"True": True, "False": False, "None": None}[overlap]
@@ -53,7 +53,7 @@ def zero_windows(stage: str, overlap: str) -> float:
 
 
 def zero_clipped_on_host(strategy: str) -> float:
-    """Largest difference of the weights to one process on CPU where gradients are clamped on the host."""
+    """Largest difference of the weights to one process on CPU, with gradients clipped by value on the host."""
     from tests.distributed.test_zero_late_copies import WideClipped, fit
 
     on_gpu = [fit(WORLD_SIZE, strategy, by_hand, WideClipped, "gpu")[0] for by_hand in (False, True)]
@@ -62,7 +62,7 @@ def zero_clipped_on_host(strategy: str) -> float:
 
 
 def zero_on_nvme_without_toolkit(label: str) -> float:
-    """`zero_parity` where no CUDA toolkit is found."""
+    """`zero_parity` without a CUDA toolkit."""
     from torch.utils import cpp_extension
 
     cpp_extension.CUDA_HOME = None

@@ -1,7 +1,7 @@
-"""Processes that run one check after the other, and are replaced when one of them fails, dies or does not answer.
+"""Processes that run checks in turn, and are replaced when one of them fails, dies or does not answer.
 
-The program that uses them touches no GPU itself, so that whatever a check does to its process, the next ones run. They
-are forked from a server that has imported the package once: a new one costs a fraction of a second.
+The main program never uses the GPU, so that later checks run whatever a check does to its process. Processes are
+forked from a server that has imported the package once: starting one takes a fraction of a second.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from typing import Any
 
 START_SECONDS = 120.0
 LINGER_SECONDS = 5.0
-"""For the other ranks to report, once one has failed."""
+"""Time for the other ranks to report after one has failed."""
 _TAIL = 4000
 _PRELOADED = ["lightning.pytorch", "lightning_paral", "tests.contract.cases"]
 
 
 _connection: Connection | None = None
-"""In a member of a crew, to the program."""
+"""The connection to the main program, in a process of a crew."""
 
 
 def leave(value: Any) -> None:
-    """Answer the call that is under way with `value`, and end this process at once, without what comes after."""
+    """Answer the current call with `value`, and end this process at once."""
     assert _connection is not None
     _connection.send(("left", value))
     sys.stdout.flush()
@@ -49,7 +49,7 @@ def alone() -> list[Mapping[str, str]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank said to a call."""
+    """A rank's answer to a call."""
 
     status: str
     """`"returned"`, `"skipped"`, `"raised"`, or `"lost"`: it died or did not answer in time. `"left"`: see `leave`."""
@@ -58,12 +58,12 @@ class Answer:
 
 
 class Crew:
-    """A process per environment; a call runs the same function in all of them.
+    """One process per environment; a call runs the same function in all of them.
 
     Args:
-        environments: returns what is added to this process's environment, by rank; called for each new crew.
-        folder: where the output of the processes goes, `NAME-RANK.log`.
-        name: of the log files.
+        environments: returns the variables to add to this process's environment, by rank; called for each new crew.
+        folder: folder for the output of the processes, `NAME-RANK.log`.
+        name: name of the log files.
     """
 
     def __init__(self, environments: Callable[[], Sequence[Mapping[str, str]]], folder: Path, name: str) -> None:
@@ -71,7 +71,7 @@ class Crew:
         self._folder = folder
         self._name = name
         self._members: list[tuple[Any, Connection]] = []
-        # Asking CUDA itself whether there is a GPU, in the server, would keep it from all that are forked from it.
+        # If the server initialized CUDA, no process forked from it could use CUDA.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
@@ -83,7 +83,7 @@ class Crew:
             self._start()
             patience += START_SECONDS
         for _, connection in self._members:
-            with contextlib.suppress(OSError):  # it has ended: `_collect` says so
+            with contextlib.suppress(OSError):  # it has ended: `_collect` reports that
                 connection.send((function, arguments))
         answers = self._collect(patience)
         if any(answer.status in ("raised", "lost", "left") for answer in answers):
@@ -134,7 +134,7 @@ class Crew:
         return [answers[rank] for rank in range(len(self._members))]
 
     def _stacks(self, rank: int) -> str:
-        """Have a process that hangs write its threads' stacks; return the end of its output."""
+        """Make a hanging process write the stacks of its threads; return the end of its output."""
         process = self._members[rank][0]
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
@@ -150,7 +150,7 @@ class Crew:
 
 
 def _serve(connection: Connection, environment: dict[str, str], log: str) -> None:
-    """The life of a member: call what is asked for and answer, until the pipe is closed."""
+    """Answer calls until the pipe is closed. Runs in each process of a crew."""
     global _connection
     _connection = connection
     os.environ.clear()
@@ -161,9 +161,11 @@ def _serve(connection: Connection, environment: dict[str, str], log: str) -> Non
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if Path("/dev/nvidiactl").exists():
-        with contextlib.suppress(OSError):  # where offload uses up the host's memory, this one goes, not the program
+        with contextlib.suppress(
+            OSError
+        ):  # if the host runs out of memory, the kernel ends this process, not the main program
             Path("/proc/self/oom_score_adj").write_text("1000")
-    # Daemons may not start processes, as loaders with workers do. Theirs end with them: they are daemons, too.
+    # Daemons may not start processes, as loaders with workers do. The workers are daemons, too, and end with this one.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     while True:
         try:

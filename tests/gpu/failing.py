@@ -1,6 +1,6 @@
 """A fit in which rank 1 fails alone: `python -m tests.gpu.failing DEVICE BACKEND STRATEGY`, once per rank.
 
-Both processes have to end, soon, and each has to say what happened.
+Both processes must end soon, and each must say what happened.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main() -> None:
     from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
 
     device, backend, strategy = sys.argv[1:]
-    if backend != "nccl":  # else the strategy makes its group, as for users
+    if backend != "nccl":  # otherwise the strategy makes the group, as for users
         join(device, backend, SECONDS)
     made = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy}[strategy](timeout=SECONDS)
     trainer = quiet_trainer(max_epochs=1, strategy=made, **trainer_options(device))

@@ -1,4 +1,4 @@
-"""Memory: what is left of a run after it, and what offloading activations saves in it."""
+"""GPU memory: what a run leaves allocated, and what activation offloading saves."""
 
 import gc
 from typing import Any
@@ -13,11 +13,11 @@ from tests.gpu.place import largest_difference, options_of, synchronize, trainer
 from tests.models import Regression, quiet_trainer
 
 _ALLOWED_BYTES = 2**20
-"""Of the GPU's memory after a run, for what libraries keep once they have been used."""
+"""GPU memory that may stay allocated after a run, for what libraries keep after first use."""
 
 
 class Layer(nn.Module):
-    """A unit: a feed-forward network around the identity."""
+    """A unit: a residual feed-forward network."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 class Deep(Regression):
-    """Equal layers, of which a run leaves tens of megabytes behind if it leaves anything."""
+    """Equal layers, large enough that anything a run leaves behind is tens of megabytes."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def allocated(device: str) -> int:
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # kept per stream once used; no public name
+        torch._C._cuda_clearCublasWorkspaces()  # allocated per stream on first use; no public name frees them
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
     storages: dict[int, int] = {}
@@ -73,7 +73,7 @@ def allocated(device: str) -> int:
 
 
 def left_behind(label: str, device: str) -> dict[str, Any]:
-    """Fit twice: the first shows what is kept once, the second what is kept each time."""
+    """Fit twice: the first fit shows what is kept once, the second what is kept by each fit."""
     width, num_layers, batch_size = _sizes(device)
     facts: dict[str, Any] = {"failures": []}
     before = allocated(device)
@@ -99,7 +99,7 @@ def left_behind(label: str, device: str) -> dict[str, Any]:
 
 
 class PeakOfSteps(Callback):
-    """The most memory in use from the second step on, beyond what was there before it."""
+    """Peak memory from the second step on, beyond what was allocated before it."""
 
     peak_bytes = 0
 
@@ -116,7 +116,7 @@ class PeakOfSteps(Callback):
 
 
 def activation_offload(device: str) -> dict[str, Any]:
-    """Recompute, and keep inputs of units on the host: the same weights, less memory."""
+    """Recomputation, also with unit inputs on the host, gives the same weights with less memory."""
     width, num_layers, batch_size = _sizes(device)
     facts: dict[str, Any] = {"failures": []}
     ways = {

@@ -1,4 +1,4 @@
-"""Whether training under a strategy on one rank has the numbers of the loop written by hand, on the same device."""
+"""Check that a strategy on one rank trains as a hand-written loop on the same device does."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _LOSS_TOLERANCES = {"64-true": 1e-9, "bf16-mixed": 1e-2, "16-mixed": 1e-2, "bf16
 
 
 def parity(label: str, device: str) -> dict[str, Any]:
-    """20 steps, without and with accumulation and a partial window at the end."""
+    """Train 20 steps, without accumulation, and with accumulation and a partial window at the end."""
     facts: dict[str, Any] = {"failures": []}
     tolerance = BY_LABEL[label].tolerance
     for accumulate in (1, 3):
@@ -39,7 +39,7 @@ def parity(label: str, device: str) -> dict[str, Any]:
 
 
 def clipping(label: str, device: str) -> dict[str, Any]:
-    """Clipping by norm and by value, where it makes a difference, with accumulation."""
+    """Clip by norm and by value, tightly enough to matter, with accumulation."""
     facts: dict[str, Any] = {"failures": []}
     tolerance = BY_LABEL[label].tolerance
     for algorithm, most in (("norm", 0.05), ("value", 0.002)):
@@ -54,10 +54,10 @@ def clipping(label: str, device: str) -> dict[str, Any]:
 
 
 def modules(label: str, device: str) -> dict[str, Any]:
-    """Modules nobody wrote for a strategy: tied, frozen, shared, 0-dimensional, GPT-2, T5, and so on."""
+    """Train modules that were not written for a strategy: tied, frozen, shared, 0-dimensional, GPT-2, T5, and so on."""
     facts: dict[str, Any] = {"failures": []}
     for name, module in MODULES.items():
-        if module is GAN:  # manual optimization: has a loop of its own
+        if module is GAN:  # manual optimization: has its own loop
             continue
         make = with_sgd(module)
         try:
@@ -71,7 +71,7 @@ def modules(label: str, device: str) -> dict[str, Any]:
 
 
 def precisions(label: str, device: str) -> dict[str, Any]:
-    """Losses and weights of every precision beside those of the loop in the same precision."""
+    """Compare losses and weights in every precision with those of the loop in the same precision."""
     facts: dict[str, Any] = {"failures": []}
     make = Regression if needs_operators(label) else with_sgd(Regression)  # DeepSpeed offloads Adam only
     for precision in PRECISIONS:
@@ -81,11 +81,11 @@ def precisions(label: str, device: str) -> dict[str, Any]:
             losses, weights = _fit_in(precision, label, device, make)
         except (ConfigurationError, ValueError) as refusal:
             facts[precision] = f"refused: {str(refusal)[:80]}"
-            # Offload may refuse, saying why; ZeRO has no 64-true.
+            # Offload may refuse with a reason; ZeRO has no 64-true.
             if "offload" not in label and ("zero" not in label or precision != "64-true"):
                 facts["failures"].append(f"{precision} is refused: {refusal}")
             continue
-        # ZeRO's "true" precisions keep fp32 masters, and its fp16 engine looks for a loss scale in the first steps.
+        # ZeRO's "true" precisions keep fp32 masters, and its fp16 engine searches for a loss scale in the first steps.
         masters = "zero" in label and precision.endswith("-true")
         reference = precision.replace("-true", "-mixed") if masters else precision
         expected_losses, expected = raw_loops.regression(NUM_STEPS, 1, device, make=make, precision=reference)
@@ -113,7 +113,7 @@ def _fit_in(precision: str, label: str, device: str, make: type[Regression]) -> 
 
 
 def named_backend(device: str) -> dict[str, Any]:
-    """Fits whose process group carries one kind of tensors only: "nccl" on CUDA, "gloo" on CPU."""
+    """Fit with a process group that carries one kind of tensors only: "nccl" on CUDA, "gloo" on CPU."""
     from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
 
     backend = "nccl" if device == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""What each of two ranks runs that share a GPU; to the Trainer, two nodes with a device each."""
+"""What each of two ranks that share a GPU runs; to the Trainer they are two nodes with a device each."""
 
 import os
 import time
@@ -29,7 +29,7 @@ _JOIN_SECONDS = 60.0
 
 
 def environments(port: int, name: str) -> list[dict[str, str]]:
-    """Return what is added to the environment of each rank: a node of its own, also to NCCL."""
+    """Return the environment variables of each rank, which make it a separate node, also to NCCL."""
     return [
         {
             "TORCHELASTIC_RUN_ID": name,
@@ -41,7 +41,7 @@ def environments(port: int, name: str) -> list[dict[str, str]]:
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            # NCCL refuses a GPU that it finds twice on one host, by this name of the host.
+            # NCCL refuses a GPU that it finds twice on one host. This names the host.
             "NCCL_HOSTID": f"{name}-{rank}",
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -51,17 +51,17 @@ def environments(port: int, name: str) -> list[dict[str, str]]:
 
 
 def root_device(device: str) -> torch.device:
-    """Return the device both ranks use."""
+    """Return the device that both ranks use."""
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
 
 def join(device: str, backend: str, seconds: float | None = None) -> None:
-    """Make the default group, unless there is one. *Collective*.
+    """Make the default group, unless one exists. *Collective*.
 
     Args:
         device: `"cuda"` or `"cpu"`.
         backend: `"nccl"`: the group that strategies make by themselves; else a backend, in a group that they join.
-        seconds: how long ranks wait for each other; by default as long as strategies selected by name.
+        seconds: how long ranks wait for each other; by default the timeout of strategies selected by name.
     """
     if dist.is_initialized():
         return
@@ -77,7 +77,7 @@ def join(device: str, backend: str, seconds: float | None = None) -> None:
 
 
 def probe(device: str, backend: str, num_bytes: int) -> dict[str, Any]:
-    """Seconds to join, to reduce, and to send around a ring of two. *Collective*."""
+    """Measure the seconds to join, to reduce, and to send around a ring of two. *Collective*."""
     facts: dict[str, Any] = {"failures": []}
     place = root_device(device)
     began = time.perf_counter()
@@ -102,7 +102,7 @@ def probe(device: str, backend: str, num_bytes: int) -> dict[str, Any]:
 
 
 def parity(label: str, device: str, backend: str) -> dict[str, Any]:
-    """20 steps on half of each batch, as one process on the same device trains on the whole. *Collective*."""
+    """Train 20 steps on half of each batch, and compare with one process on the same device. *Collective*."""
     check_installed(label)
     join(device, backend)
     facts: dict[str, Any] = {"failures": []}
@@ -125,13 +125,13 @@ def parity(label: str, device: str, backend: str) -> dict[str, Any]:
 
 
 def reduce(algorithm: str, device: str, backend: str, num_bytes: int) -> dict[str, Any]:
-    """Our all-reduce algorithms. *Collective*."""
+    """Check our all-reduce algorithms. *Collective*."""
     join(device, backend)
     return reductions.facts(algorithm, root_device(device), num_bytes)
 
 
 def cpu_path(device: str, backend: str) -> dict[str, Any]:
-    """CPU tensors and objects in a group whose ranks have GPUs. *Collective*."""
+    """Exchange CPU tensors and objects in a group whose ranks have GPUs. *Collective*."""
     join(device, backend)
     facts: dict[str, Any] = {"failures": []}
     objects: list[Any] = [None] * NUM_RANKS
@@ -144,7 +144,7 @@ def cpu_path(device: str, backend: str) -> dict[str, Any]:
 
 
 def manual_optimization(device: str, backend: str) -> dict[str, Any]:
-    """A GAN, by hand with two optimizers, under ZeRO with and without overlap, as under DDP. *Collective*."""
+    """Train a GAN with manual optimization under ZeRO, with and without overlap, and under DDP. *Collective*."""
     check_installed("paral_zero")
     join(device, backend)
     facts: dict[str, Any] = {"failures": []}
@@ -161,7 +161,7 @@ def manual_optimization(device: str, backend: str) -> dict[str, Any]:
 
 
 def save(label: str, device: str, backend: str, folder: str) -> dict[str, Any]:
-    """Train on two ranks, and save in the midst; note the mean losses of the run, which goes on. *Collective*."""
+    """Train on two ranks and save midway; record the mean losses of the rest of the run. *Collective*."""
     check_installed(label)
     join(device, backend)
     path = Path(folder, label)

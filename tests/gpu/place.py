@@ -1,4 +1,4 @@
-"""Where a check runs: the Trainer's options for it, and which strategies there are."""
+"""Trainer options of checks by device, and the strategies to check."""
 
 import importlib.util
 import os
@@ -11,20 +11,20 @@ from tests.contract.cases import BY_LABEL
 from tests.gpu.crew import Skipped
 
 ONE_RANK = tuple(label for label in BY_LABEL if "hybrid" not in label)
-"""Cases that make sense on one rank; hybrid sharding needs two."""
+"""Cases that run on one rank; hybrid sharding needs two."""
 
 REPLICAS = 2
-"""Of `paral_dp`, which share the GPU."""
+"""Replicas of `paral_dp`, which share the GPU."""
 
 
 def trainer_options(device: str) -> dict[str, Any]:
-    """Return what places a Trainer on `device`: one process, or one of several nodes with a device each."""
+    """Return the Trainer options for `device`: one process, or one of several nodes with a device each."""
     accelerator = "gpu" if device == "cuda" else "cpu"
     return {"accelerator": accelerator, "devices": 1, "num_nodes": int(os.environ.get("WORLD_SIZE", "1"))}
 
 
 def options_of(label: str, device: str) -> dict[str, Any]:
-    """Return what gives a Trainer the strategy of a case, on `device`.
+    """Return the Trainer options for `device`, with the strategy of a case.
 
     Raises:
         Skipped: a library that the strategy needs is not installed.
@@ -39,9 +39,9 @@ def options_of(label: str, device: str) -> dict[str, Any]:
 
 
 def check_installed(label: str) -> None:
-    """Raise `Skipped` if the strategy of a case needs DeepSpeed, and it is not there."""
+    """Raise `Skipped` if the strategy of a case needs DeepSpeed and it is not installed."""
     if "zero" in label and importlib.util.find_spec("deepspeed") is None:
-        raise Skipped("DeepSpeed is not installed; tests/gpu/carry.py lays out the wheels")
+        raise Skipped("DeepSpeed is not installed; tests/gpu/carry.py downloads the wheels")
 
 
 def needs_operators(label: str) -> bool:

@@ -1,4 +1,4 @@
-"""Training loops written by hand, with nothing of Lightning's or ours: what every strategy has to equal."""
+"""Hand-written training loops, without Lightning or this package, which every strategy must equal."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from tests.models import GLOBAL_BATCH_SIZE, Regression, regression_data
 from tests.zero_models import Fitted, token_loader
 
 Fit = tuple[list[float], dict[str, Tensor]]
-"""Losses of batches, and the final weights on the host."""
+"""The loss of each batch, and the final weights on the host."""
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64, "32": torch.float32}
 
@@ -27,11 +27,11 @@ def regression(
     precision: str = "32-true",
     clip: tuple[str, float] = ("norm", 0.1),
 ) -> Fit:
-    """Train as `tests.models.fit_regression` does, the last step on a partial window."""
+    """Train as `tests.models.fit_regression` does; the last step may have a partial window."""
     torch.manual_seed(3)
     model = make()
     num_batches = num_steps * accumulate - (1 if accumulate > 1 else 0)
-    # Whole batches, also on a rank that would draw a share of them.
+    # Full batches, also on a rank that would draw only its share.
     whole = DataLoader(regression_data(num_batches, _num_ranks()).dataset, GLOBAL_BATCH_SIZE)
     return loop(model, whole, device, accumulate=accumulate, precision=precision, clip=clip)
 
@@ -55,7 +55,7 @@ def loop(
     precision: str = "32-true",
     clip: tuple[str, float] | None = None,
 ) -> Fit:
-    """Train `model`, which keeps its losses, with its own optimizer."""
+    """Train `model`, which records its losses, with its own optimizer."""
     dtype = _DTYPES[precision.split("-")[0]]
     mixed = precision.endswith("-mixed")
     model.to(device=device, dtype=None if mixed else dtype)

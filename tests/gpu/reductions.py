@@ -1,4 +1,4 @@
-"""Whether our all-reduce algorithms give the sum, the same bits on all ranks."""
+"""Check that our all-reduce algorithms return the sum, bit-identical on all ranks."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ LENGTHS = (1, 5, 1000, 3_000_001)
 
 
 def reduction_error(algorithm: str, device: torch.device) -> tuple[float, bool]:
-    """Return the largest error to a float64 sum, and whether all ranks hold the same bits. *Collective*."""
+    """Return the largest error against a float64 sum, and whether all ranks hold the same bits. *Collective*."""
     worst, identical, world_size = 0.0, True, dist.get_world_size()
     for length in LENGTHS:
         terms = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
@@ -28,7 +28,7 @@ def reduction_error(algorithm: str, device: torch.device) -> tuple[float, bool]:
 
 
 def seconds_of(algorithm: str, device: torch.device, num_bytes: int) -> float:
-    """Return the seconds of one all-reduce of so many bytes, after one to warm up. *Collective*."""
+    """Return the seconds of one all-reduce of `num_bytes` bytes, after one to warm up. *Collective*."""
     tensor = torch.ones(num_bytes // 4, device=device)
     for _ in range(2):
         dist.barrier()
@@ -39,7 +39,7 @@ def seconds_of(algorithm: str, device: torch.device, num_bytes: int) -> float:
 
 
 def facts(algorithm: str, device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Return both as a check does. *Collective*."""
+    """Return both results as a check does. *Collective*."""
     error, identical = reduction_error(algorithm, device)
     found: dict[str, Any] = {"failures": [], "error": error, "identical": identical}
     found[f"s for {num_bytes / 2**20:.1f} MiB"] = seconds_of(algorithm, device, num_bytes)

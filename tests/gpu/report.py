@@ -1,4 +1,4 @@
-"""What the GPU programs say: a line per check as it ends, a JSON file that is complete at any time, a table."""
+"""The output of the GPU programs: a line per check as it ends, a JSON file that is valid at any time, a table."""
 
 import json
 import os
@@ -27,9 +27,9 @@ class Row:
 
 
 def as_row(name: str, seconds: float, answers: Sequence[Answer]) -> Row:
-    """Return the row of a check from what its ranks answered.
+    """Return the row of a check from the answers of its ranks.
 
-    A check returns a mapping of facts; under `"failures"`, sentences that say what was not as it should be.
+    A check returns a mapping of facts. Its key `"failures"` lists sentences that say what went wrong.
     """
     broken = [(rank, answer) for rank, answer in enumerate(answers) if answer.status in ("raised", "lost")]
     if broken:
@@ -45,7 +45,7 @@ def as_row(name: str, seconds: float, answers: Sequence[Answer]) -> Row:
 
 
 class Report:
-    """Rows, printed as they come and kept in `folder/NAME.json` and, in the end, `folder/NAME.md`."""
+    """Rows, printed as they come, and saved in `folder/NAME.json` and at the end in `folder/NAME.md`."""
 
     def __init__(self, name: str, folder: Path, about: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Report:
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
-        """Print and keep a row."""
+        """Print and save a row."""
         self.rows.append(row)
         said = row.reason.strip().splitlines()[-1] if row.status != "passed" and row.reason else brief(row.facts)
         print(f"{row.status.upper():7} {row.name:38} {row.seconds:6.1f} s  {said[:_LINE]}", flush=True)
@@ -107,7 +107,7 @@ def _short(value: Any) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path`, which is complete at any time."""
+    """Write `content` to `path` atomically."""
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(json.dumps(content, indent=1, default=str) + "\n")
     os.replace(draft, path)

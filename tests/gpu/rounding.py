@@ -1,8 +1,8 @@
-"""Optimizers that do not enlarge rounding, for comparisons between devices.
+"""Optimizers that do not amplify rounding errors, for comparisons between devices.
 
-Devices add in other orders, so gradients differ by 6e-8 or so. Where a gradient is all but zero, Adam divides it by its
-own size and makes a full step of that: weights of GPT-2, T5 and `OnTheModule` then differ by 5e-3. Under SGD they
-differ as little as the gradients do.
+Devices add in different orders, so gradients differ by about 6e-8. If a gradient is nearly zero, Adam divides it by its
+own size and takes a full step: weights of GPT-2, T5 and `OnTheModule` then differ by 5e-3. With SGD weights differ as
+little as gradients do.
 """
 
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ Module = TypeVar("Module")
 
 
 def with_sgd(module: type[Module]) -> type[Module]:
-    """Return a subclass of `module` that trains with SGD in the place of AdamW: same groups, rates and schedulers."""
+    """Return a subclass of `module` that trains with SGD in place of AdamW; groups, rates, schedulers are the same."""
 
     class WithSGD(module):  # type: ignore[misc, valid-type]
         def configure_optimizers(self) -> Any:

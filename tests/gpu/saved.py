@@ -1,4 +1,4 @@
-"""Checkpoints on one rank: saved under one strategy, resumed under the others; saved in the background."""
+"""Checkpoints on one rank: save under one strategy and resume under others; save in the background."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ ASYNC = {
 
 
 class StateBesideWeights(Callback):
-    """Looks, in the first step, whether optimizer state lies where the parameter it belongs to does."""
+    """Checks in the first step that optimizer state is on the device of its parameter."""
 
     def __init__(self) -> None:
         self.apart: list[str] = []
@@ -49,7 +49,7 @@ def _options(label: str, device: str) -> dict[str, Any]:
 
 
 def save(label: str, device: str, folder: str) -> dict[str, Any]:
-    """Train, and save in the midst of an epoch; note the losses of the run, which goes on."""
+    """Train and save in the middle of an epoch; record the losses of the rest of the run."""
     path = Path(folder, label)
     losses = fit(world_size=1, save_to=path / "x.ckpt", **_options(label, device)).losses
     write_json(path / "losses.json", {str(number): loss for number, loss in losses.items()})
@@ -57,7 +57,7 @@ def save(label: str, device: str, folder: str) -> dict[str, Any]:
 
 
 def resume(label: str, device: str, folder: str, sources: list[str]) -> dict[str, Any]:
-    """Resume from what was saved under each of `sources`; training goes on with the losses of the run that saved."""
+    """Resume from the checkpoint of each of `sources`; the losses must be those of the run that saved."""
     facts: dict[str, Any] = {"failures": []}
     for source in sources:
         path = Path(folder, source)

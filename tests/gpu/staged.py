@@ -1,7 +1,7 @@
 """A backend for ranks that share a GPU, which NCCL may refuse: copy to the host, gloo, copy back.
 
-`dist.init_process_group("staged")` after `register()`. It carries tensors on CPU in the same way, so that tests without
-a GPU run the same code. Every collective is finished when its call returns; sends and receives are finished by `wait`.
+Call `register()`, then `dist.init_process_group("staged")`. CPU tensors take the same path, so that tests without a GPU
+run the same code. Collectives are complete when the call returns; sends and receives complete in `wait`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ def register() -> None:
 
 
 class StagedWork(dist.Work):
-    """Finishes what is under way, and then calls `finish`, once."""
+    """Waits for pending work, and then calls `finish` once."""
 
     def __init__(self, under_way: Sequence[Any], finish: Callable[[], None], results: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Ranks that exchange tensors by way of the host."""
+    """A process group whose ranks exchange tensors through the host."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -75,7 +75,7 @@ class StagedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
-    # The base class asks the backends of its devices for the name, and has none.
+    # The base class asks the backends of its devices for the name, and it has no backends.
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
@@ -140,7 +140,7 @@ class StagedGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin operations that are waited for together; here each is finished by itself."""
+        """Begin a group of operations; here each completes on its own."""
 
     def _end_coalescing(self, device: torch.device) -> StagedWork:
         return _done(())
@@ -185,7 +185,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> StagedWork:
         hosts = [_host(tensor) for tensor in tensors]
-        # What travels has to live until it has been read.
+        # The sent copy has to live until it has been received.
         return StagedWork([self._gloo.send(hosts, target, tag)], hosts.clear, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> StagedWork:
@@ -211,7 +211,7 @@ class StagedGroup(dist.ProcessGroup):
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         averaged = operation == dist.ReduceOp.AVG
         host = _host(tensor)
-        # Half types are added in fp32, as NCCL does on the way.
+        # 16-bit types are added in fp32, as NCCL does internally.
         summed = host.float() if host.dtype in (torch.float16, torch.bfloat16) else host
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if averaged else operation

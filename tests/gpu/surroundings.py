@@ -1,4 +1,4 @@
-"""What this machine has, and whether a process group on it works as the strategies make it."""
+"""What this machine has, and whether process groups made as by the strategies work on it."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ _AIO = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_se
 
 
 def versions(device: str) -> dict[str, Any]:
-    """Versions, compilers, devices, memory, disk."""
+    """Report versions, compilers, devices, memory and disk."""
     facts: dict[str, Any] = {"failures": [], "python": platform.python_version()}
     for name in PACKAGES:
         facts[name] = metadata.version(name) if importlib.util.find_spec(name) else "missing"
@@ -45,11 +45,11 @@ def versions(device: str) -> dict[str, Any]:
 
 
 def process_group(device: str, bound: bool) -> dict[str, Any]:
-    """Seconds to make a group of one rank, a group in it, a barrier, a reduction, and to end it.
+    """Measure the seconds to make a group of one rank and a subgroup, for a barrier and a reduction, and to end it.
 
     Args:
         device: `"cuda"` or `"cpu"`.
-        bound: whether the group is bound to the device, as `init_process_group(device_id=...)`.
+        bound: whether to bind the group to the device, by `init_process_group(device_id=...)`.
     """
     facts: dict[str, Any] = {"failures": []}
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")

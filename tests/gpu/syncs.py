@@ -1,8 +1,8 @@
-"""How often the host waits for the GPU in a training step: by strategy, beside the loop written by hand.
+"""How often the host waits for the GPU in a training step, by strategy, compared with a hand-written loop.
 
-On CUDA, `torch.cuda.set_sync_debug_mode("warn")` tells of every wait that torch knows of, with the stack; the profiler
-counts the calls of the CUDA runtime, those of NCCL and DeepSpeed's extensions included. On CPU only reads of single
-values are counted, `aten::_local_scalar_dense`, each of which would be a wait.
+On CUDA, `torch.cuda.set_sync_debug_mode("warn")` reports every wait that torch knows of, with the stack; the profiler
+counts calls of the CUDA runtime, including those of NCCL and DeepSpeed's extensions. On CPU only reads of single values
+are counted, `aten::_local_scalar_dense`, each of which would be a wait on CUDA.
 """
 
 import traceback
@@ -23,16 +23,16 @@ from tests.gpu.place import options_of, synchronize
 from tests.models import quiet_trainer
 
 FIRST, NUM_STEPS = 4, 8
-"""Steps before the window, and in it."""
+"""Number of steps before the window, and in it."""
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 _READS = ("aten::_local_scalar_dense",)
 _OWNERS = ("lightning_paral", "deepspeed", "lightning", "tests")
 _FREE_OF_WAITS = ("paral_ddp", "paral_ddp_ring", "paral_fsdp")
-"""Strategies in whose steps nothing of ours may wait."""
+"""Strategies in whose steps our code must not wait."""
 
 
 class OnDevice(IterableDataset[Tensor]):
-    """Batches that are on the device already, so that moving them is no reason to wait."""
+    """Batches that are already on the device, so that moving them causes no wait."""
 
     def __init__(self, device: str) -> None:
         self.batches = torch.randn(FIRST + NUM_STEPS + 2, 16, 8).to(device)
@@ -42,7 +42,7 @@ class OnDevice(IterableDataset[Tensor]):
 
 
 class Plain(LightningModule):
-    """Reads no value back itself."""
+    """Reads no value back from the device itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Window:
         for event in self._profile.events():
             if event.name.startswith(_WAITS) or event.name in _READS:
                 self.calls[event.name] += 1
-        # Asynchronous copies have names that begin like those of blocking ones.
+        # Names of asynchronous copies begin with those of blocking ones.
         for name in [name for name in self.calls if "Async" in name]:
             del self.calls[name]
 
@@ -109,7 +109,7 @@ class Window:
 
 
 class Counting(Callback):
-    """Counts in the window of a fit."""
+    """Counts waits in a window of steps of a fit."""
 
     def __init__(self, window: Window) -> None:
         self.window = window
@@ -122,7 +122,7 @@ class Counting(Callback):
 
 
 def by_hand(device: str) -> Window:
-    """Count in the loop written by hand."""
+    """Count waits in the hand-written loop."""
     model = Plain().to(device)
     optimizer = model.configure_optimizers()
     window = Window(device)
@@ -139,7 +139,7 @@ def by_hand(device: str) -> Window:
 
 
 def under(options: dict[str, Any], device: str) -> Window:
-    """Count in a fit with a Trainer of these options."""
+    """Count waits in a fit with these Trainer options."""
     window = Window(device)
     trainer = quiet_trainer(max_epochs=1, gradient_clip_val=1.0, callbacks=[Counting(window)], **options)
     trainer.fit(Plain(), DataLoader(OnDevice(device), batch_size=None))
@@ -147,7 +147,7 @@ def under(options: dict[str, Any], device: str) -> Window:
 
 
 def waits(label: str, device: str) -> dict[str, Any]:
-    """Count under a strategy, in Lightning's own single-device strategy, and in the loop written by hand."""
+    """Count waits under a strategy, under Lightning's single-device strategy, and in the hand-written loop."""
     facts: dict[str, Any] = {"failures": []}
     options = options_of(label, device)
     counted = under(options, device)

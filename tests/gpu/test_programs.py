@@ -1,4 +1,4 @@
-"""The programs for GPUs run on CPU, in small, so that they are alive when there is a GPU."""
+"""The GPU programs run on CPU at a small size, so that they work when there is a GPU."""
 
 import json
 import os
@@ -123,7 +123,7 @@ def test_a_check_that_fails_crashes_or_hangs_is_reported_and_the_next_one_runs(t
     found = {}
     try:
         for name in ("one", "fail", "crash", "go", "refuse", "hang", "one"):
-            answers = crew.call(f"{HERE}:one", budget=60)  # so that what follows meets a process that is there
+            answers = crew.call(f"{HERE}:one", budget=60)  # so that the calls below find a running process
             assert answers[0].status == "returned"
             found[name] = as_row(name, 0.0, crew.call(f"{HERE}:{name}", budget=1 if name == "hang" else 60))
     finally:

@@ -1,4 +1,4 @@
-"""Saving and offloading on CUDA: what is copied beside the computation arrives whole, and takes no room on the GPU."""
+"""Saving and offloading on CUDA: overlapped copies arrive intact, and use no GPU memory."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ MANY_CYCLES = 200_000_000
 
 
 def busy() -> None:
-    """Keep the stream that computes busy for a while: what does not wait for it comes too early."""
+    """Keep the computing stream busy for a while, so that what does not wait for it comes too early."""
     torch.cuda._sleep(MANY_CYCLES)  # type: ignore[no-untyped-call]
 
 
@@ -47,7 +47,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
     assert _pin(memory)
     with pytest.warns(UserWarning, match="could not be pinned"):
         assert not _pin(memory)  # a second time
-    assert torch.ones(3, device="cuda").sum().item() == 3.0  # the error is not taken for this kernel's
+    assert torch.ones(3, device="cuda").sum().item() == 3.0  # the error is not attributed to this kernel
     _unpin(memory)
 
 
@@ -100,12 +100,12 @@ def test_pieces_are_those_of_tensors_that_are_freed_meanwhile() -> None:
     with HostBytes(made_and_freed()) as source:
         for number in range(8):
             for view in source.read(HostBytes.piece_bytes // 2 + number):
-                torch.full((2**24,), 99, dtype=torch.uint8, device="cuda")  # takes what was freed
+                torch.full((2**24,), 99, dtype=torch.uint8, device="cuda")  # reuses the freed memory
                 assert (torch.frombuffer(view, dtype=torch.uint8) == number).all()
 
 
 class Blocks(nn.Module):
-    """Blocks whose inputs are most of what is kept."""
+    """Blocks whose inputs are most of the memory kept for backward."""
 
     def __init__(self, offloaded: OffloadedInputs | None) -> None:
         super().__init__()

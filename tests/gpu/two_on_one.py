@@ -1,11 +1,11 @@
-"""Two ranks on one GPU: collectives, the parity contract, hybrid sharding, checkpoints, and a rank that fails alone.
+"""Check two ranks on one GPU: collectives, parity, hybrid sharding, checkpoints, and a rank that fails alone.
 
     python -m tests.gpu.two_on_one [--only NAME,...] [--device cpu|cuda] [--backend auto|nccl|staged] [--out DIR]
 
-NCCL refuses a GPU that it finds twice on a host. First two processes try whether a different NCCL_HOSTID for each makes
-it accept; if not, a backend that copies to the host, uses gloo and copies back takes its place. Without a GPU that is
-the one there is. Prints a line per check, and a table; writes DIR/two_on_one.json and .md. The exit code is 1 if any
-check failed. `--only` takes names and beginnings of names, `--list` shows them.
+NCCL refuses a GPU that it finds twice on a host. Two processes first try whether it accepts the GPU if each has its own
+NCCL_HOSTID. If not, or without a GPU, a backend that copies to the host, uses gloo and copies back takes its place.
+Prints a line per check, and a table; writes DIR/two_on_one.json and .md. The exit code is 1 if any check failed.
+`--only` takes names or prefixes, `--list` shows the names.
 """
 
 import argparse
@@ -38,14 +38,14 @@ _counter = itertools.count()
 
 
 def new_environments() -> list[dict[str, str]]:
-    """Return the environments of a new pair of ranks, which meet at a port of their own."""
+    """Return the environments of a new pair of ranks, with a new port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return environments(free.getsockname()[1], f"two-on-one-{os.getpid()}-{next(_counter)}")
 
 
 def checks(device: str, backend: str, folder: str) -> list[Check]:
-    """Return the checks of two ranks and, after what they saved, those of one."""
+    """Return the checks of two ranks, followed by those of one rank, which use what the two saved."""
     num_bytes = 25 * 2**20 if device == "cuda" else 2**18
     where = (device, backend)
     found = [
@@ -61,7 +61,7 @@ def checks(device: str, backend: str, folder: str) -> list[Check]:
 
 
 def find_backend(device: str, folder: Path, report: Report) -> str:
-    """Return `"nccl"` if it takes two ranks on one GPU, else `"staged"`."""
+    """Return `"nccl"` if NCCL accepts two ranks on one GPU, else `"staged"`."""
     if device == "cpu":
         return "staged"
     crew = Crew(new_environments, folder, "probe")
@@ -72,13 +72,13 @@ def find_backend(device: str, folder: Path, report: Report) -> str:
     if row.status == "passed":
         report.add(row)
         return "nccl"
-    # That NCCL refuses is no failure of ours; its words are kept.
+    # A refusal by NCCL is not our failure; its message is kept.
     report.add(Row("probe:nccl", "skipped", row.seconds, row.facts, f"{row.reason}\nNCCL refuses two ranks here"))
     return "staged"
 
 
 def fail_alone(name: str, device: str, backend: str, folder: Path) -> Row:
-    """Let rank 1 fail: both processes have to end soon, rank 1 with its traceback, rank 0 with a reason."""
+    """Let rank 1 fail: both processes must end soon, rank 1 with its traceback, rank 0 with a reason."""
     began = time.monotonic()
     patience = PATIENCE[device] * _FAILING_SECONDS
     ranks = []
@@ -118,7 +118,7 @@ def fail_alone(name: str, device: str, backend: str, folder: Path) -> Row:
 
 
 def run(chosen: Sequence[Check], device: str, backend: str, folder: Path, report: Report, budget: float) -> None:
-    """Run the checks: most in a pair of ranks, what resumes on one rank, what fails in processes of its own."""
+    """Run the checks: most in a pair of ranks, resuming on one rank, failing in separate processes."""
     began = time.monotonic()
     build = Build(device, folder) if any(check.operators for check in chosen) else None
     pair, single = Crew(new_environments, folder, "rank"), Crew(alone, folder, "single")
@@ -146,13 +146,13 @@ def run(chosen: Sequence[Check], device: str, backend: str, folder: Path, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; return the exit code."""
+    """Run the checks that the command line selects; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names, or their beginnings, with commas between")
+    parser.add_argument("--only", default="", help="comma-separated names or prefixes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--backend", choices=("auto", "nccl", "staged", "gloo"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for all checks")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     options = parser.parse_args(arguments)
     names = [name for name in options.only.split(",") if name]

@@ -1,4 +1,4 @@
-"""Canaries: every private name that `lightning_paral.compat` uses is there, as it is used."""
+"""Canaries: every private name that `lightning_paral.compat` uses exists, with the parameters it relies on."""
 
 import ast
 import importlib
@@ -25,7 +25,7 @@ ENTRIES = [entry for module in MODULES for entry in getattr(module, "NAMES", ())
 
 
 def import_deepspeed() -> None:
-    """Import DeepSpeed as the strategies do: on the processor, whatever else is there, and without its chatter."""
+    """Import DeepSpeed as the strategies do on CPU, whatever devices there are, and without its messages."""
     with quiet_deepspeed(logging.ERROR):
         choose_accelerator(torch.device("cpu"))
 

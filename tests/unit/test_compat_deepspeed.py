@@ -1,4 +1,4 @@
-"""Canaries: what an entry of `compat.deepspeed` cannot say by its name, DeepSpeed still does as it is relied on."""
+"""Canaries: DeepSpeed still behaves as `compat.deepspeed` relies on, beyond having the names."""
 
 import ast
 import inspect
@@ -81,7 +81,7 @@ def test_attributes_that_few_configurations_have_are_no_error() -> None:
 
 
 class Recorder:
-    """In the place of DeepSpeed's backend."""
+    """Stands in for DeepSpeed's backend."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -111,7 +111,7 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
         ("all_reduce", []),
         ("reduce_scatter_tensor", ["async_op", "group", "input_tensor", "op", "output_tensor"]),
         ("all_gather_into_tensor", ["async_op", "group", "input_tensor", "output_tensor"]),
-    ], "DeepSpeed calls its backend otherwise: GlooBackend of lightning_paral/zero/gloo.py would not be reached"
+    ], "DeepSpeed calls its backend in another way: GlooBackend of lightning_paral/zero/gloo.py would not be used"
 
 
 def test_shared_memory_is_left_out() -> None:
@@ -119,7 +119,7 @@ def test_shared_memory_is_left_out() -> None:
 
     operators.leave_out_shared_memory()
 
-    assert build_shm_op() is None, "DeepSpeed compiles collectives in shared memory, under another name than before"
+    assert build_shm_op() is None, "DeepSpeed compiles shared-memory collectives under another name"
 
 
 def test_shared_memory_all_the_same_is_an_error() -> None:
@@ -179,14 +179,14 @@ def test_torch_gets_its_own_linear_back(monkeypatch: pytest.MonkeyPatch) -> None
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
-    monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)  # it asks for the rank
+    monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)  # it needs the rank
     own = torch.nn.functional.linear
     with linear.linear_as_before():
         Patches._enable_mem_efficient_linear(object.__new__(Patches))
         assert torch.nn.functional.linear is not own, "DeepSpeed no longer replaces linear: the patch can go"
         linear.restore_linear()
 
-        assert torch.nn.functional.linear is own, "DeepSpeed keeps torch's own linear elsewhere than in linear_bk"
+        assert torch.nn.functional.linear is own, "DeepSpeed no longer keeps torch's own linear in linear_bk"
 
         Patches._enable_mem_efficient_linear(object.__new__(Patches))
         monkeypatch.delattr(Patches, "linear_bk")
@@ -224,7 +224,7 @@ def test_what_deepspeed_puts_in_the_place_of_parameters_is_taken_away() -> None:
     modules.end_forward(module)
     modules.restore_container(module, kind)
 
-    assert divided._in_forward is False, "DeepSpeed notes otherwise that a forward is under way"
+    assert divided._in_forward is False, "DeepSpeed records in another way that a forward is running"
     assert (type(module._parameters), list(module._parameters)) == (kind, names)
 
 
@@ -264,7 +264,9 @@ def test_gathering_and_releasing_go_through_methods_of_parameters() -> None:
     said = source_of(PartitionedParameterCoordinator)
 
     for called in ("param_group[0].all_gather_coalesced(", "param.partition("):
-        assert called in said, "what users write to parameters of stage 3 would be lost: they come and go unnoticed"
+        assert called in said, (
+            "users' writes to stage-3 parameters would be lost: gathering and releasing goes unnoticed"
+        )
 
 
 # `zero.Init`
@@ -281,16 +283,16 @@ def test_init_replaces_the_constructors_that_are_given_back() -> None:
         and ast.unparse(node.targets[0].value) == "torch"
     ]
 
-    assert set(replaced) == set(zero_init.CONSTRUCTORS), "zero.Init replaces other functions of torch than it did"
+    assert set(replaced) == set(zero_init.CONSTRUCTORS), "zero.Init replaces other functions of torch than CONSTRUCTORS"
 
 
 def test_init_divides_by_the_methods_that_are_replaced() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
-        assert "self._zero_init_param(" in source_of(caller), f"{caller.__qualname__} divides by another method"
+        assert "self._zero_init_param(" in source_of(caller), f"{caller.__qualname__} shards by another method"
     assert "self._post_init_method(module)" in source_of(Init.patch_init_and_builtins), (
-        "zero.Init divides modules by another method"
+        "zero.Init shards modules by another method"
     )
 
 
@@ -312,7 +314,7 @@ def test_the_engine_asks_whether_it_runs_the_backward_pass() -> None:
     said = source_of(DeepSpeedEngine._backward_post_hook)
 
     assert "not self._running_engine_backward" in said, "the flag no longer keeps engines from ending a backward pass"
-    assert "self._backward_epilogue()" in said, "a backward pass ends otherwise than by _backward_epilogue"
+    assert "self._backward_epilogue()" in said, "a backward pass no longer ends with _backward_epilogue"
 
 
 def test_windows_end_by_the_method_that_reduces_what_hooks_left() -> None:
@@ -345,7 +347,7 @@ def test_processor_is_read_by_the_function_that_is_replaced() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     assert "from cpuinfo import get_cpu_info" in source_of(DeepSpeedCPUAdam.__init__), (
-        "DeepSpeedCPUAdam reads the processor otherwise: processor_read_once has no effect"
+        "DeepSpeedCPUAdam reads the processor in another way: processor_read_once has no effect"
     )
     plain = cpuinfo.get_cpu_info
     with processor.processor_read_once():

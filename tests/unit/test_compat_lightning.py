@@ -1,4 +1,4 @@
-"""Canaries: what `lightning_paral.compat.lightning` replaces or calls still does in Lightning what it is used for."""
+"""Canaries: Lightning still uses what `lightning_paral.compat.lightning` replaces or calls as it relies on."""
 
 import warnings
 from collections.abc import Callable
@@ -141,7 +141,7 @@ def test_what_is_logged_passes_through_the_methods_that_subclasses_override() ->
     evaluation.set_results(plain.validate_loop, Noted(training=False))
     plain.validate(Model(), loader(), verbose=False)
 
-    assert called == {"log", "update_metrics", "metrics"}, "self.log goes other ways through the collection"
+    assert called == {"log", "update_metrics", "metrics"}, "self.log calls other methods of the collection"
 
 
 def test_a_step_alone_logs_nothing_to_hooks_and_counts_nothing() -> None:

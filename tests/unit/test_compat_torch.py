@@ -1,6 +1,6 @@
-"""Canaries for what torch does with the private names that `lightning_paral.compat.torch` uses.
+"""Canaries: torch still behaves as `lightning_paral.compat.torch` relies on, beyond having the names.
 
-Each failure means that a version of torch does something else, and says which promise depends on it.
+A failure means that torch has changed; its message says what would break.
 """
 
 import copy
@@ -79,7 +79,7 @@ def test_version_counts_in_place_writes_of_views_and_not_of_detached_data() -> N
 
     tensor[0].add_(1)
 
-    assert versions.version_of(tensor) == before + 1, "a write through a view no longer counts up the version"
+    assert versions.version_of(tensor) == before + 1, "a write through a view no longer increments the version"
     tensor.data.add_(1)
     assert versions.version_of(tensor) == before + 1, "writes through `.data` are counted twice"
 
@@ -87,7 +87,9 @@ def test_version_counts_in_place_writes_of_views_and_not_of_detached_data() -> N
 def test_storages_count_who_uses_them() -> None:
     tensor = torch.zeros(3)
 
-    assert storages.use_count(tensor) == 2, "a tensor alone counts otherwise: stage 3 cannot tell whether users hold it"
+    assert storages.use_count(tensor) == 2, (
+        "an unshared tensor has another count: stage 3 cannot tell whether users hold it"
+    )
     view = tensor[1:]
     assert storages.use_count(tensor) == 3, "a view no longer counts: users' writes to views would be lost"
     assert storages.identity_of(view.untyped_storage()) == storages.identity_of(tensor.untyped_storage())
@@ -97,7 +99,7 @@ def test_storages_without_memory_are_told_apart() -> None:
     first, second = torch.empty(3, device="meta"), torch.empty(3, device="meta")
 
     assert storages.identity_of(first.untyped_storage()) != storages.identity_of(second.untyped_storage()), (
-        "deferred construction takes two tensors for one"
+        "deferred construction would mistake two tensors for one"
     )
 
 
@@ -118,7 +120,7 @@ def test_a_callback_queued_in_a_hook_runs_once_after_the_whole_backward_pass() -
 
     loss.backward()
 
-    assert len(seen) == 1, "the end of a backward pass is not told: gradients would not be averaged"
+    assert len(seen) == 1, "the callback at the end of a backward pass did not run: gradients would not be averaged"
     assert None not in seen[0], "the callback ran before all gradients were there"
 
 
@@ -172,7 +174,7 @@ def test_modules_keep_what_is_put_into_their_dictionaries() -> None:
     modules.own_parameters(module)["weight"] = parameter
     modules.own_buffers(module)["mask"] = buffer
 
-    assert module.weight is parameter, "what is put into a module's dictionary is not what the module has"
+    assert module.weight is parameter, "what is put into a module's dictionary is not an attribute of the module"
     assert module.mask is buffer
     assert list(modules.own_children(nn.Sequential(module)).values()) == [module]
 
@@ -205,7 +207,7 @@ def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
 
     assert gained == before.keys(), "hooks are kept elsewhere: those of a run would stay on the module"
     new = {name for name in vars(module) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
-    assert new <= before.keys() | {"_non_persistent_buffers_set"}, "torch has a further kind of hooks: add it"
+    assert new <= before.keys() | {"_non_persistent_buffers_set"}, "torch has another kind of hooks: add it"
 
 
 def test_tensor_hooks_are_listed() -> None:
@@ -255,7 +257,7 @@ def test_each_part_of_a_module_is_saved_and_loaded_by_the_methods_that_are_repla
     with state_dicts.loading_by(module, load):
         module.load_state_dict(state)
 
-    assert saved == loaded == ["", "0.", "1."], "state_dict calls other methods: shards would pass for wholes"
+    assert saved == loaded == ["", "0.", "1."], "state_dict calls other methods: shards would be saved as full tensors"
     assert [name for name in state if name.endswith(state_dicts.EXTRA_STATE)] == ["0._extra_state"]
     assert "_save_to_state_dict" not in vars(module[0])
 
@@ -295,7 +297,7 @@ def test_scaler_unscales_and_steps_by_the_method_that_is_replaced() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-        assert parameter.item() == value, "step() unscales another way: ranks would skip different steps"
+        assert parameter.item() == value, "step() unscales in another way: ranks would skip different steps"
 
 
 def test_foreach_functions_work_in_place() -> None:
@@ -322,7 +324,9 @@ def test_files_have_room_for_tensors_without_memory(tmp_path: Path) -> None:
     data[offset : offset + 24] = torch.arange(6, dtype=torch.float32).numpy().tobytes()
     path.write_bytes(data)
 
-    assert torch.load(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]], "torch.save leaves no room, or in another place"
+    assert torch.load(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]], (
+        "torch.save leaves no space for the data, or in another place"
+    )
 
 
 def test_distributed_checkpoint_has_these_keys_and_places() -> None:
@@ -367,7 +371,7 @@ def test_ddp_leaves_alone_what_a_module_names() -> None:
     module = Linear(2, 2)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])
 
-    assert ddp_ignored.ignored_by_ddp(module) == {"weight"}, "modules say under another name what DDP is to ignore"
+    assert ddp_ignored.ignored_by_ddp(module) == {"weight"}, "modules tell DDP what to ignore under another name"
 
 
 def test_attributes_are_replaced_and_given_back() -> None:
@@ -401,7 +405,7 @@ def test_muon_calls_the_function_that_is_replaced() -> None:
     parameter.grad = torch.eye(3)
     torch.optim.Muon([parameter]).step()
 
-    assert calls == [1], "Muon orthogonalizes another way: it would do so on shards"
+    assert calls == [1], "Muon orthogonalizes in another way, and would do so on shards"
 
 
 @pytest.mark.usefixtures("world")
@@ -413,7 +417,7 @@ def test_groups_are_alive_until_they_are_destroyed() -> None:
 
     dist.destroy_process_group(group)
 
-    assert not process_groups.is_alive(group), "destroyed groups pass for alive: a next fit would use them"
+    assert not process_groups.is_alive(group), "destroyed groups count as alive: the next fit would use them"
     assert not process_groups.is_alive(None)
 
 
@@ -424,14 +428,14 @@ def test_dtensors_ask_handlers_first_and_hold_what_they_are_given() -> None:
     handlers = dtensor.operation_handlers()
     handlers[torch.ops.aten.sin.default] = lambda operation, args, kwargs: torch.full((), 7.0)
     try:
-        assert tensor.sin().item() == 7, "DTensor does not ask for handlers: random numbers would differ by rank"
+        assert tensor.sin().item() == 7, "DTensor does not use the handlers: random numbers would differ by rank"
     finally:
         del handlers[torch.ops.aten.sin.default]
 
     local = torch.ones(2)
     dtensor.set_local(tensor, local)
     assert dtensor.local_of(tensor) is local
-    assert tensor.full_tensor().tolist() == [1, 1], "a DTensor consists of something else"
+    assert tensor.full_tensor().tolist() == [1, 1], "a DTensor does not use the local tensor"
     dtensor.adopt(tensor, distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
     assert tensor.placements == (Replicate(),)
     assert tensor.full_tensor().tolist() == [0, 0]
@@ -452,8 +456,8 @@ def test_steps_gather_and_let_go_as_forward_does() -> None:
 
     given = iteration.pre_forward(hooks.state, root, (1,), {"two": 2})
 
-    assert given == ((1,), {"two": 2}), "what is before forward returns something else than its arguments"
-    assert group.is_unsharded, "what is before forward does not gather"
+    assert given == ((1,), {"two": 2}), "_pre_forward does not return the arguments"
+    assert group.is_unsharded, "_pre_forward does not unshard"
     assert type(root[1].weight) is Parameter
     assert fsdp_param.gathered(weight) is root[1].weight
     assert fsdp_param.is_plain(weight)
@@ -469,7 +473,7 @@ def test_steps_gather_and_let_go_as_forward_does() -> None:
 
     assert not group.is_unsharded
     assert root[1].weight.grad is not None, "the backward pass does not reduce the root's gradients"
-    assert events[:2] == ["gathered", "letting go"], "gathering is not noticed: writes in steps would be lost"
+    assert events[:2] == ["gathered", "letting go"], "unsharding is not noticed: writes in steps would be lost"
     assert events.count("gathered") == events.count("letting go")
 
 
@@ -533,6 +537,6 @@ def test_sharded_modules_get_the_class_that_was_prepared() -> None:
     sharded_classes.prepare_class(module)
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
 
-    assert type(module).__name__ == "Own", "fully_shard makes a class of its own: messages and checkpoints name that"
+    assert type(module).__name__ == "Own", "fully_shard creates its own class: messages and checkpoints would name that"
     assert isinstance(module, FSDPModule)
     assert isinstance(module, Own)

@@ -1,4 +1,4 @@
-"""Batches taken off a sampler are its own, whatever they are cut out of."""
+"""Batches taken from a sampler are those that it yields, however they are sliced."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -28,7 +28,7 @@ class FromList:
 
 
 class Delegating(FromList):
-    """Goes on after one list with others, and with items of its own."""
+    """Yields one list, then others, and items of its own."""
 
     def __iter__(self) -> Iterator[int]:
         yield from super().__iter__()
@@ -39,7 +39,7 @@ class Delegating(FromList):
 
 
 class Own(BatchSampler):
-    """Of another class than torch's, and makes other batches."""
+    """A subclass that makes other batches than torch's."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():
@@ -79,7 +79,7 @@ def test_taken_some_at_a_time_they_are_those_of_the_sampler(make, length, batch_
     found = [taking.take(count) for count in [*counts, 1000]]
 
     assert [list(some) for some in found] == expected
-    assert torch.equal(torch.rand(1), after)  # no other numbers were drawn
+    assert torch.equal(torch.rand(1), after)  # no further random numbers were drawn
     for some, those in zip(found, expected, strict=True):
         assert len(some) == len(those)
         assert num_samples_in(some[1:3]) == num_samples_in(those[1:3])
@@ -93,7 +93,7 @@ def test_what_was_put_back_comes_next() -> None:
 
 
 class Counted(list[int]):
-    """Notes how many of its items were taken out."""
+    """Counts how many of its items were accessed."""
 
     taken = 0
 
@@ -114,7 +114,7 @@ def test_a_rank_cuts_out_its_own_batches_only() -> None:
 
     assert steps[:2] == [[12, 13, 14, 15], [268, 269, 270, 271]]
     assert len(steps) == num_steps
-    assert Counted.taken < 2 * num_steps * batch_size + 100  # and the first ones, to compare them between ranks
+    assert Counted.taken < 2 * num_steps * batch_size + 100  # including the first ones, which ranks compare
 
 
 def test_cut_batches_are_a_sequence() -> None:

@@ -1,4 +1,4 @@
-"""An iteration of FSDP2 begins and is reset in every torch that is tested."""
+"""An iteration of FSDP2 begins, and is reset, on every tested version of torch."""
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,10 @@ def test_an_iteration_begins_without_arguments_on_cuda_and_can_be_reset() -> Non
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), nn.Linear(2, 2))
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    reset_iteration(module)  # before anything is set up: an error in between is to be seen, not one of ours
+    reset_iteration(module)  # before FSDP2 is initialized: resetting must not hide the original error
     state = module._get_fsdp_state()
     state._lazy_init()
-    state._device = torch.device("cuda")  # decides whether arguments are moved; nothing else is done on it
+    state._device = torch.device("cuda")  # only decides whether arguments are moved
 
     assert pre_forward(state, module) == ((), {})
     assert type(module[1].weight) is nn.Parameter

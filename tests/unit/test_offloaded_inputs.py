@@ -1,4 +1,4 @@
-"""Inputs of units on the host between forward and backward: what is copied, how often, and how long it stays."""
+"""Inputs of units on the host between forward and backward: what is copied, how often, and how long it is kept."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ WIDTH, DEPTH = 6, 5
 
 
 class OfThisTest(OffloadedInputs):
-    """Takes matrices for large tensors on a GPU, and notes copies."""
+    """Treats matrices as large tensors on a GPU, and records copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ def test_inputs_leave_the_device_two_units_later_and_come_back_one_before_they_a
 
     for number, _, on_device in forward:
         assert on_device == [False] * (number - 1) + [True] * min(number + 1, 2)
-    # Inputs of units 4 and 3 were still there, so there is nothing to fetch for them but the mask. While a unit is
-    # computed again, the inputs of the one before are under way.
+    # Inputs of units 4 and 3 are still on the device, so only the mask is fetched for them. While a unit is
+    # recomputed, the inputs of the one before it are being fetched.
     assert [(number, copies - to_host) for number, copies, _ in backward] == [(4, 1), (3, 2), (2, 3), (1, 4), (0, 4)]
 
 

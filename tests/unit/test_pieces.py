@@ -1,4 +1,4 @@
-"""The bytes of tensors piece by piece, through the two buffers of what is on a GPU."""
+"""The bytes of tensors are read in pieces, through two buffers for tensors on a GPU."""
 
 import io
 import weakref
@@ -19,7 +19,7 @@ from lightning_paral.config import Form
 
 @pytest.fixture
 def through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take every tensor for one on another device, and small tensors for large ones."""
+    """Treat every tensor as one on another device, and small tensors as large ones."""
     monkeypatch.setattr(HostBytes, "is_copied", lambda _, tensor: True)
     monkeypatch.setattr(HostBytes, "piece_bytes", 64)
 
@@ -113,7 +113,7 @@ def test_a_save_through_buffers_writes_the_same_bytes(
     loaded = load(str(tmp_path / "buffered"), Ranks(), weights_only=True)["state_dict"]
     for name, value in states.items():
         assert torch.equal(loaded[name].clone(), value), name
-    if form == "sharded":  # the full form has names in it that differ
+    if form == "sharded":  # files of the full form contain names that differ
         plain = (tmp_path / "plain" / "__0_0.distcp").read_bytes()
         assert (tmp_path / "buffered" / "__0_0.distcp").read_bytes() == plain
         saved = io.BytesIO()  # as `torch.save` writes one tensor

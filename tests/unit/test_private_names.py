@@ -1,4 +1,4 @@
-"""Private names of the libraries are used in `lightning_paral.compat` only, and nothing else patches them."""
+"""Only `lightning_paral.compat` uses private names of the libraries, and only it patches them."""
 
 import ast
 import importlib
@@ -17,11 +17,11 @@ ROOT = Path(lightning_paral.__file__).parent
 LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed"}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
 OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames"}
-# Set on models by transformers, which is none of the libraries that this package builds on, and is not imported.
+# Set on models by transformers, on which this package does not depend and which it does not import.
 OF_TRANSFORMERS = {"_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save", "_is_hf_initialized"}
-# Written in files, which keep them whatever the installed versions call their own; so are those with `_rebuild_`.
+# Written in files, whatever the installed versions call them; so are names with `_rebuild_`.
 IN_FILES = {"_MEM_FORMAT_ENCODING", "_reconstruct", "_core", "_growth_tracker", "_class_path"}
-# Attributes of theirs whose names some class of ours has, too: on anything but `self` they count as theirs.
+# Attributes of the libraries that a class of ours has as well: on anything but `self` they count as the libraries'.
 OF_MODULES_AND_TENSORS = {"_parameters", "_buffers", "_modules", "_metadata", "_trainer", "_version", "_local_tensor"}
 
 
@@ -71,7 +71,7 @@ def used_privately(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_PYTHON:
             ours = node.attr in OWN and (on_self(node) or node.attr not in OF_MODULES_AND_TENSORS)
-            # Public names of operators: of those with an underscore, only the functions in torch are private.
+            # Operators: names with an underscore are public there, and private only as functions in torch.
             of_dispatcher = ast.unparse(node.value).endswith("aten")
             if not ours and not of_dispatcher:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
@@ -87,7 +87,7 @@ def is_identifier(text: str) -> bool:
 
 
 def patched(tree: ast.Module) -> Iterator[str]:
-    """Assignments to attributes of what was imported from the libraries."""
+    """Yield assignments to attributes of names imported from the libraries."""
     theirs = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in LIBRARIES:
@@ -118,7 +118,7 @@ def test_no_private_name_of_a_library_is_used_or_patched(path: Path) -> None:
 
     found = [*imported_privately(tree), *used_privately(tree), *patched(tree)]
 
-    assert not found, "these belong into lightning_paral/compat:\n" + "\n".join(found)
+    assert not found, "these belong in lightning_paral/compat:\n" + "\n".join(found)
 
 
 def test_no_class_overrides_a_private_method_of_a_library() -> None:
@@ -138,4 +138,4 @@ def test_no_class_overrides_a_private_method_of_a_library() -> None:
             }
             found += [f"{info.name}.{name}.{own}" for own in vars(kind) if own in theirs]
 
-    assert not found, "these belong into lightning_paral/compat:\n" + "\n".join(sorted(set(found)))
+    assert not found, "these belong in lightning_paral/compat:\n" + "\n".join(sorted(set(found)))

@@ -1,4 +1,4 @@
-"""What is staged for a save in the background: its contents, and the memory it takes."""
+"""Staged copies for a save in the background: their contents, and the memory they take."""
 
 from functools import partial
 from typing import Any
@@ -96,7 +96,7 @@ def test_more_than_reserved_cannot_be_taken() -> None:
 
 @pytest.fixture
 def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take every tensor for one on another device."""
+    """Treat every tensor as one on another device."""
     monkeypatch.setattr(module_under_test._DeepcopyToHost, "is_elsewhere", lambda _, tensor: True)
 
 
@@ -136,7 +136,7 @@ def test_copies_on_the_host_are_what_deepcopy_makes(all_elsewhere: None) -> None
     assert torch.equal(copy["module"].weight, tree["module"].weight)
     assert copy["empty"].shape == (0, 3)
     assert copy["plain"] == tree["plain"]
-    base.zero_()  # the copies are of their own, and share memory with each other
+    base.zero_()  # the copies share memory with each other, but not with the original
     assert torch.equal(copy["base"], torch.arange(12.0).view(3, 4))
     assert torch.equal(copy["view"], copy["base"].t()[1:])
     copy["base"].fill_(5.0)

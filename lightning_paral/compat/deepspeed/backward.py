@@ -1,4 +1,4 @@
-"""Backward passes that reach the parameters of several engines: what `engine.backward` does before and after one."""
+"""Backward passes through several engines: what `engine.backward` does before and after the pass of one."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from lightning_paral.compat.private_name import PrivateName
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _REASON = (
-    "engine.backward runs one engine's pass, and hooks for loss.backward() reduce gradients in an order that ranks "
-    "need not share where a loss does not reach all engines"
+    "engine.backward runs the pass of one engine, and with loss.backward() hooks reduce gradients in an order that can "
+    "differ between ranks if a loss does not reach all engines"
 )
 
 NAMES = (
     PrivateName(
         name=f"{_ENGINE}._running_engine_backward",
-        purpose="to keep an engine from ending a backward pass by itself",
+        purpose="to keep an engine from ending a backward pass on its own",
         reason=_REASON,
         seen="deepspeed 0.19.8",
         upstream="https://github.com/deepspeedai/DeepSpeed/pull/7018",
@@ -21,7 +21,7 @@ NAMES = (
     ),
     PrivateName(
         name=f"{_ENGINE}._backward_epilogue",
-        purpose="to reduce an engine's gradients after a backward pass that has reached them",
+        purpose="to reduce an engine's gradients after a shared backward pass",
         reason=_REASON,
         seen="deepspeed 0.19.8",
         upstream="https://github.com/deepspeedai/DeepSpeed/pull/7018",
@@ -39,8 +39,8 @@ NAMES = (
     *(
         PrivateName(
             name=f"deepspeed.runtime.zero.{owner}.finalize_gradient_accumulation_boundary",
-            purpose="to end a window of backward passes that turns out to have been complete",
-            reason="the engine wants to know before the last pass",
+            purpose="to end an accumulation window after its last backward pass",
+            reason="the engine has to be told before the last pass",
             seen="deepspeed 0.19.8",
         )
         for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
@@ -49,12 +49,12 @@ NAMES = (
 
 
 def begin_pass(optimizer: Any) -> None:
-    """Count a backward pass: `engine.forward` does it, too, but several passes may follow one forward."""
+    """Announce a backward pass: `engine.forward` does so as well, but several passes may follow one forward."""
     optimizer.clear_backward_seen_flag()
 
 
 def begin_shared_pass(engine: Any) -> None:
-    """Say that a backward pass follows that may reach this engine's parameters."""
+    """Announce a backward pass that may reach this engine's parameters."""
     begin_pass(engine.optimizer)
     engine.optimizer.backward_prologue()
     engine.optimizer.enter_backward()
@@ -62,20 +62,20 @@ def begin_shared_pass(engine: Any) -> None:
 
 
 def end_window(optimizer: Any) -> None:
-    """Take the backward passes since the last step for all there will be, at stages 2 and 3. *Collective*."""
+    """End the accumulation window, at stages 2 and 3: no backward pass follows before the step. *Collective*."""
     optimizer.finalize_gradient_accumulation_boundary()
 
 
 def end_shared_pass(engine: Any) -> None:
-    """Let the engine's own hooks end backward passes again."""
+    """Let the engine end backward passes on its own again."""
     engine._running_engine_backward = False
 
 
 def leave_unreached(engine: Any) -> None:
-    """Say that the backward pass reached none of this engine's parameters."""
+    """End a backward pass that reached none of this engine's parameters."""
     engine.optimizer.exit_backward()
 
 
 def reduce_reached(engine: Any) -> None:
-    """Reduce this engine's gradients, which the backward pass has reached. *Collective* over the world."""
+    """Reduce the gradients of an engine that the backward pass reached. *Collective* over the world."""
     engine._backward_epilogue()

@@ -1,4 +1,4 @@
-"""Whether the installed DeepSpeed has all that is used of it: asked at the start of a run, not in the middle."""
+"""Check at the start of a run that the installed DeepSpeed has every private name this package uses."""
 
 import importlib
 import pkgutil
@@ -13,14 +13,14 @@ from lightning_paral.compat.private_name import PrivateName
 
 @cache
 def check_names() -> None:
-    """Raise a `PrivateNameError` unless DeepSpeed has the names that it has without an engine. Imports DeepSpeed."""
+    """Raise a `PrivateNameError` if DeepSpeed lacks a name that exists without an engine. Imports DeepSpeed."""
     for entry in _entries():
         if not entry.on_instances:
             entry.resolve()
 
 
 def check_instance(instance: Any) -> None:
-    """Raise a `PrivateNameError` unless `instance`, an engine or an optimizer of DeepSpeed's, has its attributes."""
+    """Raise a `PrivateNameError` if `instance`, a DeepSpeed engine or optimizer, lacks an attribute."""
     kind: Any = type(instance)
     kinds = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
     for entry in _entries():
@@ -31,7 +31,7 @@ def check_instance(instance: Any) -> None:
 
 @cache
 def _set_by(kind: type) -> frozenset[str]:
-    """Return the names in the code of a class: some attributes are there under some configurations only."""
+    """Return the names in the code of a class: some attributes are set only in some configurations."""
     codes = [
         method.__code__ for base in kind.__mro__ for method in vars(base).values() if isinstance(method, FunctionType)
     ]

@@ -1,14 +1,14 @@
-"""The counters by which stage 3 numbers modules and parameters: they count on through all runs of a process."""
+"""The counters with which stage 3 numbers modules and parameters; they are never reset in a process."""
 
 from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
-_REASON = "DeepSpeed never resets it, and compares the numbers between ranks"
+_REASON = "DeepSpeed never resets it, and compares the numbers across ranks"
 
 _COUNT = PrivateName(
     name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module",
-    purpose="to let ranks with different pasts number modules alike, by the mutable default of `count`",
+    purpose="to let ranks with different earlier runs number modules alike, by the mutable default of `count`",
     reason=_REASON,
     seen="deepspeed 0.19.8",
     parameters=("self", "module", "count"),
@@ -17,7 +17,7 @@ NAMES = (
     _COUNT,
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.Init.param_id",
-        purpose="to let ranks with different pasts number parameters alike",
+        purpose="to let ranks with different earlier runs number parameters alike",
         reason=_REASON,
         seen="deepspeed 0.19.8",
     ),
@@ -25,14 +25,14 @@ NAMES = (
 
 
 def read_counters() -> list[int]:
-    """Return how many modules and parameters this process has numbered."""
+    """Return how many modules and parameters this process has numbered so far."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     return [_num_modules()[0], Init.param_id]
 
 
 def set_counters(values: list[int]) -> None:
-    """Let the next module and parameter have the numbers `values`, in the order of `read_counters`."""
+    """Give the next module and parameter the numbers `values`, in the order of `read_counters`."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     _num_modules()[0], Init.param_id = values

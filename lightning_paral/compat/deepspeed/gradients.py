@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps the gradients of a window of backward passes, and what it notes of them."""
+"""The gradients of an accumulation window in DeepSpeed, and what DeepSpeed records about them."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from lightning_paral.compat.private_name import PrivateName
 
 _STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-_FORGET = "to forget a window whose step does not come"
-_NO_FORGETTING = "zero_grad of DeepSpeed's optimizers leaves it for the next step"
-_NORMS = "to have norms of gradients that were changed since"
-_ONCE = "with offload DeepSpeed takes norms once, while gradients arrive"
+_FORGET = "to discard the gradients of a window that ends without a step"
+_NO_FORGETTING = "zero_grad of DeepSpeed's optimizers keeps it until the next step"
+_NORMS = "to recompute norms of gradients that have been changed"
+_ONCE = "with offload DeepSpeed computes norms once, as gradients arrive"
 
 
 def _attribute(owner: str, name: str, purpose: str, reason: str) -> PrivateName:
@@ -33,13 +33,13 @@ NAMES = (
         _STAGE3,
         "averaged_gradients",
         "to clamp gradients",
-        "safe_set_local_grad writes parameter by parameter, and pads; these are the tensors that the step uses",
+        "safe_set_local_grad writes one parameter at a time, with padding; the step uses these tensors",
     ),
     _attribute(
         _STAGE3,
         "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
-        "to set to zero what stage 3 keeps of an earlier window where no new gradient came",
-        "safe_set_local_grad writes to another tensor with offload, one that this is copied to later",
+        "to zero gradients of an earlier window if the parameter got no new one",
+        "with offload safe_set_local_grad writes to a tensor that is later overwritten from this one",
     ),
     PrivateName(
         name=f"{_STAGE2}.reset_cpu_buffers",
@@ -65,15 +65,15 @@ NAMES = (
     PrivateName(
         name=f"{_STAGE3}._get_norm_groups",
         purpose="to read the norm of gradients before the step that clips by it",
-        reason="engine.get_global_grad_norm has it after the step only, and safe_get_local_grad reads parameter by "
-        "parameter, on NVMe a whole sub-group for each",
+        reason="engine.get_global_grad_norm is set only after the step, and safe_get_local_grad reads one parameter at "
+        "a time, which on NVMe reads a whole sub-group for each",
         seen="deepspeed 0.19.8",
     ),
 )
 
 
 def forget_window(optimizer: Any, *, offloaded: bool) -> None:
-    """Let stage 1 or 2 forget the gradients that backward passes have left since the last step."""
+    """Discard the gradients that stage 1 or 2 has accumulated since the last step."""
     for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         for group in gradients:
             gradients[group] = None
@@ -83,14 +83,14 @@ def forget_window(optimizer: Any, *, offloaded: bool) -> None:
 
 
 def zero_kept_gradient(optimizer: Any, parameter: Any, *, offloaded: bool) -> None:
-    """Set to zero what stage 3 keeps of the gradient of `parameter`."""
+    """Zero what stage 3 keeps of the gradient of `parameter`."""
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id].zero_()
     if offloaded:
         optimizer.norm_for_param_grads.pop(optimizer.get_param_id(parameter), None)
 
 
 def refresh_norms(optimizer: Any) -> None:
-    """Take the norms of offloaded gradients of stage 1 or 2 anew, where DeepSpeed keeps some."""
+    """Recompute the norms that DeepSpeed keeps of offloaded gradients at stages 1 and 2."""
     for group, parameters in enumerate(optimizer.params_in_partition):
         for parameter, gradient in zip(parameters, optimizer.offload_gradient_dict[group], strict=True):
             index = optimizer.get_param_id(parameter)
@@ -99,6 +99,6 @@ def refresh_norms(optimizer: Any) -> None:
 
 
 def scaled_norm_of_stage3(optimizer: Any) -> Tensor:
-    """Return the global 2-norm of the averaged gradients of stage 3, scaled as the loss was. *Collective*."""
+    """Return the global 2-norm of the averaged gradients of stage 3, with the loss scale in it. *Collective*."""
     squares = torch.stack([norm.float() ** 2 for norm in optimizer._get_norm_groups()])
     return squares.sum().sqrt()

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.linear`, in the place of which stage 3 puts its own, for good."""
+"""Restore `torch.nn.functional.linear`, which stage 3 replaces permanently."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +10,15 @@ from lightning_paral.compat.private_name import PrivateName
 _KEPT = PrivateName(
     name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk",
     purpose="to give torch its own `linear` back after a run",
-    reason="that is where DeepSpeed keeps it",
+    reason="no public name returns torch's function",
     seen="deepspeed 0.19.8",
     on_instances=True,
 )
 NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
-        purpose="to give torch its own `linear` back after a run, which DeepSpeed keeps there as `linear_bk`",
-        reason="DeepSpeed says that its function persists unless manually reset",
+        purpose="to give torch its own `linear` back after a run; DeepSpeed keeps it as `linear_bk`",
+        reason="DeepSpeed documents that its function stays until it is reset by hand",
         seen="deepspeed 0.19.8",
         upstream="https://github.com/deepspeedai/DeepSpeed/issues/7913",
     ),
@@ -26,7 +26,7 @@ NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.linear.zero3_linear_wrap",
         purpose="to recognize DeepSpeed's `linear`",
-        reason="nothing public says whether it is in the place of torch's",
+        reason="no public name says whether it has replaced torch's",
         seen="deepspeed 0.19.8",
     ),
 )
@@ -34,7 +34,7 @@ NAMES = (
 
 @contextmanager
 def linear_as_before() -> Iterator[None]:
-    """Let `torch.nn.functional.linear` be the same after this context as before it."""
+    """Restore `torch.nn.functional.linear` at the end of this context."""
     linear = torch.nn.functional.linear
     try:
         yield
@@ -45,8 +45,8 @@ def linear_as_before() -> Iterator[None]:
 def restore_linear() -> None:
     """Give torch its own `linear` back.
 
-    DeepSpeed's yields the gradients of weight and bias in another order: in a later run of stage 1 or 2, ranks with
-    that past and ranks without would add up different gradients.
+    DeepSpeed's produces the gradients of weight and bias in another order: in a later run of stage 1 or 2, ranks that
+    have run stage 3 and ranks that have not would add up gradients of different parameters.
     """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches

@@ -5,8 +5,8 @@ from typing import Any
 from lightning_paral.compat.private_name import PrivateName
 
 _REASON = (
-    "under fp16 autocast DeepSpeed's own clips scaled gradients as if they were not, never goes down, and divides by "
-    "another scale than it multiplied by where it goes up; no option leaves it out"
+    "under fp16 autocast DeepSpeed's own scaler clips gradients before it unscales them, never lowers the scale, and "
+    "after raising it unscales by the new one gradients scaled by the old one; no option leaves it out"
 )
 
 NAMES = tuple(
@@ -23,7 +23,7 @@ NAMES = tuple(
 
 
 def scale_by(optimizer: Any, scale: Any) -> None:
-    """Let DeepSpeed's `optimizer` scale losses by `scale`, whatever it has chosen.
+    """Let DeepSpeed's `optimizer` scale losses by `scale` in place of its own loss scaler.
 
     Args:
         optimizer: DeepSpeed's.

@@ -1,4 +1,4 @@
-"""fp32 master weights at stages 1 and 2: which run of a parameter they are of, and which state belongs to them."""
+"""fp32 master weights at stages 1 and 2: the flat range of a parameter that each covers, and its optimizer state."""
 
 from typing import Any, NamedTuple
 
@@ -9,45 +9,45 @@ _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 NAMES = (
     PrivateName(
         name="deepspeed.utils.mixed_precision_linkage.link_hp_params._hp_mapping",
-        purpose="to know which run of a parameter this rank updates, and where its master lies",
-        reason="the functions of deepspeed.utils return whole parameters, by a collective; those of local parts know "
+        purpose="to know which flat range of a parameter this rank updates, and where its master is",
+        reason="the functions of deepspeed.utils return full parameters, by a collective; those for shards support "
         "stage 3 only",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_OPTIMIZER}._link_all_hp_params",
-        purpose="to find masters again where DeepSpeed has changed their order or their optimizer's groups",
-        reason="deepspeed.utils.link_hp_params wants the layout, which only this method knows",
+        purpose="to find masters again after their order or the optimizer's groups have changed",
+        reason="deepspeed.utils.link_hp_params takes the layout, which only this method knows",
         seen="deepspeed 0.19.8",
         parameters=("self",),
     ),
     PrivateName(
         name=f"{_OPTIMIZER}.round_robin_bit16_padding",
-        purpose="to let masters be looked for where they lie, by saying that there is padding between them",
-        reason="with round_robin_gradients DeepSpeed looks for them in the parameters' order, not in theirs: it would "
-        "read and save those of others",
+        purpose="to make DeepSpeed look for masters where they are, by declaring padding between them",
+        reason="with round_robin_gradients DeepSpeed looks for them in the order of the parameters, not in their own, "
+        "and would read and save those of other parameters",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_OPTIMIZER}._hp_optimizer_states_linked",
-        purpose="to let DeepSpeed link masters to the states that the next step makes",
-        reason="it does so once, and a checkpoint may have replaced the states since",
+        purpose="to let DeepSpeed link masters to the states that the next step creates",
+        reason="DeepSpeed links them once, and a checkpoint may have replaced the states since",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_OPTIMIZER}.bit16_groups",
         purpose="to know which parameters share a flat master",
-        reason="nothing public lists them",
+        reason="no public name lists them",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_OPTIMIZER}.single_partition_of_fp32_groups",
         purpose="to read and write this rank's flat masters without a collective",
-        reason="the functions of deepspeed.utils know whole parameters at these stages",
+        reason="at these stages the functions of deepspeed.utils support full parameters only",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -55,7 +55,7 @@ NAMES = (
 
 
 class MasterRun(NamedTuple):
-    """The run of a flattened parameter that this rank updates, and where it begins in the flat master."""
+    """The flat range of a parameter that this rank updates, and where it begins in the flat master."""
 
     start: int
     numel: int
@@ -63,7 +63,7 @@ class MasterRun(NamedTuple):
 
 
 def master_run_of(parameter: Any) -> MasterRun:
-    """Return this rank's run of `parameter`, which may be empty."""
+    """Return this rank's flat range of `parameter`, which may be empty."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return MasterRun(0, 0, 0)
@@ -72,12 +72,12 @@ def master_run_of(parameter: Any) -> MasterRun:
 
 
 def find_masters_again(optimizer: Any) -> None:
-    """Look for masters anew after the groups of the optimizer that runs were replaced."""
+    """Find the masters again after the groups of the running optimizer have been replaced."""
     optimizer._link_all_hp_params()
 
 
 def find_masters_in_round_robin(optimizer: Any) -> None:
-    """Look for masters where `round_robin_gradients` has put them: DeepSpeed does so only where padding is."""
+    """Find the masters where `round_robin_gradients` has put them: DeepSpeed does so only if there is padding."""
     padding = optimizer.round_robin_bit16_padding
     optimizer.round_robin_bit16_padding = [[True] for _ in padding]
     optimizer._link_all_hp_params()
@@ -85,7 +85,7 @@ def find_masters_in_round_robin(optimizer: Any) -> None:
 
 
 def link_states(optimizer: Any) -> None:
-    """Let the functions of `deepspeed.utils` find the states that the optimizer has now."""
+    """Let the functions of `deepspeed.utils` find the optimizer's current states."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
@@ -93,5 +93,5 @@ def link_states(optimizer: Any) -> None:
 
 
 def link_states_of_next_step(optimizer: Any) -> None:
-    """Let DeepSpeed look for states after the next step, which makes them."""
+    """Let DeepSpeed find the states after the next step, which creates them."""
     optimizer._hp_optimizer_states_linked = False

@@ -1,4 +1,4 @@
-"""What DeepSpeed leaves on modules of an engine of stage 3, and what takes the place of their dictionaries."""
+"""What DeepSpeed sets on the modules of a stage-3 engine, and the dictionaries that it replaces."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from lightning_paral.compat.torch.modules import own_parameters
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _OF_THE_ENGINE = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
-_LEFT = "to give modules back as they were: left on one, it would call an engine that has ended, or keep its memory"
-_DESTROY = "engine.destroy removes its hooks only"
+_LEFT = "to restore modules after a run: what is left on them would call the ended engine, or keep its memory"
+_DESTROY = "engine.destroy removes only its hooks"
 
 NAMES = (
     PrivateName(
         name=f"{_OFFLOAD}.ZeROOrderedDict._in_forward",
-        purpose="to end a forward that a failure has left under way",
-        reason="DeepSpeed ends it after the forward only",
+        purpose="to end a forward that a failure has interrupted",
+        reason="DeepSpeed ends it only when the forward returns",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -51,27 +51,27 @@ NAMES = (
 
 
 def end_forward(module: Module) -> None:
-    """Take the forward of `module` itself for ended."""
+    """Mark the forward of `module` itself as ended."""
     parameters: Any = own_parameters(module)
     if hasattr(parameters, "_in_forward"):
         parameters._in_forward = False
 
 
 def is_of_engine(name: str) -> bool:
-    """Whether an attribute of a module is of the engine, which it would call."""
+    """Whether an attribute of a module belongs to the engine and calls it."""
     return name in _OF_THE_ENGINE
 
 
 def is_of_division(name: str) -> bool:
-    """Whether an attribute of a module belongs to its parameters as stage 3 has divided them."""
+    """Whether an attribute of a module belongs to its parameters as sharded by stage 3."""
     return name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters"))
 
 
 def restore_container(module: Module, kind: type) -> None:
-    """Let `module` keep its parameters in a dictionary of class `kind` again."""
+    """Keep the parameters of `module` in a dictionary of class `kind` again."""
     divided: Any = own_parameters(module)
     if type(divided) is not kind:
-        # A dictionary of DeepSpeed's gathers what is read by its key.
+        # DeepSpeed's dictionary gathers a parameter when it is read by key.
         plain = kind(divided.items())
         del module._parameters
         module._parameters = plain

@@ -1,4 +1,4 @@
-"""Take over the loading of DeepSpeed's operators, and leave some of them out.
+"""Replace how DeepSpeed loads operators, and leave some of them out.
 
 DeepSpeed 0.19.8 compiles a missing operator silently, in whichever process asks for it, into torch's cache. That cache
 does not distinguish versions, and waits forever for the lock of a process that was killed. All operators go through
@@ -14,42 +14,42 @@ from lightning_paral.compat.private_name import PrivateName
 
 _COMPATIBLE = PrivateName(
     name="deepspeed.ops.__compatible_ops__",
-    purpose="to keep DeepSpeed from compiling collectives in shared memory, which only its inference uses",
-    reason="no option or variable of the environment leaves them out",
+    purpose="to keep DeepSpeed from compiling shared-memory collectives, which only its inference uses",
+    reason="no option or environment variable leaves them out",
     seen="deepspeed 0.19.8",
     upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
 )
 NAMES = (
     PrivateName(
         name="deepspeed.ops.op_builder.builder.OpBuilder.jit_load",
-        purpose="to keep compiled operators by version and processor, and to compile them one at a time",
-        reason="nothing public is called before an operator is compiled",
+        purpose="to cache compiled operators by version and processor, and to compile one at a time",
+        reason="no public hook runs before an operator is compiled",
         seen="deepspeed 0.19.8",
         parameters=("self", "verbose"),
     ),
     PrivateName(
         name="deepspeed.ops.op_builder.cpu.AsyncIOBuilder",
-        purpose="to compile the operator for NVMe on CUDA without the CUDA toolkit",
-        reason="deepspeed.ops.op_builder has the builder of the current accelerator only",
+        purpose="to compile the NVMe operator on a CUDA machine without the CUDA toolkit",
+        reason="deepspeed.ops.op_builder exports only the builder of the current accelerator",
         seen="deepspeed 0.19.8",
     ),
     PrivateName(
         name="deepspeed.ops.op_builder.builder.CUDAOpBuilder",
         purpose="to know which operators depend on the CUDA toolkit",
-        reason="it is not among the names of deepspeed.ops.op_builder",
+        reason="deepspeed.ops.op_builder does not export it",
         seen="deepspeed 0.19.8",
     ),
     PrivateName(
         name="deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops",
-        purpose="to let DeepSpeed find operators that were loaded from our folder",
-        reason="only OpBuilder.jit_load, which is replaced, puts them there",
+        purpose="to let DeepSpeed find operators loaded from our folder",
+        reason="only OpBuilder.jit_load, which is replaced, adds them",
         seen="deepspeed 0.19.8",
     ),
     _COMPATIBLE,
     PrivateName(
         name="deepspeed.comm.torch.TorchBackend.shm_comm_op",
-        purpose="to make sure that they were left out",
-        reason="nothing public says it",
+        purpose="to check that shared-memory collectives were left out",
+        reason="no public name says so",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -60,7 +60,7 @@ _SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
 
 @contextmanager
 def loaded_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Let operators that are not installed be loaded by `load(builder, compile_and_load)` inside this context."""
+    """Load operators that are not installed by `load(builder, compile_and_load)` inside this context."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     plain = OpBuilder.jit_load
@@ -83,10 +83,10 @@ def loaded_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
 
 
 def _without_cuda(builder: Any) -> Any:
-    """Return the CPU accelerator's builder of the same sources in the place of the CUDA accelerator's of `async_io`.
+    """Return the CPU builder in place of the CUDA builder of `async_io`, which compiles the same sources.
 
-    Nothing in these sources is of CUDA, but the latter needs the CUDA toolkit: it fails with a TypeError where there is
-    none, as in torch's wheels, and links the driver's library, of which toolkits have a stub elsewhere.
+    The sources do not use CUDA, but the CUDA builder needs the CUDA toolkit: without one, as with torch's wheels, it
+    fails with a TypeError. It also links the driver's library, whose stub toolkits keep in another folder.
     """
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
@@ -101,7 +101,7 @@ def is_for_cuda(builder: Any) -> bool:
 
 
 def leave_out_shared_memory() -> None:
-    """Keep backends that are made from now on from compiling collectives in shared memory."""
+    """Keep backends made from now on from compiling shared-memory collectives."""
     import deepspeed
 
     for name in _SHARED_MEMORY:
@@ -109,6 +109,6 @@ def leave_out_shared_memory() -> None:
 
 
 def check_shared_memory_left_out(backend: Any) -> None:
-    """Raise a `PrivateNameError` if `backend` has them nevertheless."""
+    """Raise a `PrivateNameError` if `backend` has compiled them nevertheless."""
     if backend.shm_comm_op is not None:
         raise _COMPATIBLE.error("it no longer leaves them out")

@@ -1,4 +1,4 @@
-"""The hooks by which stage 3 looks for parameters among the outputs of modules."""
+"""The hooks with which stage 3 looks for parameters among the outputs of modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_paral.compat.torch.module_hooks import forward_hooks
 _HOOK = PrivateName(
     name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
     "._post_forward_module_hook",
-    purpose="to let modules return what they like, by showing this hook tensors only",
+    purpose="to let modules return what they like, by showing this hook only the tensors",
     reason="it calls vars() of every output, which numbers and strings do not have, and startswith on keys of "
     "dictionaries",
     seen="deepspeed 0.19.8",
@@ -22,10 +22,10 @@ NAMES = (_HOOK,)
 
 
 def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
-    """Let DeepSpeed's hooks on `module`, and on every module in it, see `view(output)` in the place of outputs.
+    """Show DeepSpeed's hooks on `module` and its submodules `view(output)` in place of the output.
 
     Args:
-        module: that of an engine of stage 3.
+        module: the module of a stage-3 engine.
         view: called with what a module returned.
     """
     root_has_one, *_ = [_replace(part, view) for part in module.modules()]
@@ -42,7 +42,7 @@ def _replace(part: Module, view: Callable[[Any], Any]) -> bool:
 
 
 def _looks_for_parameters(hook: Any) -> bool:
-    # It is found inside the wrapper of DeepSpeed's profiling, which has a name of its own.
+    # The hook is inside DeepSpeed's profiling wrapper, which has another name.
     functions = [hook, *(cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())]
     return any(getattr(function, "__name__", "") == "_post_forward_module_hook" for function in functions)
 

@@ -1,8 +1,8 @@
-"""Reduce at stage 1 the gradients that DeepSpeed forgets when it reduces while the backward pass runs.
+"""Reduce the gradients that DeepSpeed omits at stage 1 when reduction overlaps the backward pass.
 
-With `overlap_comm`, `reduce_gradients` of DeepSpeed 0.19.8 takes it that hooks have reduced every gradient in the last
-backward pass of a window. They have not reduced those that only an earlier pass of the window reached, nor any if
-nobody knew that the pass was the last: the optimizer would step on this rank's own gradients, without an error.
+With `overlap_comm`, `reduce_gradients` of DeepSpeed 0.19.8 assumes that hooks have reduced every gradient during the
+last backward pass of a window. Hooks do not reduce gradients that only an earlier pass produced, and reduce none if the
+last pass was not announced as such: the optimizer would step on this rank's local gradients, without an error.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 from lightning_paral.compat.private_name import PrivateName
 
 _STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-_PURPOSE = "to reduce what hooks have left, at stage 1"
-_REASON = "the engine reduces by it, and no option makes it include them"
+_PURPOSE = "to reduce at stage 1 the gradients that hooks have not reduced"
+_REASON = "the engine uses it to reduce, and no option makes it include them"
 
 
 def _attribute(name: str) -> PrivateName:
@@ -37,7 +37,7 @@ NAMES = (
 
 
 def reduce_what_hooks_left(optimizer: Any) -> None:
-    """Let the reduction that ends a window of `optimizer` include every gradient.
+    """Include every gradient in the reduction that ends a window of `optimizer`.
 
     Args:
         optimizer: a `deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer` of stage 1 with `overlap_comm`.

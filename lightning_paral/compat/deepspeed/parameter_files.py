@@ -1,4 +1,4 @@
-"""Files on NVMe with a rank's parts of parameters of stage 3."""
+"""Files on NVMe that hold a rank's shards of stage-3 parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ from typing import Any
 from lightning_paral.compat.private_name import PrivateName
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper"
-_READ = "to read and write this rank's part of a parameter where it has no fp32 master"
-_REASON = "safe_get_local_fp32_param and its like know masters only, and deepspeed.zero gathers whole parameters"
+_READ = "to read and write this rank's shard of a parameter without an fp32 master"
+_REASON = "safe_get_local_fp32_param and the like read masters only, and deepspeed.zero gathers full parameters"
 
 NAMES = (
     PrivateName(
         name=f"{_SWAPPER}.PartitionedParamStatus",
-        purpose="to know whether a part is in memory",
+        purpose="to know whether a shard is in memory",
         reason=_REASON,
         seen="deepspeed 0.19.8",
     ),
@@ -34,8 +34,8 @@ NAMES = (
     ),
     PrivateName(
         name=f"{_SWAPPER}.AsyncPartitionedParameterSwapper.swap_folder",
-        purpose="to keep files in which the only copy of a parameter is",
-        reason="nothing public tells where it is",
+        purpose="to keep files that hold the only copy of a parameter",
+        reason="no public name says where they are",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -43,25 +43,25 @@ NAMES = (
 
 
 def has_file(parameter: Any) -> bool:
-    """Whether this rank's part of `parameter` was put into a file."""
+    """Whether this rank's shard of `parameter` has a file."""
     return getattr(parameter, "nvme_swapper", None) is not None
 
 
 def is_in_file_only(parameter: Any) -> bool:
-    """Whether it is not in memory, too."""
+    """Whether it is in the file only, and not in memory."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     return has_file(parameter) and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
 def folder_of(parameter: Any) -> Path:
-    """Return the folder with the file of a parameter that has one."""
+    """Return the folder of the file of a parameter that has one."""
     return Path(parameter.nvme_swapper.swap_folder)
 
 
 @contextmanager
 def in_memory(parameter: Any, *, write: bool) -> Iterator[None]:
-    """Have this rank's part of `parameter` in memory, wherever it is; with `write`, put what was changed back."""
+    """Hold this rank's shard of `parameter` in memory inside this context; with `write`, write changes back."""
     swapped = is_in_file_only(parameter)
     if swapped:
         parameter.nvme_swapper.swap_in([parameter], async_op=False)

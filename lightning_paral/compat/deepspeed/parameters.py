@@ -1,4 +1,4 @@
-"""What DeepSpeed gives to parameters that it divides at stage 3."""
+"""What DeepSpeed sets on parameters that it shards at stage 3."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ _GIVEN = ("is_external_param", "nvme_swapper")
 
 _ALL_GATHER = PrivateName(
     name=f"{_INIT}.all_gather",
-    purpose="to let parameters that an earlier run has divided gather in the process group of this one, and to notice "
+    purpose="to let parameters that an earlier run has sharded gather in this run's process group, and to notice "
     "when DeepSpeed gathers one",
-    reason="DeepSpeed divides a parameter once, for one process group, and tells nobody when it is gathered",
+    reason="DeepSpeed shards a parameter once, for one process group, and has no hook for gathering",
     seen="deepspeed 0.19.8",
     on_instances=True,
 )
@@ -21,26 +21,26 @@ NAMES = (
         PrivateName(name=f"{_INIT}.{name}", purpose=purpose, reason=reason, seen="deepspeed 0.19.8", on_instances=True)
         for purpose, reason, names in (
             (
-                "to know this rank's part of a parameter, its true shape, and whether it is whole now",
-                "nothing public tells where a part begins, and functions of deepspeed.zero gather whole parameters",
+                "to know this rank's shard of a parameter, its full shape, and whether it is gathered",
+                "no public name says where a shard begins, and the functions of deepspeed.zero gather full parameters",
                 (
                     *("ds_id", "ds_status", "ds_tensor", "ds_shape", "ds_numel"),
                     *("ds_zero_partition_rank", "ds_zero_partition_world_size"),
                 ),
             ),
             (
-                "to let parameters that an earlier run has divided gather in the process group of this one",
-                "DeepSpeed divides a parameter once, for one process group",
+                "to let parameters that an earlier run has sharded gather in this run's process group",
+                "DeepSpeed shards a parameter once, for one process group",
                 ("ds_process_group", "ds_active_sub_modules"),
             ),
             (
                 "to notice when DeepSpeed gathers and releases parameters",
-                "DeepSpeed tells nobody",
+                "DeepSpeed has no hook for it",
                 ("all_gather_coalesced", "partition"),
             ),
             (
-                "to give parameters back as they were before DeepSpeed took them",
-                "engine.destroy leaves what it has set on them",
+                "to restore parameters as they were before the run",
+                "engine.destroy leaves its attributes on them",
                 _GIVEN,
             ),
         )
@@ -50,7 +50,7 @@ NAMES = (
 
 
 def join_group(parameter: Any, group: Any) -> None:
-    """Let a divided `parameter` gather in `group`, also if a failure has left it in use."""
+    """Let a sharded `parameter` gather in `group`, even if a failure has left it in use."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     parameter.ds_process_group = group
@@ -65,7 +65,7 @@ def join_group(parameter: Any, group: Any) -> None:
 
 
 def is_from_deepspeed(name: str, value: Any) -> bool:
-    """Whether an attribute of a parameter that was built divided is DeepSpeed's, and not of code of the user's."""
+    """Whether DeepSpeed, and not user code, has set an attribute of a parameter that was built sharded."""
     return (
         name.startswith(("ds_", "_ds_"))
         or name in _GIVEN

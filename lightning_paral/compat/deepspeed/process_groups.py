@@ -1,12 +1,12 @@
-"""Process groups that DeepSpeed makes as it needs them, and keeps in globals of a module."""
+"""Process groups that DeepSpeed makes when it needs them, and keeps in module-level variables."""
 
 import torch.distributed as dist
 
 from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.compat.torch.process_groups import is_alive
 
-_KEPT = "to destroy the process group that a run has left there"
-_REASON = "deepspeed.comm.destroy_process_group wants the group, or takes torch's default group with all of them"
+_KEPT = "to destroy the process group that a run has left behind"
+_REASON = "deepspeed.comm.destroy_process_group takes the group, or destroys torch's default group and all others"
 
 NAMES = (
     PrivateName(
@@ -29,7 +29,7 @@ NAMES = (
     ),
     PrivateName(
         name="deepspeed.utils.groups._release_process_group_references",
-        purpose="to let DeepSpeed forget its process groups, which a next run must not meet",
+        purpose="to let DeepSpeed forget its process groups, which the next run must not use",
         reason=_REASON,
         seen="deepspeed 0.19.8",
         parameters=("group",),
@@ -38,11 +38,11 @@ NAMES = (
 
 
 def release_groups() -> None:
-    """Destroy DeepSpeed's process groups that are still there, and let it forget all of them."""
+    """Destroy DeepSpeed's process groups that still exist, and let it forget all of them."""
     from deepspeed.utils import groups
 
     made = (groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, *groups._ALL_TO_ALL_GROUP.values())
     for group in made:
-        if is_alive(group):  # else it went with an earlier default group
+        if is_alive(group):  # else it was destroyed with an earlier default group
             dist.destroy_process_group(group)
     groups._release_process_group_references()

@@ -1,4 +1,4 @@
-"""What DeepSpeed asks of the processor."""
+"""What DeepSpeed reads about the processor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ from typing import Any
 
 @contextmanager
 def processor_read_once() -> Iterator[None]:
-    """Let DeepSpeed's optimizers on the host read the processor's vendor once in a process, while this context lasts.
+    """Let DeepSpeed's CPU optimizers read the processor's vendor only once per process, inside this context.
 
-    `DeepSpeedCPUAdam` (0.19.8) asks `cpuinfo` for it each time it is made, which starts a process and takes a second.
+    `DeepSpeedCPUAdam` (0.19.8) asks `cpuinfo` for it at every construction, which starts a process and takes a second.
     """
     import cpuinfo
 

@@ -1,17 +1,17 @@
-"""What a run leaves in globals of DeepSpeed's modules and in a cache of a class, where a next run would meet it."""
+"""What a run leaves in DeepSpeed's module-level variables and in a class's cache, which would affect the next run."""
 
 from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
-_FAILED = "to end a `zero.Init` that a failure has left open"
-_NEVER_RESET = "DeepSpeed resets it at the end of the context only, and knows no end of a run"
+_FAILED = "to leave a `zero.Init` context that a failure has left open"
+_NEVER_RESET = "DeepSpeed resets it only at the end of the context"
 
 _CACHE = PrivateName(
     name="deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
     "._PartitionedParameterCoordinator__params_to_release",
-    purpose="to empty its cache, which would keep every module of stage 3 and its engine alive",
-    reason="it is a cache of the class, behind a decorator, and engine.destroy leaves it",
+    purpose="to empty its cache, which would keep every stage-3 module and its engine alive",
+    reason="it is a class-wide cache behind a decorator, and engine.destroy does not empty it",
     seen="deepspeed 0.19.8",
 )
 NAMES = (
@@ -44,7 +44,7 @@ NAMES = (
 
 
 def forget_contexts() -> None:
-    """Take every `zero.Init` for left."""
+    """Mark every `zero.Init` context as left."""
     from deepspeed.runtime.zero import partition_parameters
 
     partition_parameters.zero_init_context = 0
@@ -52,7 +52,7 @@ def forget_contexts() -> None:
 
 
 def forget_autocast() -> None:
-    """Take `torch_autocast` for never configured."""
+    """Mark `torch_autocast` as never configured."""
     from deepspeed.runtime import torch_autocast
 
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

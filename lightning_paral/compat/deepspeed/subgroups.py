@@ -1,4 +1,4 @@
-"""Sub-groups of stage 3: flat fp32 weights of several parameters and their optimizer state, perhaps on NVMe."""
+"""Sub-groups of stage 3: flat fp32 weights of several parameters and their optimizer state, possibly on NVMe."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Tensor
 from lightning_paral.compat.private_name import PrivateName
 
 _OPTIMIZER = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-_FLAT = "to read and write this rank's fp32 weights, and all of their state"
+_FLAT = "to read and write this rank's fp32 weights and all of their optimizer state"
 _PARTLY = (
-    "safe_get_local_fp32_param and safe_set_local_fp32_param know neither steps nor the part of an optimizer that is "
-    "not offloaded, copy to the accelerator, and do not change the weights that are computed with"
+    "safe_get_local_fp32_param and safe_set_local_fp32_param support neither step counts nor the part of an optimizer "
+    "that is not offloaded, copy to the accelerator, and leave the weights used in forward unchanged"
 )
-_SWAP = "to have a sub-group in memory while all of it is read or written"
+_SWAP = "to hold a sub-group in memory while it is read or written"
 _EACH = (
-    "safe_get_local_fp32_param and safe_set_local_optimizer_state read, or write, the whole sub-group for every "
+    "safe_get_local_fp32_param and safe_set_local_optimizer_state read or write the whole sub-group once for every "
     "parameter and state in it"
 )
 
@@ -30,8 +30,8 @@ NAMES = (
     ),
     PrivateName(
         name=f"{_OPTIMIZER}._reassign_or_swap_out_partitioned_parameters",
-        purpose="to compute with weights after they were written",
-        reason="DeepSpeed does it in its own step only",
+        purpose="to use weights in forward after they have been written",
+        reason="DeepSpeed does so only in its own step",
         seen="deepspeed 0.19.8",
     ),
     *(
@@ -53,30 +53,30 @@ NAMES = (
 
 
 def flat_weights(optimizer: Any, index: int) -> Tensor:
-    """Return the flat fp32 weights of a sub-group; empty while they are on NVMe."""
+    """Return the flat fp32 weights of a sub-group, an empty tensor while they are on NVMe."""
     flat: Tensor = optimizer.fp32_partitioned_groups_flat[index]
     return flat
 
 
 def stepping_optimizer(optimizer: Any, index: int) -> Any:
-    """Return the optimizer that steps on a sub-group: part of them may not be offloaded."""
+    """Return the optimizer that updates a sub-group: some sub-groups may not be offloaded."""
     on_device = optimizer.offload_optimizer and optimizer.subgroup_to_device[index] != "cpu"
     return optimizer.backup_optimizer if on_device else optimizer.optimizer
 
 
 def position_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """Return where this rank's part of `parameter` begins in its sub-group, and its length with padding."""
+    """Return where this rank's shard of `parameter` begins in its sub-group, and its length with padding."""
     _, position, share = optimizer.grad_position[optimizer.get_param_id(parameter)]
     return position, share
 
 
 def compute_with_flat_weights(optimizer: Any, index: int) -> None:
-    """Give the parameters of a sub-group the values of its flat fp32 weights."""
+    """Copy the flat fp32 weights of a sub-group to its parameters."""
     optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
 
 def is_on_nvme(optimizer: Any, index: int) -> bool:
-    """Whether fp32 weights and state of a sub-group are on NVMe between steps."""
+    """Whether the fp32 weights and state of a sub-group are on NVMe between steps."""
     return bool(optimizer._swappable_optimizer_subgroup(index))
 
 
@@ -86,10 +86,10 @@ def swap_in(optimizer: Any, index: int) -> None:
 
 
 def swap_out(optimizer: Any, index: int) -> None:
-    """Write a sub-group that was read to NVMe, and let go of its memory."""
+    """Write a sub-group back to NVMe, and free its memory."""
     optimizer._optimizer_states_and_gradient_swap_out(index)
 
 
 def let_go(optimizer: Any, index: int) -> None:
-    """Let go of the memory of a sub-group that was read, without writing it."""
+    """Free the memory of a sub-group without writing it back."""
     optimizer._release_swap_buffers(index)

@@ -1,4 +1,4 @@
-"""The dtype that DeepSpeed takes for that of the weights."""
+"""The dtype that DeepSpeed gives to weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._set_dtype",
         purpose="to keep the weights' dtype in files on NVMe",
-        reason="where the accelerator has no fp16, as some CPUs have not, DeepSpeed takes bf16 instead, by a missing "
-        "pair of parentheses",
+        reason="if the accelerator does not support fp16, as on some CPUs, DeepSpeed ignores the dtype and uses bf16, "
+        "for want of a pair of parentheses",
         seen="deepspeed 0.19.8",
         parameters=("self", "ds_config", "dtype"),
     ),
@@ -22,7 +22,7 @@ NAMES = (
 
 @contextmanager
 def dtype_as_given() -> Iterator[None]:
-    """Let DeepSpeed keep a dtype that it is given while this context lasts."""
+    """Make DeepSpeed keep the dtype that it is given, inside this context."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
     choose = Patches._set_dtype

@@ -12,8 +12,8 @@ from lightning_paral.compat.private_name import PrivateName
 _CHECK = PrivateName(
     name="lightning.pytorch.callbacks.GradientAccumulationScheduler.on_train_start",
     parameters=("self", "trainer", "pl_module"),
-    purpose="to let schedules of accumulation work under ZeRO, where accumulation is Lightning's own",
-    reason="the callback asks for the class of the strategy and not whether it accumulates itself",
+    purpose="to let GradientAccumulationScheduler work under ZeRO, where Lightning accumulates gradients",
+    reason="the callback refuses the strategy by its class, without asking whether the engine accumulates",
     seen="lightning 2.6.1 to 2.6.6",
 )
 NAMES = (_CHECK,)

@@ -1,4 +1,4 @@
-"""What Lightning's averaging callbacks keep to themselves."""
+"""Private state and methods of Lightning's weight-averaging callbacks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ _AVERAGES = tuple(
     PrivateName(
         name=f"lightning.pytorch.callbacks.{kind}._average_model",
         on_instances=True,
-        purpose="to keep averages of shards in place of a copy of the module",
-        reason="the callbacks make the copy themselves and take no other",
+        purpose="to average shards in place of a copy of the module",
+        reason="the callbacks make the copy themselves and accept no other",
         seen=_SEEN,
     )
     for kind in ("WeightAveraging", "StochasticWeightAveraging")
@@ -26,7 +26,7 @@ NAMES = (
             name=f"lightning.pytorch.callbacks.WeightAveraging.{method}",
             parameters=("self", "pl_module"),
             purpose="to exchange averages and weights shard by shard, and buffers between ranks",
-            reason="the callback does it in the middle of its hooks",
+            reason="the callback exchanges them in the middle of its hooks",
             seen=_SEEN,
         )
         for method in ("_swap_models", "_copy_average_to_current")
@@ -35,8 +35,8 @@ NAMES = (
         PrivateName(
             name=f"lightning.pytorch.callbacks.WeightAveraging.{attribute}",
             on_instances=True,
-            purpose="to make averages of shards with the options that the callback was given",
-            reason="the callback does not tell its options",
+            purpose="to average shards with the options given to the callback",
+            reason="the callback has no public attributes for its options",
             seen=_SEEN,
         )
         for attribute in ("_device", "_use_buffers", "_kwargs")
@@ -44,16 +44,16 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.callbacks.StochasticWeightAveraging._avg_fn",
         on_instances=True,
-        purpose="to try whether the averaging function is elementwise",
-        reason="the callback does not tell its options",
+        purpose="to test whether the averaging function is elementwise",
+        reason="the callback has no public attributes for its options",
         seen=_SEEN,
     ),
     *(
         PrivateName(
             name=f"lightning.pytorch.callbacks.StochasticWeightAveraging.{attribute}",
             on_instances=True,
-            purpose="to give up schedulers that a checkpoint replaces, where it is loaded after on_fit_start",
-            reason="the callback expects its state before on_fit_start, where modules are not divided yet",
+            purpose="to remove schedulers that a checkpoint replaces, if it is loaded after on_fit_start",
+            reason="the callback expects its state before on_fit_start, when modules are not sharded yet",
             seen=_SEEN,
         )
         for attribute in ("_model_contains_batch_norm", "_scheduler_state")
@@ -61,14 +61,14 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.callbacks.StochasticWeightAveraging._clear_schedulers",
         parameters=("trainer",),
-        purpose="to give up schedulers that a checkpoint replaces, where it is loaded after on_fit_start",
-        reason="the callback expects its state before on_fit_start, where modules are not divided yet",
+        purpose="to remove schedulers that a checkpoint replaces, if it is loaded after on_fit_start",
+        reason="the callback expects its state before on_fit_start, when modules are not sharded yet",
         seen=_SEEN,
     ),
 )
 
 SWAP, COPY = "_swap_models", "_copy_average_to_current"
-"""Methods of `WeightAveraging`: exchange averages and weights, and make the averages the weights."""
+"""Methods of `WeightAveraging`: swap averages and weights; copy the averages to the weights."""
 
 
 def swap_method() -> Callable[[WeightAveraging, LightningModule], None]:
@@ -82,33 +82,33 @@ def copy_method() -> Callable[[WeightAveraging, LightningModule], None]:
 
 
 def averages_of(callback: Any) -> Any:
-    """Return the copy of the module in which `callback` keeps averages, or what has taken its place."""
+    """Return the module copy in which `callback` keeps averages, or what replaces it."""
     return callback._average_model
 
 
 def set_averages(callback: Any, averages: Any) -> None:
-    """Let `callback` keep its averages in `averages`."""
+    """Make `callback` keep its averages in `averages`."""
     _AVERAGES[isinstance(callback, StochasticWeightAveraging)].replace_on(callback, averages)
 
 
 def options_of(callback: WeightAveraging) -> dict[str, Any]:
-    """Return what `callback` gives `AveragedModel`: device, whether buffers are averaged, and what users pass on."""
+    """Return the options that `callback` passes to `AveragedModel`: `device`, `use_buffers`, and the user's."""
     return {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
 
 
 def passed_on(callback: WeightAveraging) -> dict[str, Any]:
-    """Return the options that users pass on to `AveragedModel`."""
+    """Return the user's options for `AveragedModel`."""
     return callback._kwargs
 
 
 def averaging_function_of(callback: StochasticWeightAveraging) -> Callable[..., Any]:
-    """Return the function that averages."""
+    """Return the averaging function of `callback`."""
     function: Callable[..., Any] = callback._avg_fn
     return function
 
 
 def replace_schedulers_late(callback: StochasticWeightAveraging, trainer: Trainer) -> None:
-    """Do what `on_fit_start` does with a state that is loaded before it, if the state comes after it."""
+    """Replace schedulers as `on_fit_start` does, if the callback's state is loaded after that hook."""
     is_late = callback._model_contains_batch_norm is not None  # `on_fit_start` has been called
     if is_late and callback._scheduler_state is not None:
         callback._clear_schedulers(trainer)

@@ -1,4 +1,4 @@
-"""How Lightning joins several loaders, and the batches that it makes of theirs."""
+"""How Lightning combines several loaders, and their batches."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.utilities.combined_loader.CombinedLoader._mode",
         on_instances=True,
-        purpose="to know when several loaders end together",
-        reason="the class does not tell the mode that it was given",
+        purpose="to know when a combination of loaders ends",
+        reason="the class has no public attribute for its mode",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.utilities.combined_loader.CombinedLoader._spec",
         on_instances=True,
-        purpose="to find in a batch what each loader gave",
-        reason="CombinedLoader.flattened lists loaders in an order that nothing public applies to batches",
+        purpose="to find what each loader contributed to a batch",
+        reason="CombinedLoader.flattened lists loaders in an order that no public function applies to batches",
         seen=_SEEN,
     ),
     PrivateName(
         name="torch.utils._pytree.TreeSpec.flatten_up_to",
-        purpose="to find in a batch what each loader gave",
-        reason="Lightning keeps the structure of the loaders in this module's terms",
+        purpose="to find what each loader contributed to a batch",
+        reason="Lightning keeps the structure of the loaders as an object of this class",
         seen="torch 2.11 to 2.13",
     ),
 )
@@ -39,11 +39,11 @@ def mode_of(combined: CombinedLoader) -> str:
 
 
 def items_of(combined: CombinedLoader, batch: Any) -> list[Any]:
-    """Return what each of the loaders gave for `batch`, in the order of `combined.flattened`."""
+    """Return what each loader contributed to `batch`, in the order of `combined.flattened`."""
     items: list[Any] = combined._spec.flatten_up_to(batch)
     return items
 
 
 def batch_of(combined: CombinedLoader, items: list[Any]) -> Any:
-    """Return the batch that the loaders' `items` make."""
+    """Return the batch made of one item per loader."""
     return tree_unflatten(items, combined._spec)

@@ -1,4 +1,4 @@
-"""The steps of Lightning's loops for validation, test and prediction, and where they keep what is logged."""
+"""The steps of Lightning's validation, test and prediction loops, and where these keep what is logged."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,36 +33,36 @@ _STEP_ARGUMENTS = ("self", "batch", "batch_idx", "dataloader_idx", "dataloader_i
 _EVALUATION_STEP = PrivateName(
     name="lightning.pytorch.loops._EvaluationLoop._evaluation_step",
     parameters=_STEP_ARGUMENTS,
-    purpose="to pass over batches that are there only so that all ranks take as many steps",
-    reason="hooks come too late: they run for such a batch, too",
+    purpose="to skip padding batches, which exist only so that all ranks take the same number of steps",
+    reason="hooks come too late: they run for padding batches as well",
     seen=_SEEN,
 )
 _PREDICT_STEP = PrivateName(
     name="lightning.pytorch.loops._PredictionLoop._predict_step",
     parameters=_STEP_ARGUMENTS,
-    purpose="to pass over batches that are there only so that all ranks take as many steps",
-    reason="hooks come too late: they run for such a batch, too",
+    purpose="to skip padding batches, which exist only so that all ranks take the same number of steps",
+    reason="hooks come too late: they run for padding batches as well",
     seen=_SEEN,
 )
 _STORE = PrivateName(
     name="lightning.pytorch.loops._EvaluationLoop._store_dataloader_outputs",
     parameters=("self",),
-    purpose="to join what the ranks have logged for a loader before it is computed",
+    purpose="to reduce what the ranks have logged for a loader before it is computed",
     reason="no hook runs at the end of each loader",
     seen=_SEEN,
 )
 _RESULTS = PrivateName(
     name="lightning.pytorch.loops._EvaluationLoop._results",
     on_instances=True,
-    purpose="to collect what is logged in a collection that counts each sample once",
-    reason="the loop makes its own collection and takes no other",
+    purpose="to log to a collection that counts each sample once",
+    reason="the loop makes its own collection and accepts no other",
     seen=_SEEN,
 )
 _RESULTS_OF_FIT = PrivateName(
     name="lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._results",
     on_instances=True,
     purpose="to check that all ranks log the same keys",
-    reason="the loop makes its own collection and takes no other",
+    reason="the loop makes its own collection and accepts no other",
     seen=_SEEN,
 )
 NAMES = (
@@ -75,8 +75,8 @@ NAMES = (
         PrivateName(
             name=f"lightning.pytorch.loops.{kind}._combined_loader",
             on_instances=True,
-            purpose="to know how several loaders are joined",
-            reason="trainer.val_dataloaders gives the loaders without their mode",
+            purpose="to know how several loaders are combined",
+            reason="trainer.val_dataloaders returns the loaders without their mode",
             seen=_SEEN,
         )
         for kind in ("_EvaluationLoop", "_PredictionLoop")
@@ -85,8 +85,8 @@ NAMES = (
         PrivateName(
             name=f"lightning.pytorch.loops.{kind}.{method}",
             parameters=parameters,
-            purpose="to call a step as the loop does, without its hooks",
-            reason="the loop calls steps together with hooks and counters only",
+            purpose="to call a step as the loop does, without hooks",
+            reason="the loop calls steps only together with hooks and counters",
             seen=_SEEN,
         )
         for kind in ("_EvaluationLoop", "_PredictionLoop")
@@ -98,67 +98,67 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.trainer.call._call_strategy_hook",
         parameters=("trainer", "hook_name"),
-        purpose="to call a step so that self.log works in it",
-        reason="self.log asks for the name of the hook that runs, which only this function sets",
+        purpose="to make self.log work in the step",
+        reason="self.log needs the name of the running hook, which only this function sets",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.LightningModule._on_before_batch_transfer",
         parameters=("self", "batch", "dataloader_idx"),
         purpose="to call on_before_batch_transfer of the module or its data module",
-        reason="which of the two has the hook is decided here only",
+        reason="only this attribute knows which of the two has the hook",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.Trainer._logger_connector",
         on_instances=True,
-        purpose="to end a loader's results, and to leave no trace of a step that does not count",
-        reason="the Trainer shows results only when they have been computed",
+        purpose="to end a loader's results, and to leave no trace of a padding batch",
+        reason="the Trainer exposes results only after they have been computed",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._current_fx",
         on_instances=True,
-        purpose="to leave no trace of a step that does not count",
-        reason="the connector resets results when another hook logs, and would take the step for one",
+        purpose="to leave no trace of a padding batch",
+        reason="the connector resets results when another hook logs, and would take this step for another hook",
         seen=_SEEN,
     ),
 )
 
 Step = Callable[[Any, int, int, Any], None]
-"""Takes a batch, its index, that of its loader, and the iterator if the step draws its batches itself."""
+"""Takes a batch, its index, the loader's index, and the iterator if the step draws batches itself."""
 
 
 def results_of(loop: EvaluationLoop) -> ResultCollection:
-    """Return the collection that `loop` logs to."""
+    """Return the collection to which `loop` logs."""
     return loop._results
 
 
 def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
-    """Let `loop` log to `results`."""
+    """Make `loop` log to `results`."""
     _RESULTS.replace_on(loop, results)
 
 
 def set_results_of_fit(trainer: Trainer, results: ResultCollection) -> None:
-    """Let training log to `results`."""
+    """Make training log to `results`."""
     check_overridden()
     _RESULTS_OF_FIT.replace_on(trainer.fit_loop.epoch_loop, results)
 
 
 def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
-    """Return the loaders of `loop`, which is running."""
+    """Return the loaders of the running `loop`."""
     assert loop._combined_loader is not None
     return loop._combined_loader
 
 
 def replace_evaluation_step(loop: EvaluationLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Let `loop` take each step with what `make` makes of its own, until `undo` is closed."""
+    """Replace the step of `loop` by what `make` returns for it, until `undo` is closed."""
     _EVALUATION_STEP.resolve()
     shadow_method(loop, "_evaluation_step", make(loop._evaluation_step), undo)
 
 
 def replace_predict_step(loop: PredictionLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Let `loop` take each step with what `make` makes of its own, until `undo` is closed."""
+    """Replace the step of `loop` by what `make` returns for it, until `undo` is closed."""
     _PREDICT_STEP.resolve()
     shadow_method(loop, "_predict_step", make(loop._predict_step), undo)
 
@@ -184,15 +184,15 @@ def call_step_alone(
     batch_idx: int,
     dataloader_idx: int | None,
 ) -> None:
-    """Move a batch to the device and call the step with it, without hooks and counters. *Collective* where the step is.
+    """Move a batch to the device and call the step with it, without hooks and counters. *Collective* if the step is.
 
     Args:
-        trainer: that of the loop.
-        loop: the one that runs.
+        trainer: the Trainer of the loop.
+        loop: the running loop.
         hook_name: `"validation_step"`, `"test_step"` or `"predict_step"`.
-        batch: as the loader gave it.
+        batch: as the loader returned it.
         batch_idx: its index.
-        dataloader_idx: that of the loader, if the loop has several.
+        dataloader_idx: index of the loader, if the loop has several.
     """
     connector, module = trainer._logger_connector, trainer.lightning_module
     logged_by = connector._current_fx

@@ -10,8 +10,8 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.strategies.launchers._SubprocessScriptLauncher",
         parameters=("cluster_environment", "num_processes", "num_nodes"),
-        purpose="to check ports and options before processes start, and to leave none behind",
-        reason="Lightning has no public launcher that could be extended",
+        purpose="to check ports and options before processes start, and to leave no process behind",
+        reason="Lightning has no public launcher to extend",
         seen="lightning 2.6.1 to 2.6.6",
     ),
 )

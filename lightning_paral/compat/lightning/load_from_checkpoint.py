@@ -25,15 +25,15 @@ _NAME = "pl_load"
 
 
 def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, Any]]) -> None:
-    """Let `saving`, the module `core.saving` of Lightning, read folders, too. Doing it twice changes nothing.
+    """Make `saving`, Lightning's module `core.saving`, read folders as well. A second call changes nothing.
 
     Args:
-        saving: `lightning.pytorch.core.saving`, or that of `pytorch_lightning`.
-        is_folder: whether a path or URL is that of a folder.
+        saving: `lightning.pytorch.core.saving`, or the same module of `pytorch_lightning`.
+        is_folder: whether a path or URL names a folder.
         read: called with the path, `map_location` and `weights_only`; returns the checkpoint.
 
     Raises:
-        PrivateNameError: this Lightning reads checkpoints another way.
+        PrivateNameError: this version of Lightning reads checkpoints in another way.
     """
     _LOAD.resolve()
     load = getattr(saving, _NAME)

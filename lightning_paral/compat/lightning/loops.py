@@ -1,4 +1,4 @@
-"""The loops of a fit: what has been asked of them, and their loaders."""
+"""The loops of a fit: their state, and their loaders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ _INFERENCE_MODE = tuple(
     PrivateName(
         name=f"lightning.pytorch.loops.{kind}.inference_mode",
         on_instances=True,
-        purpose="to evaluate without inference mode, whose tensors can never be trained with",
-        reason="Trainer(inference_mode=...) is the user's, and a strategy has no say",
+        purpose="to evaluate without inference mode, whose tensors can never be trained",
+        reason="Trainer(inference_mode=...) belongs to the user, and strategies cannot set it",
         seen=_SEEN,
     )
     for kind in ("_EvaluationLoop", "_PredictionLoop")
@@ -24,39 +24,39 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.loops._FitLoop._should_accumulate",
         parameters=("self",),
-        purpose="to know whether the backward pass is the last before a step",
-        reason="Lightning tells strategies with a context manager, which has ended when the backward pass is over",
+        purpose="to know whether a backward pass is the last before a step",
+        reason="Lightning tells strategies by a context manager, which has been left when the backward pass ends",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.loops._FitLoop._combined_loader",
         on_instances=True,
-        purpose="to begin the training data anew, at the position of a checkpoint",
-        reason="trainer.train_dataloader gives the user's loaders without what draws from them",
+        purpose="to restart the training data at the position of a checkpoint",
+        reason="trainer.train_dataloader returns the loaders without the iterator over them",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.loops._FitLoop._data_fetcher",
         on_instances=True,
-        purpose="to begin the training data anew, at the position of a checkpoint",
-        reason="the fetcher has taken an iterator before the strategy knows the position",
+        purpose="to restart the training data at the position of a checkpoint",
+        reason="the fetcher has an iterator before the strategy knows the position",
         seen=_SEEN,
     ),
 )
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether no optimizer step follows the current batch of a fit."""
+    """Whether the current batch of a fit ends without an optimizer step."""
     return trainer.fit_loop._should_accumulate()
 
 
 def training_data_has_begun(trainer: Trainer) -> bool:
-    """Whether the fit has loaders, and an iterator over them."""
+    """Whether the fit has loaders and an iterator over them."""
     return trainer.fit_loop._data_fetcher is not None and trainer.fit_loop._combined_loader is not None
 
 
 def begin_training_data_anew(trainer: Trainer) -> None:
-    """Replace the iterator over the training loaders by a new one."""
+    """Replace the iterator over the training loaders with a new one."""
     loop = trainer.fit_loop
     assert loop._combined_loader is not None
     assert loop._data_fetcher is not None
@@ -65,9 +65,9 @@ def begin_training_data_anew(trainer: Trainer) -> None:
 
 
 def evaluate_without_inference_mode(trainer: Trainer) -> None:
-    """Let evaluation run under `no_grad`, as Lightning does for its own FSDP.
+    """Run evaluation under `no_grad` in place of inference mode, as Lightning does for its own FSDP.
 
-    Tensors made in inference mode, and parameters first gathered there are such, can never be trained with.
+    Inference tensors can never be trained, and parameters first gathered in inference mode would be such tensors.
     """
     evaluation, prediction = _INFERENCE_MODE
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
@@ -76,7 +76,7 @@ def evaluate_without_inference_mode(trainer: Trainer) -> None:
 
 
 def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) -> None:
-    """Call `then` as soon as the fit that begins has its training loaders."""
+    """Call `then` as soon as the starting fit has its training loaders."""
     loop: Any = trainer.fit_loop
 
     def setup_data() -> None:
@@ -84,5 +84,5 @@ def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) ->
         loop.setup_data()
         then()
 
-    vars(loop).pop("setup_data", None)  # of a run that failed before it had loaders
+    vars(loop).pop("setup_data", None)  # left by a run that failed before it had loaders
     shadow_method(loop, "setup_data", setup_data)

@@ -1,4 +1,4 @@
-"""Replace methods of Lightning's classes during a run, so that users' subclasses inherit the new ones."""
+"""Replace methods of Lightning's classes and objects during a run."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,10 +13,10 @@ NAMES = ()
 def replace_methods(kind: type, methods: Mapping[str, Any]) -> Callable[[], None]:
     """Replace methods of the class `kind`; return a function that restores them.
 
-    A subclass that calls `super().setup(...)` reaches the new method; one set on the instance it would not reach.
+    A user's subclass that calls `super().setup(...)` reaches the new method, but not one set on the instance.
 
     Raises:
-        PrivateNameError: the class does not define one of them itself, so that nobody would call the new one.
+        PrivateNameError: the class does not define one of them itself, so nothing would call the new one.
     """
     for name in methods:
         if name not in vars(kind):
@@ -33,10 +33,10 @@ def replace_methods(kind: type, methods: Mapping[str, Any]) -> Callable[[], None
 
 
 def shadow_method(instance: object, name: str, value: Any, undo: ExitStack | None = None) -> None:
-    """Let `instance` have `value` for its method `name`, until `undo` is closed.
+    """Replace the method `name` of `instance` by `value`, until `undo` is closed.
 
     Raises:
-        PrivateNameError: it has no such method, so that nobody would call the new one.
+        PrivateNameError: it has no such method, so nothing would call the new one.
     """
     if not callable(getattr(type(instance), name, None)):
         raise _no_such_method(type(instance), name)

@@ -1,4 +1,4 @@
-"""What Lightning puts in the place of an optimizer where there is none."""
+"""The placeholder that Lightning uses if there is no optimizer."""
 
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
@@ -7,13 +7,13 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="lightning.pytorch.core.optimizer._MockOptimizer",
-        purpose="to run ZeRO without an optimizer where configure_optimizers returns None",
-        reason="trainer.optimizers holds an object of this class then",
-        seen="lightning 2.6.6",
+        purpose="to run ZeRO without an optimizer if configure_optimizers returns None",
+        reason="trainer.optimizers then holds an object of this class",
+        seen="lightning 2.6.1 to 2.6.6",
     ),
 )
 
 
 def is_none(optimizer: object) -> bool:
-    """Whether `optimizer` is what Lightning puts in the place of one where `configure_optimizers` returns `None`."""
+    """Whether `optimizer` is Lightning's placeholder for a `configure_optimizers` that returns `None`."""
     return isinstance(optimizer, _MockOptimizer)

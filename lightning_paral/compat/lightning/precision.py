@@ -1,4 +1,4 @@
-"""What Lightning's precision plugins do between the closure and the step of an optimizer."""
+"""What Lightning's precision plugins do between an optimizer's closure and its step."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.plugins.Precision._after_closure",
         parameters=("model", "optimizer"),
-        purpose="to run on_before_optimizer_step and gradient clipping before the step of a partitioned optimizer",
-        reason="Lightning calls them from its own optimizer_step only, which gives the optimizer a closure",
+        purpose="to run on_before_optimizer_step and gradient clipping before the step of a sharded optimizer",
+        reason="Lightning calls them only from its own optimizer_step, which passes the optimizer a closure",
         seen="lightning 2.6.1 to 2.6.6",
     ),
 )
 
 
 def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) -> None:
-    """Run the hooks `on_before_optimizer_step`, and clip gradients as the Trainer says."""
+    """Run the hooks `on_before_optimizer_step`, and clip gradients as configured in the Trainer."""
     plugin._after_closure(module, optimizer)

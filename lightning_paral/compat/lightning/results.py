@@ -1,4 +1,4 @@
-"""The collection of what `self.log` is given, and the metrics that it keeps the values in."""
+"""The collection behind `self.log`, and the metrics that hold its values."""
 
 from typing import Any
 
@@ -13,26 +13,26 @@ __all__ = ["Metadata", "ResultCollection", "ResultMetric", "Sync", "check_overri
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
 _MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
-_REASON = "Lightning has no public way to join what ranks have logged"
+_REASON = "Lightning has no public way to combine what ranks have logged"
 _OVERRIDDEN = (
     PrivateName(
         name=f"{_MODULE}._ResultCollection.log",
         parameters=("self", "fx", "name", "value", "sync_dist_fn", "add_dataloader_idx"),
-        purpose="to reduce each key together with a mark of the key",
+        purpose="to reduce each value together with a checksum of its key",
         reason=_REASON,
         seen=_SEEN,
     ),
     PrivateName(
         name=f"{_MODULE}._ResultCollection.update_metrics",
         parameters=("self", "key", "value", "batch_size"),
-        purpose="to keep values of a step apart in which not all ranks take part",
+        purpose="to keep values apart if not all ranks take part in a step",
         reason=_REASON,
         seen=_SEEN,
     ),
     PrivateName(
         name=f"{_MODULE}._ResultCollection.metrics",
         parameters=("self", "on_step"),
-        purpose="to report keys that ranks did not log alike",
+        purpose="to report keys that not all ranks logged",
         reason=_REASON,
         seen=_SEEN,
     ),
@@ -49,14 +49,14 @@ NAMES = (
     PrivateName(
         name=f"{_MODULE}._ResultCollection.dataloader_idx",
         on_instances=True,
-        purpose="to tell of which loader results are",
+        purpose="to know which loader results belong to",
         reason=_REASON,
         seen=_SEEN,
     ),
     PrivateName(
         name=f"{_MODULE}._ResultMetric",
         parameters=("metadata", "is_tensor"),
-        purpose="to make what a rank without a batch would have logged",
+        purpose="to create what a rank without a batch would have logged",
         reason=_REASON,
         seen=_SEEN,
     ),
@@ -66,14 +66,14 @@ NAMES = (
             *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
             *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
         ),
-        purpose="to make what a rank without a batch would have logged",
+        purpose="to create what a rank without a batch would have logged",
         reason=_REASON,
         seen=_SEEN,
     ),
     PrivateName(
         name=f"{_MODULE}._Sync",
         parameters=("fn", "_should"),
-        purpose="to say how what is logged is reduced",
+        purpose="to define how a logged value is reduced",
         reason=_REASON,
         seen=_SEEN,
     ),
@@ -81,11 +81,11 @@ NAMES = (
 
 
 def check_overridden() -> None:
-    """Raise a `PrivateNameError` if Lightning has renamed methods that subclasses of `ResultCollection` override."""
+    """Raise a `PrivateNameError` if Lightning lacks a method that subclasses of `ResultCollection` override."""
     for name in _OVERRIDDEN:
         name.resolve()
 
 
 def make_sync(reduce: Any, *, should: bool) -> Sync:
-    """Return how a key is reduced: by `reduce`, if it `should` be."""
+    """Return a `Sync` that reduces a value by `reduce` if `should` is true."""
     return Sync(fn=reduce, _should=should)

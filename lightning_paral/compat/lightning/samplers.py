@@ -16,8 +16,8 @@ _SEEN = "lightning 2.6.1 to 2.6.6"
 _PREPARE = PrivateName(
     name="lightning.pytorch.trainer.connectors.data_connector._DataConnector._prepare_dataloader",
     parameters=("self", "dataloader", "shuffle", "mode"),
-    purpose="to divide loaders among ranks in place of a DistributedSampler",
-    reason="Strategy.process_dataloader runs after Lightning has put its sampler in",
+    purpose="to distribute samples over ranks in place of a DistributedSampler",
+    reason="Strategy.process_dataloader runs after Lightning has injected its sampler",
     seen=_SEEN,
 )
 NAMES = (
@@ -25,39 +25,39 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.Trainer._data_connector",
         on_instances=True,
-        purpose="to divide loaders among ranks in place of a DistributedSampler",
-        reason="Strategy.process_dataloader runs after Lightning has put its sampler in",
+        purpose="to distribute samples over ranks in place of a DistributedSampler",
+        reason="Strategy.process_dataloader runs after Lightning has injected its sampler",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.Trainer._accelerator_connector",
         on_instances=True,
-        purpose="to know what Trainer(use_distributed_sampler=...) says",
+        purpose="to know the value of Trainer(use_distributed_sampler=...)",
         reason="the Trainer has no public attribute for it",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector.use_distributed_sampler",
         on_instances=True,
-        purpose="to know what Trainer(use_distributed_sampler=...) says",
+        purpose="to know the value of Trainer(use_distributed_sampler=...)",
         reason="the Trainer has no public attribute for it",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
         parameters=("batch_sampler",),
-        purpose="to let callbacks that write predictions know the indices of each batch",
+        purpose="to tell callbacks that write predictions the indices of each batch",
         reason="the prediction loop looks for this class",
         seen=_SEEN,
     ),
 )
 
 Preparation = Callable[[object, bool, RunningStage], object]
-"""Takes a loader, whether it shuffles, and for what it is; returns the loader that is used."""
+"""Takes a loader, whether it shuffles, and the running stage; returns the loader to use."""
 
 
 def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack) -> Preparation:
-    """Let `prepare` prepare each loader until `undo` is closed; return what Lightning prepares them with."""
+    """Make `prepare` prepare each loader until `undo` is closed; return the method that it replaces."""
     _PREPARE.resolve()
     connector = trainer._data_connector
     plain: Preparation = connector._prepare_dataloader
@@ -66,5 +66,5 @@ def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack)
 
 
 def injects_sampler(trainer: Trainer) -> bool:
-    """Return what `Trainer(use_distributed_sampler=...)` says."""
+    """Return the value of `Trainer(use_distributed_sampler=...)`."""
     return trainer._accelerator_connector.use_distributed_sampler

@@ -1,4 +1,4 @@
-"""Attributes that Lightning's strategies keep to themselves, and that strategies derived from them read or set."""
+"""Private attributes of Lightning's strategies that our strategies read or set."""
 
 from typing import Any
 
@@ -13,51 +13,51 @@ _SEEN = "lightning 2.6.1 to 2.6.6"
 _REDIRECTION = PrivateName(
     name="lightning.pytorch.strategies.Strategy._forward_redirection",
     on_instances=True,
-    purpose="to run steps through an engine that calls itself",
-    reason="the strategy makes the object itself and takes no other",
+    purpose="to run steps through DeepSpeed's engine",
+    reason="the strategy makes the object itself and accepts no other",
     seen=_SEEN,
 )
 _MESH_OF_STRATEGY = PrivateName(
     name="lightning.pytorch.strategies.ModelParallelStrategy._device_mesh",
     on_instances=True,
-    purpose="to give the strategy a mesh of our own",
-    reason="the public property device_mesh has no setter, and Lightning's mesh knows no replicas",
+    purpose="to give the strategy our own mesh",
+    reason="the public property device_mesh has no setter, and Lightning's mesh has no replicate dimension",
     seen=_SEEN,
 )
 _MESH_OF_MODULE = PrivateName(
     name="lightning.pytorch.LightningModule._device_mesh",
     on_instances=True,
-    purpose="to let self.device_mesh be the mesh that the strategy made",
+    purpose="to make self.device_mesh return the strategy's mesh",
     reason="the public property device_mesh has no setter",
     seen=_SEEN,
 )
 _DDP_OPTIONS = PrivateName(
     name="lightning.pytorch.strategies.DDPStrategy._ddp_kwargs",
     on_instances=True,
-    purpose="to make DDP's reducer anew with other options",
-    reason="options can be given to the constructor only",
+    purpose="to create DDP's reducer again with other options",
+    reason="only the constructor takes these options",
     seen=_SEEN,
 )
 _STATIC_GRAPH_DONE = PrivateName(
     name="lightning.pytorch.strategies.DDPStrategy._pl_static_graph_delay_done",
     on_instances=True,
-    purpose="to let Lightning delay the first all-reduce of a static graph for a second reducer, too",
-    reason="Lightning makes one reducer per fit and never forgets",
+    purpose="to make Lightning delay the first all-reduce of a static graph for a second reducer as well",
+    reason="Lightning expects one reducer per strategy and never resets it",
     seen=_SEEN,
 )
 NAMES = (
     PrivateName(
         name="lightning.pytorch.strategies.ParallelStrategy._layer_sync",
         on_instances=True,
-        purpose="to know whether Trainer(sync_batchnorm=True) was said",
-        reason="the Trainer tells nobody but the strategy, in this attribute",
+        purpose="to know whether Trainer(sync_batchnorm=True) was set",
+        reason="the Trainer stores it only in this attribute of the strategy",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.strategies.DDPStrategy._model_averager",
         on_instances=True,
-        purpose="to know whether post-local SGD lets weights differ between ranks",
-        reason="no public attribute tells",
+        purpose="to know whether weights differ between ranks under post-local SGD",
+        reason="no public attribute says so",
         seen=_SEEN,
     ),
     _REDIRECTION,
@@ -69,38 +69,38 @@ NAMES = (
 
 
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
-    """Return what synchronizes BatchNorm layers, `None` unless `Trainer(sync_batchnorm=True)`."""
+    """Return the plugin that synchronizes BatchNorm layers, or `None` without `Trainer(sync_batchnorm=True)`."""
     return strategy._layer_sync
 
 
 def averages_models(strategy: Strategy) -> bool:
-    """Whether ranks average their weights now and then, and hold different ones in between: post-local SGD."""
+    """Whether ranks average weights only periodically, and differ in between: post-local SGD."""
     return isinstance(strategy, DDPStrategy) and strategy._model_averager is not None
 
 
 def set_forward_redirection(strategy: Strategy, redirection: Any) -> None:
-    """Let `strategy` run steps through `redirection`, a `ForwardRedirection`."""
+    """Make `strategy` run steps through `redirection`, a `ForwardRedirection`."""
     _REDIRECTION.replace_on(strategy, redirection)
 
 
 def set_device_mesh(strategy: ModelParallelStrategy, module: LightningModule | None, mesh: DeviceMesh | None) -> None:
-    """Let `device_mesh` of the strategy, and of the module if there is one, return `mesh`."""
+    """Set the mesh of the strategy, and of the module if there is one, to `mesh`."""
     _MESH_OF_STRATEGY.replace_on(strategy, mesh)
     if module is not None:
         _MESH_OF_MODULE.replace_on(module, mesh)
 
 
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return the options with which `strategy` makes a `DistributedDataParallel`."""
+    """Return the options that `strategy` passes to `DistributedDataParallel`."""
     options: dict[str, Any] = strategy._ddp_kwargs
     return options
 
 
 def set_ddp_options(strategy: DDPStrategy, options: dict[str, Any]) -> None:
-    """Let `strategy` make its next `DistributedDataParallel` with `options`."""
+    """Set the options that `strategy` passes to its next `DistributedDataParallel`."""
     _DDP_OPTIONS.replace_on(strategy, options)
 
 
 def forget_static_graph(strategy: DDPStrategy) -> None:
-    """Let `strategy` delay the first all-reduce of a static graph again: there is a new reducer."""
+    """Make `strategy` delay the first all-reduce of a static graph again, for a new reducer."""
     _STATIC_GRAPH_DONE.replace_on(strategy, False)

@@ -1,7 +1,7 @@
-"""Look at what a Trainer or Fabric is given as `strategy` before Lightning looks it up among the registered names.
+"""Check the `strategy` argument of a Trainer or Fabric before Lightning looks it up in the registry.
 
-So a misspelled name of ours gets a better answer than "You selected an invalid strategy name", and the registry with
-its list of names, which anybody may ask, stays as Lightning made it.
+A misspelled `paral_*` name gets a better error than "You selected an invalid strategy name", and the registry, which
+other code may query, stays as Lightning made it.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ NAMES = tuple(
     PrivateName(
         name=f"lightning.{connector}._check_config_and_set_final_flags",
         purpose="to explain misspelled names of strategies before Lightning refuses them",
-        reason="nothing public runs between Trainer(strategy=...) or Fabric(strategy=...) and the lookup of the name",
-        seen="Lightning 2.6.1 to 2.6.6",
+        reason="no public hook runs between Trainer(strategy=...) or Fabric(strategy=...) and the lookup of the name",
+        seen="lightning 2.6.1 to 2.6.6",
         parameters=("strategy",),
     )
     for connector in (
@@ -29,25 +29,25 @@ CONNECTORS = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
     "lightning_fabric.connector": "_Connector",
 }
-"""By module: the class that looks strategies up."""
+"""The class that looks strategies up, by module."""
 _OURS = "lightning_paral_check"
 
 
 def check_before_lookup(module: Any, check: Callable[[Any], None]) -> None:
-    """Call `check` with each strategy that is about to be looked up, as the user gave it; it may raise.
+    """Call `check` with each strategy argument, as the user gave it, before it is looked up; `check` may raise.
 
-    Doing it again replaces the check.
+    A second call replaces the check.
 
     Args:
         module: one of `CONNECTORS`, imported.
-        check: what to call.
+        check: the function to call.
 
     Raises:
-        AttributeError: this Lightning looks strategies up another way.
+        AttributeError: this version of Lightning looks strategies up in another way.
     """
     connector = getattr(module, CONNECTORS[module.__name__])
     current = connector._check_config_and_set_final_flags
-    is_ours = getattr(current, _OURS, None) is current  # a wrapper of somebody else's copies attributes
+    is_ours = getattr(current, _OURS, None) is current  # other code's wrapper copies our attributes
     plain = current.__wrapped__ if is_ours else current
 
     @wraps(plain)

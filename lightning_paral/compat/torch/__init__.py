@@ -1,1 +1,1 @@
-"""Private names and patches of torch: one module for each idea that needs them."""
+"""Private names and patches of torch: one module for each idea."""

@@ -1,4 +1,4 @@
-"""NCCL's communicators: ended without the other ranks, and asked whether they have failed."""
+"""Abort NCCL's communicators without the other ranks, and ask whether they have failed."""
 
 from contextlib import suppress
 from typing import Any
@@ -12,8 +12,8 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.distributed.distributed_c10d._abort_process_group",
-        purpose="to end all groups of a rank that failed alone",
-        reason="destroy_process_group waits on NCCL until the other ranks call it, too",
+        purpose="to end all process groups of a rank that failed alone",
+        reason="on NCCL destroy_process_group waits until the other ranks call it as well",
         seen="torch 2.11 to 2.13",
         upstream="https://github.com/pytorch/pytorch/issues/119797",
         parameters=("group",),
@@ -21,25 +21,25 @@ NAMES = (
     PrivateName(
         name="torch.distributed.distributed_c10d._world",
         purpose="to find all process groups of this process",
-        reason="nothing public lists them",
+        reason="no public function lists them",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
         name="torch.distributed.ProcessGroup._get_backend",
-        purpose="to find the NCCL part of a process group",
-        reason="nothing public returns the backend of one device",
+        purpose="to find the NCCL backend of a process group",
+        reason="no public function returns the backend of one device",
         seen="torch 2.11 to 2.13",
     ),
 )
 
 
 def nccl_backends() -> list[Any]:
-    """Return the NCCL part of each process group that has one; none in a build of torch without NCCL."""
+    """Return the NCCL backend of each process group that has one; an empty list in a build of torch without NCCL."""
     if not dist.is_nccl_available() or not dist.is_initialized():
         return []
     found = []
     for group in list(_world.pg_map):
-        with suppress(RuntimeError):  # it has no backend for CUDA
+        with suppress(RuntimeError):  # the group has no backend for CUDA
             backend = group._get_backend(torch.device("cuda"))
             if isinstance(backend, dist.ProcessGroupNCCL):
                 found.append(backend)
@@ -47,19 +47,19 @@ def nccl_backends() -> list[Any]:
 
 
 def nccl_errors() -> list[str]:
-    """Return what NCCL's watchdogs have found, if anything: `"TIMEOUT"`, `"COMM_ERROR"`, `"REMOTE_ERROR"`.
+    """Return the errors that NCCL's watchdogs have found: `"TIMEOUT"`, `"COMM_ERROR"`, `"REMOTE_ERROR"`.
 
-    Calls nothing of CUDA.
+    It makes no CUDA calls.
     """
     found: list[str] = [backend.get_error().name for backend in nccl_backends()]
     return [name for name in found if name != "SUCCESS"]
 
 
 def abort_nccl() -> None:
-    """End all communicators of NCCL in this process; what ranks exchange on the host goes on.
+    """Abort all NCCL communicators of this process; host collectives continue to work.
 
-    Ended one by one, communicators could wait for one another (NCCL's issue 1013), so torch groups them, too. The two
-    methods for that exist only where NCCL does.
+    Communicators that are aborted one by one can wait for one another (NCCL's issue 1013), so they are aborted as a
+    group, as torch does. The two methods for that exist only in builds with NCCL.
     """
     backends = nccl_backends()
     if not backends:
@@ -71,5 +71,5 @@ def abort_nccl() -> None:
 
 
 def abort_all() -> None:
-    """End the default process group and all others, without waiting for other ranks."""
+    """Abort the default process group and all others, without waiting for other ranks."""
     _abort_process_group()

@@ -1,4 +1,4 @@
-"""Collectives on one tensor by the names that torch has for them now: the old ones warn at every call (torch 2.13)."""
+"""Single-tensor collectives by their current names in torch: the old names warn at every call from torch 2.13 on."""
 
 from collections.abc import Callable
 from typing import Any

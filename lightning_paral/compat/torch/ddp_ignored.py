@@ -1,4 +1,4 @@
-"""What a module tells `DistributedDataParallel` to leave alone."""
+"""The parameters and buffers that a module tells `DistributedDataParallel` to ignore."""
 
 from torch.nn import Module
 
@@ -7,8 +7,8 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.nn.parallel.DistributedDataParallel._ddp_params_and_buffers_to_ignore",
-        purpose="to leave alone what a module tells DDP to leave alone",
-        reason="modules say so by an attribute of this name, which torch has not made public",
+        purpose="to ignore what a module tells DDP to ignore",
+        reason="modules set an attribute of this name, for which torch has no public one",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),

@@ -1,4 +1,4 @@
-"""Take the reducer of a `DistributedDataParallel` off the parameters."""
+"""Remove the reducer of a `DistributedDataParallel` from the parameters."""
 
 from typing import Any
 
@@ -6,19 +6,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.compat.private_name import PrivateName
 
-_REASON = "DistributedDataParallel has no public way to end before the process does"
+_REASON = "DistributedDataParallel has no public way to remove its hooks"
 
 NAMES = (
     PrivateName(
         name="torch.nn.parallel.DistributedDataParallel._check_reducer_finalized",
-        purpose="to find out whether the last backward pass brought all gradients",
+        purpose="to check that the last backward pass produced all gradients",
         reason=_REASON,
         seen="torch 2.11 to 2.13",
         parameters=("self",),
     ),
     PrivateName(
         name="torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks",
-        purpose="to give the parameters back after a run, without the reducer's hooks",
+        purpose="to remove the reducer's hooks from the parameters after a run",
         reason=_REASON,
         seen="torch 2.11 to 2.13",
         parameters=("self",),
@@ -27,10 +27,10 @@ NAMES = (
 
 
 def remove_reducer(model: DistributedDataParallel) -> None:
-    """Take the reducer of `model` off its parameters.
+    """Remove the reducer of `model` from its parameters.
 
     Raises:
-        RuntimeError: torch's, if the last backward pass did not bring it all gradients.
+        RuntimeError: the last backward pass did not produce all gradients.
     """
     wrapper: Any = model
     wrapper._check_reducer_finalized()

@@ -1,4 +1,4 @@
-"""Operations as torch's dispatcher knows them, and modes that see them."""
+"""Operations of torch's dispatcher, and modes that intercept them."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -19,15 +19,15 @@ NAMES = (
     ),
     PrivateName(
         name="torch.utils._python_dispatch._disable_current_modes",
-        purpose="to run operations that a mode of ours is not to see",
-        reason="nothing public suspends modes",
+        purpose="to run operations that our mode must not see",
+        reason="no public function suspends modes",
         seen="torch 2.11 to 2.13",
         parameters=(),
     ),
     PrivateName(
         name="torch._ops.OpOverload._schema",
-        purpose="to know the arguments of an operation, and which it writes to",
-        reason="nothing public tells them apart from the text of the schema",
+        purpose="to know the arguments of an operation, and which of them it writes to",
+        reason="no public name has them other than as the schema's text",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
@@ -37,4 +37,4 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of an operation, a `torch.FunctionSchema`."""
 
 without_modes: Callable[[], Any] = _disable_current_modes
-"""Return a context in which no mode sees what is run."""
+"""Return a context in which no mode sees any operation."""

@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` cuts a checkpoint into entries, and says where they lie."""
+"""How `torch.distributed.checkpoint` splits a checkpoint into entries, and records where they are."""
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -10,15 +10,15 @@ __all__ = ["StorageInfo", "flatten_state_dict"]
 NAMES = (
     PrivateName(
         name="torch.distributed.checkpoint._nested_dict.flatten_state_dict",
-        purpose="to write sharded checkpoints under the keys that Distributed Checkpoint gives entries",
-        reason="its planners flatten as they plan, for tensors that they know",
+        purpose="to write sharded checkpoints under the keys that Distributed Checkpoint gives to entries",
+        reason="its planners flatten only while planning, and only for tensor types that they know",
         seen="torch 2.11 to 2.13",
         parameters=("state_dict",),
     ),
     PrivateName(
         name="torch.distributed.checkpoint.filesystem._StorageInfo",
         purpose="to write the file `.metadata` of a sharded checkpoint",
-        reason="Distributed Checkpoint's files hold objects of this class",
+        reason="the file holds pickled objects of this class",
         seen="torch 2.11 to 2.13",
         parameters=("relative_path", "offset", "length"),
     ),

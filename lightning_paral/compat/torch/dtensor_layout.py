@@ -1,4 +1,4 @@
-"""Where what a rank holds of a DTensor lies in the whole."""
+"""Which part of a DTensor a rank holds."""
 
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -10,7 +10,7 @@ NAMES = (
     PrivateName(
         name="torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         purpose="to save DTensors of any layout",
-        reason="DTensor tells its placements, and not which indices they give this rank",
+        reason="DTensor exposes its placements, but not the indices that this rank holds",
         seen="torch 2.11 to 2.13",
         parameters=("global_shape", "mesh", "placements"),
     ),

@@ -1,4 +1,4 @@
-"""Tensors that have a storage in a file, and no memory."""
+"""Tensors that have no memory, but get a storage in a file."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch._subclasses.fake_tensor.FakeTensorMode",
-        purpose="to write files with room for tensors that no rank has whole",
+        purpose="to reserve space in a file for tensors that no rank holds in full",
         reason="torch.serialization.skip_data takes fake tensors, which have no public name",
         seen="torch 2.11 to 2.13",
     ),
@@ -19,7 +19,7 @@ NAMES = (
 
 def fake_tensors(kinds: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Return a tensor without memory for each shape and dtype, for `torch.serialization.skip_data`."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     with FakeTensorMode():
         return [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]

@@ -1,25 +1,25 @@
-"""One operation on many tensors: one kernel on CUDA, where a loop over tensors has one for each."""
+"""Operations on many tensors at once: fewer CUDA kernels than a loop over tensors."""
 
 import torch
 
 from lightning_paral.compat.private_name import PrivateName
 
-_REASON = "torch.nn.utils.clip_grad_* take whole gradients or DTensors of one mesh, and use these functions themselves"
+_REASON = "torch.nn.utils.clip_grad_* take full gradients or DTensors of one mesh, and use these functions themselves"
 
 NAMES = tuple(
     PrivateName(name=f"torch.{name}", purpose=purpose, reason=_REASON, seen="torch 2.11 to 2.13")
     for name, purpose in {
-        "_foreach_mul_": "to scale gradients of which each rank holds some rows",
-        "_foreach_clamp_min_": "to clip gradients of which each rank holds some rows",
-        "_foreach_clamp_max_": "to clip gradients of which each rank holds some rows",
-        "_foreach_norm": "to add up the norm of gradients of which each rank holds some rows",
+        "_foreach_mul_": "to scale sharded gradients",
+        "_foreach_clamp_min_": "to clip sharded gradients by value",
+        "_foreach_clamp_max_": "to clip sharded gradients by value",
+        "_foreach_norm": "to compute the norm of sharded gradients",
         "_amp_foreach_non_finite_check_and_unscale_": "to unscale gradients as torch.amp.GradScaler does",
     }.items()
 )
 
 
 def writes_in_place(name: str) -> bool:
-    """Whether the function of torch called `name` writes to the tensors of a list: it counts no versions."""
+    """Whether torch's function `name` writes to a list of tensors without incrementing their version counters."""
     return name.startswith("_foreach_") and name.endswith("_")
 
 

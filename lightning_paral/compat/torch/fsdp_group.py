@@ -1,4 +1,4 @@
-"""When FSDP2 gathers a group of parameters, and when it lets go of them."""
+"""When FSDP2 unshards and reshards a group of parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from lightning_paral.compat.private_name import PrivateName
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _SEEN = "torch 2.11 to 2.13"
-_UNSEEN = "nothing public is called when parameters are gathered or let go"
+_UNSEEN = "no public hook runs when parameters are unsharded or resharded"
 
 _GATHERING = PrivateName(
     name=f"{_GROUP}._to_unsharded",
-    purpose="to watch parameters from when they are gathered",
+    purpose="to notice when parameters are unsharded",
     reason=_UNSEEN,
     seen=_SEEN,
     parameters=("self",),
@@ -21,7 +21,7 @@ _GATHERING = PrivateName(
 _LETTING_GO = tuple(
     PrivateName(
         name=f"{_GROUP}.{name}",
-        purpose="to bring writes to gathered parameters back before they are let go",
+        purpose="to copy writes to unsharded parameters back to the shards before they are resharded",
         reason=_UNSEEN,
         seen=_SEEN,
         parameters=("self",),
@@ -33,29 +33,29 @@ NAMES = (
     *_LETTING_GO,
     PrivateName(
         name=f"{_GROUP}._wait_all_gather_streams_on_event",
-        purpose="to have the next all-gather wait for writes to shards",
-        reason="the streams of all-gathers have no public name",
+        purpose="to make the next all-gather wait for writes to shards",
+        reason="no public name returns the streams of all-gathers",
         seen=_SEEN,
         parameters=("self", "event"),
     ),
     PrivateName(
         name=f"{_GROUP}._sharded_state",
-        purpose="to tell parameters that are gathered from those that are kept over fewer ranks",
-        reason="is_sharded and is_unsharded are attributes of a private class as well",
+        purpose="to distinguish unsharded parameters from those resharded over fewer ranks",
+        reason="is_sharded and is_unsharded are attributes of a private class, too",
         seen=_SEEN,
         on_instances=True,
     ),
     PrivateName(
         name="torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState.UNSHARDED",
-        purpose="to tell parameters that are gathered",
-        reason="is_unsharded is an attribute of a private class as well",
+        purpose="to know whether parameters are unsharded",
+        reason="is_unsharded is an attribute of a private class",
         seen=_SEEN,
     ),
     *(
         PrivateName(
             name=f"{_GROUP}.{attribute}",
-            purpose="to find the gathered parameters of a unit",
-            reason="the class is private: nothing public names the parameters that are gathered together",
+            purpose="to find the parameters of a unit",
+            reason="the class is private: no public name lists the parameters that are gathered together",
             seen=_SEEN,
             on_instances=True,
         )
@@ -65,15 +65,15 @@ NAMES = (
 
 
 def watch(group: Any, gathered: Callable[[], None], letting_go: Callable[[], None]) -> None:
-    """Have functions called whenever the parameters of `group` change hands, as long as `group` lives.
+    """Call functions whenever the parameters of `group` are unsharded or resharded, as long as `group` lives.
 
     Args:
         group: an `FSDPParamGroup`.
-        gathered: called after parameters have been gathered.
-        letting_go: called before gathered parameters are let go.
+        gathered: called after parameters have been unsharded.
+        letting_go: called before unsharded parameters are resharded.
 
     Raises:
-        PrivateNameError: this version of torch gathers, or lets go, another way.
+        PrivateNameError: this version of torch unshards or reshards in another way.
     """
     _GATHERING.resolve()
     unshard = group._to_unsharded
@@ -99,7 +99,7 @@ def _after(letting_go: Callable[[], None], group: Any, shard: Callable[[], None]
 
 
 def await_writes(group: Any) -> None:
-    """Have the next all-gather of `group` wait for what the current stream has written to the shards."""
+    """Make the next all-gather of `group` wait for writes to the shards on the current stream."""
     event = group.device_handle.Event()
     event.record()
     group._wait_all_gather_streams_on_event(event)

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a parameter, sharded and gathered."""
+"""FSDP2's record of a parameter, sharded and unsharded."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -12,7 +12,7 @@ from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.compat.torch.dtensor import local_of, set_local
 
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
-_PRIVATE = "the class is private: nothing public leads from a sharded parameter to what is gathered of it"
+_PRIVATE = "the class is private: no public name leads from a sharded parameter to the unsharded one"
 
 NAMES = tuple(
     PrivateName(
@@ -20,53 +20,53 @@ NAMES = tuple(
     )
     for attribute, purpose in {
         "sharded_param": "to find the shard of a parameter",
-        "_sharded_param_data": "to have FSDP2 gather from the memory that user code assigned",
-        "_unsharded_param": "to find a parameter while it is gathered",
-        "_sharded_post_forward_param": "to know a parameter that is kept over fewer ranks after forward",
+        "_sharded_param_data": "to make FSDP2 gather from memory that user code assigned",
+        "_unsharded_param": "to find the unsharded parameter",
+        "_sharded_post_forward_param": "to recognize a parameter that is resharded over fewer ranks after forward",
         "_param_fqn": "to name a parameter in errors",
         "_module_info": "to find the modules that have a parameter",
         "padded_sharded_param_size": "to know the memory of a shard",
         "fsdp_placement": "to know along which dimension a parameter is sharded",
         "mesh_info": "to know which shard this rank holds",
-        "param_dtype": "to know in which dtype a parameter is gathered",
+        "param_dtype": "to know the dtype of the unsharded parameter",
         "orig_dtype": "to name the dtype of a parameter",
         "pin_memory": "to keep shards on the host in pinned memory",
     }.items()
 )
 
-SHARDS_INTEGERS = torch.__version__ >= "2.12"  # nothing tells but a failure in the middle of `fully_shard`
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # no name says so; `fully_shard` fails midway
 
 name_of: Callable[[Any], str] = attrgetter("_param_fqn")
 """Return the name of the parameter of an `FSDPParam` in the root module."""
 
 
 def gathered(param: Any) -> Tensor | None:
-    """Return the parameter of an `FSDPParam` as it was gathered last, or is now; `None` if it never was.
+    """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been gathered.
 
-    It keeps its identity: FSDP2 frees and fills its memory.
+    It is the same object each time: FSDP2 only frees and refills its memory.
     """
     return getattr(param, "_unsharded_param", None)
 
 
 def is_form_of(value: object, param: Any) -> bool:
-    """Whether `value` is what FSDP2 puts into modules for the parameter of an `FSDPParam`, sharded or gathered."""
+    """Whether `value` is what FSDP2 sets on modules for an `FSDPParam`: the sharded or the unsharded parameter."""
     own = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
     return value is not None and any(value is one for one in own)
 
 
 def places_of(param: Any) -> list[tuple[Module, str]]:
-    """Return the modules that have the parameter of an `FSDPParam`, and its name in each: several if it is tied."""
+    """Return the modules that have the parameter of an `FSDPParam`, and its name in each; several if it is tied."""
     info = param._module_info
     modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
     return list(zip(modules, names, strict=True))
 
 
 def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
-    """Let FSDP2 gather from other memory.
+    """Make FSDP2 gather from other memory.
 
     Args:
         param: the `FSDPParam`.
-        padded: 1-dimensional, with what fills up the last shards; what is sent.
+        padded: 1-dimensional, with the padding of uneven shards; the input of the all-gather.
         shard: a view of `padded` in the shape of this rank's shard.
     """
     param._sharded_param_data = padded
@@ -74,26 +74,26 @@ def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
 
 
 def own_part(param: Any, whole: Tensor) -> Tensor:
-    """Return the view of `whole`, a parameter of an `FSDPParam`, that this rank's shard holds, if it is not empty."""
+    """Return the view of `whole`, the unsharded parameter, that corresponds to this rank's shard, not empty."""
     local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
     return whole.narrow(dim, start, local.size(dim))
 
 
 def can_be_sharded(parameter: Tensor) -> bool:
-    """Whether FSDP2 shards parameters of this dtype: torch 2.11 has every shard require a gradient first."""
+    """Whether FSDP2 shards parameters of this dtype: in torch 2.11 every shard has to support gradients."""
     return SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex()
 
 
 def keep_dtype(param: Any) -> None:
-    """Let an `FSDPParam` of complex numbers be gathered as it is, of which torch 2.11 makes 16-bit floats."""
+    """Gather a complex `FSDPParam` in its own dtype; torch 2.11 would cast it to 16-bit floats."""
     if not param.orig_dtype.is_floating_point:
         param.param_dtype = None
 
 
 def is_plain(param: Any) -> bool:
-    """Whether an `FSDPParam` was gathered as an ordinary parameter, outside of inference mode.
+    """Whether an `FSDPParam` was gathered to an ordinary tensor, outside of inference mode.
 
-    A layout of the user's own gives DTensors; inference mode counts no versions.
+    With a layout of the user's own it is a DTensor; in inference mode tensors have no version counter.
     """
     return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()

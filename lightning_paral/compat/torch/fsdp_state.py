@@ -1,7 +1,7 @@
-"""What FSDP2 keeps of a sharded module, and does around its `forward`.
+"""FSDP2's state of a sharded module, and what it does around `forward`.
 
-`fully_shard` hooks into `forward` alone. Steps and other methods of a module need the same around them;
-`register_fsdp_forward_method` does it for methods, but lets go as soon as a nested call ends.
+`fully_shard` hooks into `forward` only. Steps and other methods of a module need the same; torch's
+`register_fsdp_forward_method` provides it for methods, but reshards as soon as a nested call ends.
 """
 
 from typing import Any
@@ -14,40 +14,40 @@ from lightning_paral.compat.private_name import PrivateName
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _SEEN = "torch 2.11 to 2.13"
-_AROUND = "only forward is public, and a step of the LightningModule is none"
+_AROUND = "public functions cover forward only, not a LightningModule's steps"
 
 NAMES = (
     PrivateName(
         name="torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        purpose="to gather parameters around steps and methods",
+        purpose="to unshard parameters around steps and methods",
         reason=_AROUND,
         seen=_SEEN,
         parameters=("self",),
     ),
     PrivateName(
         name=f"{_STATE}._lazy_init",
-        purpose="to know the groups of parameters before the first step",
-        reason="FSDP2 makes them ready in the first forward, after hooks of users have run",
+        purpose="to know the parameter groups before the first step",
+        reason="FSDP2 initializes them in the first forward, after users' hooks have run",
         seen=_SEEN,
         parameters=("self",),
     ),
     PrivateName(
         name=f"{_STATE}._pre_forward",
-        purpose="to gather parameters before a step or a method",
-        reason="FSDPModule.unshard gathers, but does not prepare the backward pass and the next units",
+        purpose="to unshard parameters before a step or a method",
+        reason="FSDPModule.unshard does not prepare the backward pass and the next units",
         seen=_SEEN,
         parameters=("self", "module", "args", "kwargs"),
     ),
     PrivateName(
         name=f"{_STATE}._post_forward",
-        purpose="to let go of parameters after a step or a method, until its backward pass",
-        reason="FSDPModule.reshard lets go, but does not have the backward pass gather anew",
+        purpose="to reshard parameters after a step or a method, until its backward pass",
+        reason="FSDPModule.reshard does not make the backward pass unshard again",
         seen=_SEEN,
         parameters=("self", "module", "input", "output"),
     ),
     PrivateName(
         name=f"{_STATE}._register_pre_backward_hook",
-        purpose="to have the root's gradients reduced in a backward pass of manual optimization",
+        purpose="to reduce the root's gradients in a backward pass under manual optimization",
         reason=_AROUND,
         seen=_SEEN,
         parameters=("self", "output"),
@@ -55,7 +55,7 @@ NAMES = (
     *(
         PrivateName(
             name=f"{_STATE}.{handle}",
-            purpose="to take FSDP2's own hooks off forward, where ours do their work",
+            purpose="to remove FSDP2's own hooks from forward, which ours replace",
             reason=_AROUND,
             seen=_SEEN,
             on_instances=True,
@@ -65,7 +65,7 @@ NAMES = (
     PrivateName(
         name=f"{_STATE}._fsdp_param_groups",
         purpose="to find the parameters that are gathered together",
-        reason="nothing public names them",
+        reason="no public name lists them",
         seen="torch 2.12 and 2.13",
         on_instances=True,
         since="2.12",
@@ -73,7 +73,7 @@ NAMES = (
     PrivateName(
         name=f"{_STATE}._fsdp_param_group",
         purpose="to find the parameters that are gathered together",
-        reason="nothing public names them",
+        reason="no public name lists them",
         seen="torch 2.11",
         on_instances=True,
         before="2.12",
@@ -81,7 +81,7 @@ NAMES = (
     *(
         PrivateName(
             name=f"torch.distributed.fsdp.fully_shard.{attribute}",
-            purpose="to leave out of saved modules what FSDP2 has set on them",
+            purpose="to leave FSDP2's attributes out of saved modules",
             reason="fully_shard cannot be undone",
             seen=_SEEN,
             on_instances=True,
@@ -90,7 +90,7 @@ NAMES = (
     ),
     PrivateName(
         name="torch.distributed._composable_state._module_state_mapping",
-        purpose="to give a module back after a run, as if it had never been sharded",
+        purpose="to restore a module after a run, as if it had never been sharded",
         reason="fully_shard cannot be undone",
         seen=_SEEN,
     ),
@@ -98,7 +98,7 @@ NAMES = (
 
 
 class ForwardHooks:
-    """Takes the hooks of a sharded module off its `forward`, for the caller to do their work."""
+    """Removes FSDP2's hooks from the `forward` of a sharded module; the caller does their work."""
 
     def __init__(self, module: Any) -> None:
         state = module._get_fsdp_state()
@@ -108,16 +108,16 @@ class ForwardHooks:
         self._module = module
 
     def after(self, output: Any) -> Any:
-        """Let go of parameters; return `output`, which has the backward pass gather them anew."""
+        """Reshard parameters; return `output`, whose backward pass unshards them again."""
         return self.state._post_forward(self._module, (), output)
 
     def expect_backward(self, output: Tensor) -> None:
-        """Have the backward pass of `output` reduce the gradients of the module."""
+        """Make the backward pass of `output` reduce the gradients of the module."""
         self.state._register_pre_backward_hook(output)
 
 
 def initialize(root: Any) -> None:
-    """Do what FSDP2 does once, at the beginning of the first forward of the sharded module `root`."""
+    """Initialize FSDP2 as the first forward of the sharded module `root` would."""
     root._get_fsdp_state()._lazy_init()
 
 
@@ -127,7 +127,7 @@ def groups_of(module: Any) -> list[Any]:
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """Return the `FSDPParamGroup`s of a sharded module by its state."""
+    """Return the `FSDPParamGroup`s of a sharded module, given its state."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -139,5 +139,5 @@ def is_of_fsdp(name: str) -> bool:
 
 
 def forget(module: Module) -> None:
-    """Let FSDP2 forget that `module` was sharded."""
+    """Make FSDP2 forget that `module` was sharded."""
     _module_state_mapping.pop(module, None)

@@ -1,4 +1,4 @@
-"""A gradient scaler that unscales gradients another way."""
+"""A gradient scaler whose subclasses define how gradients are unscaled."""
 
 from abc import abstractmethod
 from typing import Any
@@ -11,8 +11,8 @@ from lightning_paral.compat.private_name import PrivateName
 
 _UNSCALE = PrivateName(
     name="torch.amp.GradScaler._unscale_grads_",
-    purpose="to have all ranks skip the step where the shard of one is not finite",
-    reason="unscale_ looks at this rank's gradients alone, and step() calls this method as well",
+    purpose="to make all ranks skip the step if the shard of any is not finite",
+    reason="unscale_ checks only this rank's gradients, and step() calls this method as well",
     seen="torch 2.11 to 2.13",
     parameters=("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
 )
@@ -20,10 +20,10 @@ NAMES = (_UNSCALE,)
 
 
 class UnscalingGradScaler(torch.amp.GradScaler):
-    """Unscales gradients by a method of subclasses.
+    """Unscales gradients by a method that subclasses define.
 
     Raises:
-        PrivateNameError: `GradScaler` of this version of torch unscales another way.
+        PrivateNameError: `GradScaler` of this version of torch unscales in another way.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,10 +39,10 @@ class UnscalingGradScaler(torch.amp.GradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Multiply the gradients of `optimizer` by `inv_scale`, and return by device whether any is not finite.
+        """Multiply the gradients of `optimizer` by `inv_scale`, and return for each device whether any is not finite.
 
         Args:
-            optimizer: whose gradients.
-            inv_scale: a factor, 0-dimensional.
-            found_inf: what is returned for a device where all are finite: 0.0, of shape `[1]` or `[]`.
+            optimizer: the optimizer whose gradients are unscaled.
+            inv_scale: the factor, 0-dimensional.
+            found_inf: returned for a device whose gradients are all finite: 0.0, of shape `[1]` or `[]`.
         """

@@ -1,7 +1,7 @@
-"""The beginning of an iteration of FSDP2, and its end after an error, in every torch from 2.11 on.
+"""Begin an iteration of FSDP2, and reset it after an error, on torch 2.11 and later.
 
-torch 2.11 to 2.13 begin an iteration in `FSDPState._pre_forward` alone, a hook of the root's `forward`: nothing public
-does it for `training_step`. `FSDPModule.reset_iter_state` is public, from torch 2.13 on.
+torch 2.11 to 2.13 begin an iteration only in `FSDPState._pre_forward`, a hook of the root's `forward`; no public
+function does so for `training_step`. `FSDPModule.reset_iter_state` is public, from torch 2.13 on.
 """
 
 from typing import Any
@@ -13,15 +13,15 @@ from lightning_paral.compat.private_name import PrivateName
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_RESET = "to reshard what a failed iteration has left gathered"
-_NOT_PUBLIC = "FSDPModule.reset_iter_state is there from torch 2.13 on"
+_RESET = "to reshard parameters that a failed iteration has left unsharded"
+_NOT_PUBLIC = "FSDPModule.reset_iter_state exists only from torch 2.13 on"
 _SEEN = "torch 2.11 to 2.13"
 
 NAMES = (
     PrivateName(
         name=f"{_STATE}.FSDPState._pre_forward",
-        purpose="to begin an iteration of FSDP2 where a step of Lightning's begins",
-        reason="FSDP2 begins one in a hook of the root's forward only",
+        purpose="to begin an iteration of FSDP2 with a step of Lightning",
+        reason="FSDP2 begins one only in a hook of the root's forward",
         seen=_SEEN,
         parameters=("module", "args", "kwargs"),
     ),
@@ -60,11 +60,11 @@ def pre_forward(
 ) -> tuple[Any, Any]:
     """Do what FSDP2 does before `forward` of a sharded module; return its arguments, moved to the module's device.
 
-    Without any argument, the root's hook fails on CUDA: it takes the first of the arguments for each device, and there
-    is none (`torch.distributed.utils._to_kwargs`, torch 2.11 and 2.12).
+    Without arguments, the root's hook raises an IndexError on CUDA in torch 2.11 and 2.12: it takes the first element
+    of an empty list (`torch.distributed.utils._to_kwargs`).
 
     Args:
-        state: of `module`, from `module._get_fsdp_state()`.
+        state: the state of `module`, from `module._get_fsdp_state()`.
         module: the sharded module.
         args: positional arguments of `forward`.
         kwargs: its keyword arguments.
@@ -77,9 +77,9 @@ def pre_forward(
 
 
 def reset_iteration(root: Any) -> None:
-    """Reshard what a failed iteration of the sharded module `root` has left gathered, and forget that iteration.
+    """Reshard what a failed iteration of the sharded module `root` has left unsharded, and discard its state.
 
-    Where there was none yet, since sharding itself failed, nothing is done.
+    Do nothing if no iteration has begun, such as when sharding itself failed.
     """
     state = root._get_fsdp_state()
     if state._is_root is None:

@@ -1,4 +1,4 @@
-"""Copies of a `DataLoader`, which leave its workers to it."""
+"""Copies of a `DataLoader` that do not share its workers."""
 
 import copy
 from typing import Any
@@ -11,16 +11,16 @@ _ITERATOR = PrivateName(
     name="torch.utils.data.DataLoader._iterator",
     on_instances=True,
     purpose="to leave persistent workers to the loader that started them",
-    reason="a copy and a pickle of a loader take them along, and nothing public tells a loader to let go of them",
+    reason="a copy or pickle of a loader includes them, and no public method detaches them",
     seen="torch 2.11 to 2.13",
 )
 NAMES = (_ITERATOR,)
 
 
 def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a shallow copy with other attributes, that starts workers of its own.
+    """Return a shallow copy with other attributes that starts its own workers.
 
-    `DataLoader` refuses to set them; making another loader instead means to guess the arguments of a user's class.
+    `DataLoader` refuses to set them, and building another loader would mean guessing a user class's arguments.
     """
     changed = copy.copy(loader)
     changed.__dict__.update(attributes)
@@ -29,5 +29,5 @@ def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoad
 
 
 def without_workers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a loader, as pickle takes them, without its workers."""
+    """Return the attributes of a loader for pickling, without its workers."""
     return state | {"_iterator": None}

@@ -1,4 +1,4 @@
-"""The hooks on a module, by the dictionaries in which it keeps them."""
+"""The dictionaries in which a module keeps its hooks."""
 
 from typing import Any
 
@@ -8,23 +8,23 @@ from torch.nn.modules.module import _WrappedHook
 from lightning_paral.compat.private_name import PrivateName
 
 FORWARD = ("_forward_pre_hooks", "_forward_hooks")
-"""The dictionaries of hooks that run with the forward."""
+"""Dictionaries of the hooks that run around forward."""
 ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
-"""Those of all hooks that run in a step."""
+"""Dictionaries of all hooks that run in a step."""
 FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-"""Those that say how hooks of the forward are called, by the number of the hook."""
+"""Dictionaries that say how forward hooks are called, by hook id."""
 OF_STATE_DICTS = (
     *("_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-"""Those of hooks that run when a module is saved and loaded."""
+"""Dictionaries of the hooks that run when a module is saved or loaded."""
 
 NAMES = (
     *(
         PrivateName(
             name=f"torch.nn.Module.{name}",
-            purpose="to take away hooks that were put on modules of the user's, or to put others in their place",
-            reason="only who registers a hook gets the handle that removes it",
+            purpose="to remove or replace hooks on the user's modules",
+            reason="only the code that registers a hook gets the handle that removes it",
             seen="torch 2.11 to 2.13",
             on_instances=True,
         )
@@ -32,8 +32,8 @@ NAMES = (
     ),
     PrivateName(
         name="torch.nn.modules.module._WrappedHook.hook",
-        purpose="to tell whose a hook is that is given the module",
-        reason="load_state_dict hooks are kept inside such an object",
+        purpose="to find the function behind a hook that receives the module",
+        reason="torch wraps load_state_dict hooks in an object of this class",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
@@ -47,7 +47,7 @@ def hooks_in(module: Module, name: str) -> dict[int, Any]:
 
 
 def forward_hooks(module: Module) -> dict[int, Any]:
-    """Return the hooks that run after the forward of `module`."""
+    """Return the forward hooks of `module`."""
     return hooks_in(module, "_forward_hooks")
 
 
@@ -57,5 +57,5 @@ def unwrapped(hook: Any) -> Any:
 
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
-    """Return all dictionaries of hooks on `module`, and of how they are called, by the attribute's name."""
+    """Return all dictionaries about hooks of `module`, by attribute name."""
     return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *OF_STATE_DICTS)}

@@ -1,4 +1,4 @@
-"""What a module itself holds, as it holds it."""
+"""The dictionaries in which a module keeps its own parameters, buffers and submodules."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -16,21 +16,21 @@ _REASON = (
 NAMES = (
     PrivateName(
         name="torch.nn.Module._parameters",
-        purpose="to give a module other parameters, unnoticed by it",
+        purpose="to replace a module's parameters without calling its methods",
         reason=_REASON,
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
     PrivateName(
         name="torch.nn.Module._buffers",
-        purpose="to give a module other buffers, unnoticed by it",
+        purpose="to replace a module's buffers without calling its methods",
         reason=_REASON,
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
     PrivateName(
         name="torch.nn.Module._modules",
-        purpose="to give a copy of a module copies of what is in it",
+        purpose="to give a copy of a module copies of its submodules",
         reason=_REASON,
         seen="torch 2.11 to 2.13",
         on_instances=True,
@@ -38,10 +38,10 @@ NAMES = (
 )
 
 own_parameters: Callable[[Module], dict[str, Parameter | None]] = attrgetter("_parameters")
-"""Return the parameters of a module itself by name: the dictionary in which it keeps them."""
+"""Return a module's own dictionary of its direct parameters."""
 
 own_buffers: Callable[[Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-"""Return the buffers of a module itself by name: the dictionary in which it keeps them."""
+"""Return a module's own dictionary of its direct buffers."""
 
 own_children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
-"""Return the modules in a module itself by name: the dictionary in which it keeps them."""
+"""Return a module's own dictionary of its direct submodules."""

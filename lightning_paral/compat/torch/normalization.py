@@ -7,7 +7,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 __all__ = ["BatchNorm", "InstanceNorm"]
 
-_REASON = "the public classes are those of one number of dimensions each, and torch.nn.SyncBatchNorm beside them"
+_REASON = "the public classes are one per number of dimensions, and torch.nn.SyncBatchNorm"
 
 NAMES = (
     PrivateName(
@@ -18,7 +18,7 @@ NAMES = (
     ),
     PrivateName(
         name="torch.nn.modules.instancenorm._InstanceNorm",
-        purpose="to find layers whose weights have to be as wide as their statistics",
+        purpose="to find layers whose weights must have the dtype of their statistics",
         reason=_REASON,
         seen="torch 2.11 to 2.13",
     ),

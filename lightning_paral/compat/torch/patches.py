@@ -7,10 +7,10 @@ _ABSENT = object()
 
 
 def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Replace attributes of `owner`, a class or module; return a function that gives them back.
+    """Replace attributes of `owner`, a class or module; return a function that restores them.
 
     Raises:
-        AttributeError: `owner` neither has nor inherits one of them, so that nobody would ask for it.
+        AttributeError: `owner` neither has nor inherits one of them, so nothing would use it.
     """
     for name in attributes:
         getattr(owner, name)

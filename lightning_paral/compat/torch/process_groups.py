@@ -1,4 +1,4 @@
-"""What torch knows of process groups."""
+"""torch's registry of process groups."""
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -8,8 +8,8 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.distributed.distributed_c10d._get_default_store",
-        purpose="to let ranks leave one another messages outside of collectives",
-        reason="nothing public returns the store of a group that others have made",
+        purpose="to let ranks exchange messages outside of collectives",
+        reason="no public function returns the store of a group that other code has made",
         seen="torch 2.11 to 2.13",
         parameters=(),
     ),
@@ -28,6 +28,6 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
         return False
     try:
         dist.get_backend(group)
-    except ValueError:  # torch's answer for groups that it does not have
+    except ValueError:  # raised for groups that do not exist
         return False
     return True

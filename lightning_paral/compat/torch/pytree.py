@@ -6,7 +6,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
 
-_REASON = "torch.utils.pytree is not public yet, and Lightning registers no containers with other libraries"
+_REASON = "torch.utils.pytree is not public yet, and Lightning's CombinedLoader uses this module"
 
 NAMES = (
     PrivateName(
@@ -39,7 +39,7 @@ NAMES = (
     ),
     PrivateName(
         name="torch.utils._pytree.tree_unflatten",
-        purpose="to give a batch back in the containers that Lightning's CombinedLoader took apart",
+        purpose="to rebuild a batch in the structure of Lightning's CombinedLoader",
         reason=_REASON,
         seen="torch 2.11 to 2.13",
         parameters=("leaves", "treespec"),

@@ -1,4 +1,4 @@
-"""Copies of modules without values, as `DataParallel` makes them."""
+"""Copies of modules without parameters, as `DataParallel` makes them."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.nn.Module._replicate_for_data_parallel",
-        purpose="to copy a module without its values",
-        reason="torch.nn.parallel.replicate copies the values with it, and cannot copy modules that refer to others",
+        purpose="to copy a module without its parameters",
+        reason="torch.nn.parallel.replicate copies parameters too, and cannot copy modules that refer to others",
         seen="torch 2.11 to 2.13",
         parameters=("self",),
     ),

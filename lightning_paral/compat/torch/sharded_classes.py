@@ -1,4 +1,4 @@
-"""Classes of sharded modules: named as the user's classes, and possible for a module of any class."""
+"""Classes of sharded modules: named after the user's classes, and available for a module of any class."""
 
 from typing import Any, NoReturn
 
@@ -11,15 +11,15 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls",
-        purpose="to give sharded modules a class of the user's name, or one at all",
-        reason="fully_shard makes the class itself, unless it finds one here",
+        purpose="to name the class of a sharded module after the user's, and to support every class",
+        reason="fully_shard creates the class itself, unless it finds one here",
         seen="torch 2.11 to 2.13",
     ),
 )
 
 
 def prepare_class(module: Module) -> None:
-    """Make the class that `fully_shard` gives `module`, in place of torch's (torch 2.8 to 2.13).
+    """Make the class that `fully_shard` gives `module`, in place of torch's (torch 2.11 to 2.13).
 
     torch's class is called `FSDPLinear` in every message. It cannot be made if `Generic` or another class without
     `__dict__` is the first base (`object layout differs`) or if `__init_subclass__` requires arguments. Metaclasses and

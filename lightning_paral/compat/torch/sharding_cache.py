@@ -7,8 +7,8 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.distributed.tensor.debug._clear_sharding_prop_cache",
-        purpose="to let DTensor forget the meshes of groups that are destroyed",
-        reason="nothing public empties the cache, and destroy_process_group leaves it as it is",
+        purpose="to make DTensor forget the meshes of destroyed process groups",
+        reason="no public function empties the cache, and destroy_process_group does not",
         seen="torch 2.11 to 2.13",
         parameters=(),
     ),

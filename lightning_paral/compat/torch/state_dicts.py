@@ -1,4 +1,4 @@
-"""How torch saves and loads each part of a module, inside `Module.state_dict` and `Module.load_state_dict`."""
+"""How `Module.state_dict` and `Module.load_state_dict` save and load each submodule."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -12,20 +12,20 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from lightning_paral.compat.private_name import PrivateName
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
-"""How the names of what `Module.get_extra_state` returns end in a state dict."""
+"""Suffix of the state-dict keys of what `Module.get_extra_state` returns."""
 
 _SEEN = "torch 2.11 to 2.13"
 _SAVE = PrivateName(
     name="torch.nn.Module._save_to_state_dict",
-    purpose="to save what a rank holds in the place of parameters",
-    reason="state_dict calls it on each part, inside the methods that users override",
+    purpose="to save a rank's shards in place of parameters",
+    reason="state_dict calls it for each submodule, inside the methods that users override",
     seen=_SEEN,
     parameters=("self", "destination", "prefix", "keep_vars"),
 )
 _LOAD = PrivateName(
     name="torch.nn.Module._load_from_state_dict",
-    purpose="to load what a rank needs into parameters",
-    reason="load_state_dict calls it on each part, inside the methods that users override",
+    purpose="to load only the shards that a rank holds",
+    reason="load_state_dict calls it for each submodule, inside the methods that users override",
     seen=_SEEN,
     parameters=(
         *("self", "state_dict", "prefix", "local_metadata", "strict"),
@@ -37,34 +37,34 @@ NAMES = (
     _LOAD,
     PrivateName(
         name="torch.nn.Module._load_state_dict_pre_hooks",
-        purpose="to run hooks that rename what older versions saved once, before it is loaded",
-        reason="nothing public lists the hooks of a module, or leaves them out",
+        purpose="to run only once the hooks that rename entries saved by older versions",
+        reason="no public function lists or disables the hooks of a module",
         seen=_SEEN,
         on_instances=True,
     ),
     PrivateName(
         name="torch.nn.Module._metadata",  # of what `state_dict` returns
-        purpose="to keep the versions of modules with a state dict",
-        reason="torch hands them over as an attribute of the dictionary",
+        purpose="to keep module versions with a state dict",
+        reason="torch stores them as an attribute of the dictionary",
         seen=_SEEN,
         on_instances=True,
     ),
     PrivateName(
         name="torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX",
-        purpose="to tell extra states from tensors",
-        reason="nothing public has it",
+        purpose="to distinguish extra states from tensors",
+        reason="no public name has this suffix",
         seen=_SEEN,
     ),
 )
 
 
 def versions_in(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return what torch keeps with a state dict about each module, by the module's name; `None` if nothing."""
+    """Return the metadata that torch keeps with a state dict for each module, by module name, or `None`."""
     return getattr(state_dict, "_metadata", None)
 
 
 def set_versions(state_dict: "OrderedDict[str, Any]", versions: Any) -> None:
-    """Let torch find `versions`, from `versions_in`, with `state_dict`."""
+    """Attach `versions`, from `versions_in`, to `state_dict`."""
     state_dict._metadata = versions  # type: ignore[attr-defined]
 
 
@@ -74,27 +74,27 @@ def load_hooks(part: Module) -> "dict[int, Callable[..., Any]]":
 
 
 def set_load_hooks(part: Module, hooks: "dict[int, Callable[..., Any]]") -> None:
-    """Let `part` have other such hooks."""
+    """Replace the hooks of `part` itself that change a state dict before it is loaded."""
     part._load_state_dict_pre_hooks = hooks
 
 
 def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:
-    """Put parameters, buffers and extra state of `part` itself into `destination`, with its names after `prefix`."""
+    """Add the parameters, buffers and extra state of `part` itself to `destination`, with `prefix` in their names."""
     part._save_to_state_dict(destination, prefix, keep_vars=True)
 
 
 @contextmanager
 def saving_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
-    """Have each part of `module` saved by `method(part, own, destination, prefix, keep_vars)`; `own` is torch's."""
+    """Save each submodule by `method(part, own, destination, prefix, keep_vars)`, where `own` is torch's method."""
     with _shadowed(module, _SAVE, method):
         yield
 
 
 @contextmanager
 def loading_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
-    """Have each part of `module` loaded by `method(part, own, state_dict, prefix, about, *rest)`; `own` is torch's.
+    """Load each submodule by `method(part, own, state_dict, prefix, about, *rest)`, where `own` is torch's method.
 
-    `rest` is `strict`, and the lists of missing names, unexpected names and errors.
+    `rest` is `strict` and the lists of missing keys, unexpected keys and errors.
     """
     with _shadowed(module, _LOAD, method):
         yield
@@ -102,7 +102,7 @@ def loading_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def _shadowed(module: Module, entry: PrivateName, method: Callable[..., None]) -> Iterator[None]:
-    """Call `method(part, own, ...)` in the place of `own`, a method of each part of `module`; set on instances."""
+    """Replace `own`, a method of each submodule of `module`, by `method(part, own, ...)`, set on the instances."""
     entry.resolve()
     name = entry.name.rpartition(".")[2]
     parts = list(module.modules())

@@ -1,4 +1,4 @@
-"""The hooks on an optimizer's steps, and what schedulers look for."""
+"""The step hooks of an optimizer, and the mark that schedulers check."""
 
 from collections import OrderedDict
 from typing import Any
@@ -13,8 +13,8 @@ NAMES = (
     *(
         PrivateName(
             name=f"torch.optim.Optimizer.{name}",
-            purpose="to run the hooks of the user's optimizer around the step of the one that takes its place",
-            reason="only its own step runs them",
+            purpose="to run the hooks of the user's optimizer around the step of the optimizer that replaces it",
+            reason="only the optimizer's own step runs them",
             seen="torch 2.11 to 2.13",
             on_instances=True,
         )
@@ -23,7 +23,7 @@ NAMES = (
     PrivateName(
         name="torch.optim.lr_scheduler.LRScheduler._opt_called",
         purpose="to keep schedulers from warning that the optimizer has not stepped",
-        reason="only its own step says so",
+        reason="only the optimizer's own step sets it",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
@@ -31,22 +31,22 @@ NAMES = (
 
 
 def no_hooks() -> dict[str, Any]:
-    """Return the attributes of an optimizer without hooks on its steps."""
+    """Return the attributes of an optimizer that has no step hooks."""
     return {name: OrderedDict() for name in (_PRE, _POST)}
 
 
 def run_pre_hooks(optimizer: Optimizer) -> None:
-    """Run the hooks that come before the steps of `optimizer`."""
+    """Run the step pre-hooks of `optimizer`."""
     for hook in getattr(optimizer, _PRE, {}).values():
         hook(optimizer, (), {})
 
 
 def run_post_hooks(optimizer: Optimizer) -> None:
-    """Run the hooks that come after the steps of `optimizer`."""
+    """Run the step post-hooks of `optimizer`."""
     for hook in getattr(optimizer, _POST, {}).values():
         hook(optimizer, (), {})
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Let schedulers see that `optimizer` has stepped."""
+    """Mark `optimizer` as stepped for its schedulers."""
     vars(optimizer)["_opt_called"] = True

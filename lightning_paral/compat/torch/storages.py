@@ -1,4 +1,4 @@
-"""Storages as such, apart from the tensors and Python objects that refer to them."""
+"""Identity and reference counts of storages."""
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -8,14 +8,14 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.UntypedStorage._cdata",
-        purpose="to tell storages without memory apart",
-        reason="data_ptr is 0 for all of them, and every call of untyped_storage makes another Python object",
+        purpose="to distinguish storages without memory",
+        reason="data_ptr is 0 for all of them, and each call of untyped_storage() creates a new Python object",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
         name="torch._C._storage_Use_Count",
         purpose="to find out whether other tensors share the memory of one",
-        reason="nothing public counts them",
+        reason="no public function counts them",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
@@ -29,21 +29,21 @@ NAMES = (
 
 
 def identity_of(storage: UntypedStorage) -> int:
-    """Return a number that no other storage has while this one lives."""
+    """Return a number that is unique to this storage while it lives."""
     identity: int = storage._cdata
     return identity
 
 
 def use_count(tensor: Tensor) -> int:
-    """Return how many tensors and Python objects refer to the memory of `tensor`: 2 if it is this tensor alone.
+    """Return how many tensors and Python objects refer to the memory of `tensor`: 2 if no other tensor shares it.
 
-    The tensor itself and the Python object that is made to ask count one each.
+    The tensor itself and the Python object created for the query count one each.
     """
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 
 def untyped(storage: object) -> UntypedStorage | None:
-    """Return the storage below `storage`, typed or not; `None` for anything else."""
+    """Return the untyped storage of `storage`, or `None` if it is not a storage."""
     found = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
     return found if isinstance(found, UntypedStorage) else None

@@ -1,4 +1,4 @@
-"""Hooks that tensors have."""
+"""Hooks on tensors."""
 
 from typing import Any
 
@@ -9,25 +9,25 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.Tensor._backward_hooks",
-        purpose="to call hooks of parameters when what was gathered of them gets its gradient",
-        reason="nothing public lists the hooks of a tensor",
+        purpose="to call hooks of sharded parameters when the unsharded ones get their gradients",
+        reason="no public function lists the hooks of a tensor",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
         name="torch.Tensor._post_accumulate_grad_hooks",
         purpose="to refuse hooks on parameters that would never be called",
-        reason="nothing public lists the hooks of a tensor",
+        reason="no public function lists the hooks of a tensor",
         seen="torch 2.11 to 2.13",
     ),
 )
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Any]:
-    """Return the hooks from `register_hook` of a leaf, by number."""
+    """Return the hooks from `register_hook` of a leaf tensor, by id."""
     return tensor._backward_hooks or {}
 
 
 def accumulated_hooks(tensor: Tensor) -> dict[int, Any]:
-    """Return the hooks from `register_post_accumulate_grad_hook`, by number."""
+    """Return the hooks from `register_post_accumulate_grad_hook`, by id."""
     hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
     return hooks

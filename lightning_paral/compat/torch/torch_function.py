@@ -1,4 +1,4 @@
-"""Do what torch does with a tensor, whatever its class makes of it."""
+"""Run torch's own operations on a tensor, whatever its class overrides."""
 
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 
@@ -16,8 +16,8 @@ NAMES = (
     ),
     PrivateName(
         name="torch._C.DisableTorchFunction",
-        purpose="to keep a TorchFunctionMode of ours from seeing our own operations",
-        reason="torch.overrides has nothing that leaves out modes as well as subclasses",
+        purpose="to hide our own operations from our TorchFunctionMode",
+        reason="torch.overrides has no function that disables modes as well as subclasses",
         seen="torch 2.11 to 2.13",
     ),
 )

@@ -1,4 +1,4 @@
-"""What `torch.load(weights_only=True)` takes the names of Python 2 for."""
+"""How `torch.load(weights_only=True)` maps Python 2 names."""
 
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
@@ -9,8 +9,8 @@ __all__ = ["IMPORT_MAPPING", "NAME_MAPPING"]
 NAMES = tuple(
     PrivateName(
         name=f"torch._utils.{name}",
-        purpose="to admit in a checkpoint what torch.load will admit, and nothing else",
-        reason="torch.load replaces names by these tables before it looks whether they are admitted",
+        purpose="to accept in a checkpoint exactly what torch.load accepts",
+        reason="torch.load maps names by these tables before it checks whether they are allowed",
         seen="torch 2.11 to 2.13",
     )
     for name in ("IMPORT_MAPPING", "NAME_MAPPING")

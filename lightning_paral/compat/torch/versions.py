@@ -1,4 +1,4 @@
-"""How often a tensor has been written to."""
+"""The version counter of a tensor."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -11,10 +11,10 @@ NAMES = (
     PrivateName(
         name="torch.Tensor._version",
         purpose="to notice writes to weights",
-        reason="torch.autograd.graph.increment_version counts a write, but nothing public reads the count",
+        reason="torch.autograd.graph.increment_version increments it, but no public function reads it",
         seen="torch 2.11 to 2.13",
     ),
 )
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Return how many in-place operations the memory of a tensor has seen: its views share the count."""
+"""Return how many in-place operations have written to a tensor or its views, which share the counter."""

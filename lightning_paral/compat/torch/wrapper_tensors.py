@@ -1,4 +1,4 @@
-"""Tensors of a class of ours that have a shape and no memory."""
+"""Tensors of our own classes that have a shape but no memory."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,7 +11,7 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.Tensor._make_wrapper_subclass",
-        purpose="to make tensors that stand for what lies in files or on other ranks",
+        purpose="to make tensors that represent data in files or on other ranks",
         reason="torch's documentation of __torch_dispatch__ uses it; torch.empty would take memory",
         seen="torch 2.11 to 2.13",
     ),
@@ -21,6 +21,6 @@ T = TypeVar("T", bound=Tensor)
 
 
 def without_memory(kind: type[T], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> T:
-    """Return a tensor of class `kind`, which defines `__torch_dispatch__`; `device` is the host if `None`."""
+    """Return a tensor of class `kind`, which defines `__torch_dispatch__`; `device=None` means CPU."""
     made: T = Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
     return made
