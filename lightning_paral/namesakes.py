@@ -7,6 +7,7 @@ names, with classes of their own: an object of one package is no instance of the
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -48,7 +49,8 @@ def refuse_namesakes(names: Sequence[str]) -> None:
         sys.meta_path.remove(finder)  # of an earlier call
 
     def refuse_in(module: ModuleType) -> None:
-        check_before_lookup(module, _refusing(names, _OTHERS[module.__name__]))
+        with suppress(AttributeError):  # of before 2.0, or of later than is tested: no reason for its import to fail
+            check_before_lookup(module, _refusing(names, _OTHERS[module.__name__]))
 
     awaited = set()
     for name in _OTHERS:

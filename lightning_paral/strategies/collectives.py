@@ -66,15 +66,13 @@ class Collectives(ParallelStrategy):
 
     def _end_run(self) -> None:
         """End the run, and after a failure with several ranks the process group, too: they may be in any collective."""
+        self._end_watch()
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             for callback in trainer.checkpoint_callbacks:
                 vars(callback).pop("on_exception", None)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
         self._run, self._meeting = "", None
 
     @property
@@ -189,7 +187,13 @@ class Collectives(ParallelStrategy):
         name_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
         if self._may_hang and made_group() is not None and not self._meet().all_here:
+            self._end_watch()  # aborted communicators have an error
             abort_nccl()  # device work in the teardown would wait for the other ranks
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     @property
     def _timeout_option(self) -> str:

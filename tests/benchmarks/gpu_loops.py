@@ -129,8 +129,8 @@ def _one_rank(device: torch.device) -> Iterator[None]:
     makes = not dist.is_initialized()
     if makes:
         store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
-        bound = device if device.type == "cuda" else None
-        dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1, device_id=bound)
+        # Not bound to the device, as under the strategies: one rank has nobody to split groups off from.
+        dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1)
     try:
         yield
     finally:

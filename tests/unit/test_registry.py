@@ -1,4 +1,6 @@
 import importlib
+import sys
+from types import ModuleType
 
 import pytest
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -47,6 +49,16 @@ def test_asking_for_a_name_never_raises(registry) -> None:
         assert asked not in names
     assert ("paral_ddp" in names) == (registry is StrategyRegistry)
     assert "ddp" in names
+
+
+def test_other_versions_of_the_namesakes_are_let_be(monkeypatch) -> None:
+    for name in ("pytorch_lightning.trainer.connectors.accelerator_connector", "lightning_fabric.connector"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # of before 2.0: the classes have other names
+    try:
+        lightning_paral.register_strategies()
+    finally:
+        monkeypatch.undo()
+        lightning_paral.register_strategies()
 
 
 def test_names_of_others_that_begin_like_ours_are_theirs() -> None:
