@@ -142,7 +142,7 @@ def same(values: Tensor) -> Tensor:
 def flat(value: Tensor) -> Tensor:
     """Return `value` as 1-dimensional and contiguous: a view where possible."""
     run = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    # A single element counts as contiguous whatever its stride, with which its bytes could not be viewed.
+    # A tensor of one element is contiguous with any stride, but viewing it as bytes requires a stride of 1.
     return run if run.stride(0) == 1 else run.as_strided(run.shape, (1,))
 
 
