@@ -15,7 +15,7 @@ def print_strategies(arguments: list[str]) -> None:
         (entry.name, f"{entry.strategy.__name__}({_written(entry.arguments)})", entry.description)
         for entry in STRATEGIES
     ]
-    print(tabulate(rows, headers=("name", "class", "what it does"), maxcolwidths=(None, 35, 41)))
+    print(tabulate(rows, headers=("name", "class", "what it does"), maxcolwidths=[None, 35, 41]))
 
 
 def _written(arguments: Mapping[str, object]) -> str:

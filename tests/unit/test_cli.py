@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_version_names_what_a_report_needs(monkeypatch, capsys) -> None:
     main()
 
     assert re.fullmatch(
-        rf"lightning_paral {__version__} \(Python 3\.\S+, lightning \S+, torch {re.escape(torch.__version__)}, "
+        rf"lightning_paral {__version__} \(Python 3\.\S+, lightning \S+, torch {re.escape(version('torch'))}, "
         r"deepspeed \S+\)\n",
         capsys.readouterr().out,
     )
