@@ -23,7 +23,7 @@ from tests.contract.lightning_api.rows import ROWS
 from tests.contract.lightning_api.run import Run
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.fitting import Raised
-from tests.contract.user_code.outcomes import Outcome, judged, summary, that_name_the_cause
+from tests.contract.user_code.outcomes import IN_MEMORY, Outcome, judged, summary, that_name_the_cause
 from tests.contract.user_code.refusals import CLEAR
 from tests.rank_pool import RankError, RankPool
 
@@ -58,7 +58,7 @@ def attempt(label: str, column: str, folder: str, num_devices: int) -> dict[str,
 def outcome(label: str, column: str, pool: RankPool) -> Outcome:
     """Run the cell. Its references are run once per row."""
     row = ROWS[label]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         try:
             ranks = _ranks(label, column, folder, pool)
         except RankError as error:
@@ -100,7 +100,7 @@ _expected: dict[tuple[str, str], list[dict[str, Any]] | Outcome] = {}
 def expected_of(label: str, reference: str, pool: RankPool) -> list[dict[str, Any]] | Outcome:
     """Return what a reference returns on its ranks, which is run once; or how it fails."""
     if (label, reference) not in _expected:
-        folder = tempfile.mkdtemp()
+        folder = tempfile.mkdtemp(dir=IN_MEMORY)
         try:
             ranks = _ranks(label, reference, folder, pool)
             raised = [rank for rank in ranks if isinstance(rank, Raised)]

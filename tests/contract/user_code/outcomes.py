@@ -17,6 +17,9 @@ from tests.contract.user_code.refusals import CLEAR
 from tests.contract.user_code.rows import ROWS, Row
 from tests.rank_pool import RankError, RankPool
 
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where cells save: most of the time of a small save goes by while the disk confirms it."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -53,7 +56,7 @@ def columns_of(row: Row) -> list[str]:
 def outcome(label: str, column: str, pool: RankPool) -> Outcome:
     """Run the cell. Its reference is run once per row."""
     row = ROWS[label]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         if not COLUMNS[column].on_ranks:
             ranks: list[Fit | Raised] = [attempt(label, column, folder)]
         else:
@@ -89,7 +92,7 @@ _expected: dict[tuple[str, str], Fit] = {}
 def expected_of(label: str, reference: str, pool: RankPool) -> Fit:
     """Return the reference's fit, which is made once."""
     if (label, reference) not in _expected:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
             if reference == "auto":
                 found = fit(label, strategy_of(reference), folder, 1)
             else:
