@@ -8,7 +8,7 @@ import sys
 
 from lightning.pytorch.core import saving
 
-from lightning_paral import _tested_versions as _tested_versions  # warns
+from lightning_paral import tested_versions as tested_versions  # warns
 from lightning_paral._version import __version__
 from lightning_paral.checkpoint.outside_runs import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_paral.checkpoint.checksums import BlockChecksums, FileRecord, reader_of
 from lightning_paral.checkpoint.commit import Draft
 from lightning_paral.checkpoint.flushing import Flushing
-from lightning_paral.checkpoint.full import bytes_of, write_all, write_skeleton
-from lightning_paral.checkpoint.held import NOTHING
+from lightning_paral.checkpoint.full import write_all, write_skeleton
+from lightning_paral.checkpoint.held import NOTHING, bytes_of
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.plan import CURRENT_KEY, OF_WEIGHTS, Entry, tensors_in
 from lightning_paral.checkpoint.stored import stretches

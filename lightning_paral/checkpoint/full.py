@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.archive import check_regular
 from lightning_paral.checkpoint.checksums import FileRecord, blocks_of, checksum_of_block, reader_of
 from lightning_paral.checkpoint.flushing import Flushing
 from lightning_paral.checkpoint.geometry import Box
-from lightning_paral.checkpoint.held import flat
+from lightning_paral.checkpoint.held import bytes_of, flat
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.pieces import HostBytes
 from lightning_paral.checkpoint.plan import Entry, replace
@@ -150,12 +150,6 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while len(data):
         written = os.pwrite(descriptor, data[: 2**30], offset)
         data, offset = data[written:], offset + written
-
-
-def bytes_of(values: Tensor) -> memoryview:
-    """Return the memory of `values`, of a copy of them where they are not contiguous."""
-    data: Any = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(data)
 
 
 def _write_parts_of_others(

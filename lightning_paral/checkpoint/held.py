@@ -146,6 +146,12 @@ def flat(value: Tensor) -> Tensor:
     return run if run.stride(0) == 1 else run.as_strided(run.shape, (1,))
 
 
+def bytes_of(value: Tensor) -> memoryview:
+    """Return the memory of `value`, a tensor on the host, or of a copy if it is not contiguous."""
+    data: Any = flat(value).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
 def is_divided(value: Tensor) -> bool:
     """Whether this rank may hold a part only."""
     return isinstance(value, TensorRun | DTensor)

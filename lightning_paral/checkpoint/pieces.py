@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.held import flat
+from lightning_paral.checkpoint.held import bytes_of, flat
 from lightning_paral.checkpoint.plan import Entry
 
 
@@ -46,7 +46,7 @@ class HostBytes:
         """Yield the next `nbytes` bytes in views, each valid until the next is requested."""
         while nbytes:
             if not self._rest:
-                self._rest = _bytes_of(next(self._pieces))
+                self._rest = bytes_of(next(self._pieces))
             view, self._rest = self._rest[:nbytes], self._rest[nbytes:]
             nbytes -= len(view)
             yield view
@@ -118,8 +118,3 @@ class _Copy:
             self.event.synchronize()
         self.source = None
         return self.target
-
-
-def _bytes_of(data: Tensor) -> memoryview:
-    array: Any = data.numpy()
-    return memoryview(array)

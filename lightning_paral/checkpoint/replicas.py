@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.checksums import checksum
-from lightning_paral.checkpoint.held import flat
+from lightning_paral.checkpoint.held import bytes_of, flat
 from lightning_paral.checkpoint.plan import Path, copies_in
 from lightning_paral.checkpoint.ranks import Ranks
 
@@ -87,12 +87,7 @@ def _place(value: Tensor) -> Any:
 def _checksums(values: list[Tensor]) -> list[int]:
     on_device = [_sum_on_device(value) for value in values if value.device.type != "cpu"]
     read = iter(torch.stack(on_device).tolist() if on_device else ())
-    return [_sum_on_host(value) if value.device.type == "cpu" else hash(tuple(next(read))) for value in values]
-
-
-def _sum_on_host(value: Tensor) -> int:
-    data: Any = flat(value).view(torch.uint8).numpy()
-    return checksum(memoryview(data))
+    return [checksum(bytes_of(value)) if value.device.type == "cpu" else hash(tuple(next(read))) for value in values]
 
 
 @torch.no_grad()

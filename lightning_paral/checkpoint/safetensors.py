@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_paral.checkpoint.commit import Draft
 from lightning_paral.checkpoint.consolidate import STEP_BYTES, Cast, Progress, check_free_space, entries_of
 from lightning_paral.checkpoint.flushing import Flushing
-from lightning_paral.checkpoint.full import bytes_of, write_all
+from lightning_paral.checkpoint.full import write_all
+from lightning_paral.checkpoint.held import bytes_of
 from lightning_paral.checkpoint.plan import Entry
 from lightning_paral.checkpoint.stored import stretches
 from lightning_paral.errors import CheckpointError

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from lightning_paral._tested_versions import TESTED_VERSIONS, oldest_tested
 from lightning_paral.compat.deepspeed.backend import current_backend, make_backend, use_backend, use_new_names
 from lightning_paral.compat.deepspeed.checks import check_instance, check_names
 from lightning_paral.compat.deepspeed.counters import read_counters, set_counters
@@ -21,6 +20,7 @@ from lightning_paral.compat.deepspeed.operators import check_shared_memory_left_
 from lightning_paral.compat.deepspeed.process_groups import release_groups
 from lightning_paral.compat.deepspeed.remains import forget_autocast, forget_contexts, forget_modules
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
 from lightning_paral.zero.environment import variables_as_before
 
 _LOGGER = "DeepSpeed"

@@ -154,15 +154,16 @@ def test_interruption_leaves_nothing(tmp_path: Path, name: str) -> None:
     folder.mkdir()
     command = [sys.executable, "-m", "lightning_paral", "consolidate", str(tmp_path / "big.ckpt"), str(folder / name)]
     process = subprocess.Popen(
-        ["nice", "-n", "19", *command, "--max-shard-size", "64MB"],  # slower than this test, which interrupts it
+        [*command, "--max-shard-size", "64MB"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not any(path.stat().st_size for path in folder.glob(".*.saving-*")):
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "it did not begin to write"
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)

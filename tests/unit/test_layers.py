@@ -35,7 +35,7 @@ LAYERS = (
     "option_types",
     "option_names",
     "compat",
-    "_tested_versions",
+    "tested_versions",
     "_version",
     "errors",
 )

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import lightning_paral
-from lightning_paral._tested_versions import TESTED_VERSIONS, oldest_tested
+from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
 
 ROOT = Path(lightning_paral.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

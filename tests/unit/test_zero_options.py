@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
-from lightning_paral._tested_versions import TESTED_VERSIONS
+from lightning_paral.tested_versions import TESTED_VERSIONS
 from lightning_paral.zero import runtime, settings
 from lightning_paral.zero.nvme import check_space
 from lightning_paral.zero.ops import load_operator
