@@ -33,7 +33,7 @@ def untested(name: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
     try:
-        tested = SpecifierSet(TESTED_VERSIONS[name]).contains(Version(installed), prereleases=True)
+        tested = SpecifierSet(TESTED_VERSIONS[name]).contains(Version(installed).base_version)
     except (InvalidVersion, TypeError):
         tested = False
     return None if tested else str(installed)

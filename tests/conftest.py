@@ -14,6 +14,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_paral.process_group import release_process_group
 from tests.rank_pool import RankPool
 
+# A shell starts what runs in its background with SIGINT ignored, and processes started here would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:

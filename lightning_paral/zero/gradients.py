@@ -146,7 +146,7 @@ class PartitionedGradients:
             ConfigurationError: it did, but gradients of this step have been read or clipped already.
         """
         backward.end_shared_pass(self.engine)
-        self._usage.is_announced = False
+        self._usage.end_pass()
         if not self._usage.was_reached:
             backward.leave_unreached(self.engine)
             return
@@ -165,7 +165,7 @@ class PartitionedGradients:
 
     def after_backward(self) -> None:
         """Say that the backward pass has ended."""
-        self._usage.is_announced = False
+        self._usage.end_pass()
 
     def end_window(self) -> None:
         """Finish the gradients of a window whose last pass was not announced. *Collective*.

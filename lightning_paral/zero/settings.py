@@ -48,6 +48,12 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
             f"deepspeed_config has to be a dict or a JSON file of one, not {type(config).__name__}."
         )
     check_keys(config)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("compute_grad_norm", True) not in (True, "auto"):
+        raise ConfigurationError(
+            "deepspeed_config sets zero_optimization.compute_grad_norm=False. The norm is needed for clipping, and to "
+            "find steps whose gradients are not finite. Take it out."
+        )
     for key, remedy in _OWNED.items():
         if config.get(key, "auto") != "auto":  # "auto" is how configurations written for others leave it open
             raise ConfigurationError(
@@ -128,7 +134,7 @@ def fill_in(
 
 
 def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return both configurations as one.
+    """Return both configurations as one. What the user leaves open by `"auto"` is ours or DeepSpeed's default.
 
     Raises:
         ConfigurationError: both set the same key to different values.
@@ -138,7 +144,7 @@ def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> 
         name = f"{path}.{key}" if path else key
         if isinstance(value, Mapping) and isinstance(merged.get(key, {}), Mapping):
             merged[key] = merge(merged.get(key, {}), value, name)
-        elif key in merged and value == "auto":
+        elif value == "auto":
             continue
         elif key in merged and merged[key] != value and key != "lower_precision_safe_modules":
             raise ConfigurationError(

@@ -40,7 +40,8 @@ class Usage:
         self._find_unused = find_unused
         self._in_order = in_order
         self._used: set[int] = set()
-        self._order: list[int] = []
+        self._orders: list[list[int]] = [[]]
+        self._first_orders: list[list[int]] = []
         self.is_announced = False
         """Whether a backward pass that the strategy knows of is under way."""
         self.was_reached = False
@@ -59,11 +60,17 @@ class Usage:
 
     def _note(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
-        if self._in_order and self._agrees:
-            self._order.append(self._numbers[id(parameter)])
+        if self._in_order:
+            self._orders[-1].append(self._numbers[id(parameter)])
         self.was_reached = True
         if not self.is_announced:
             self.has_unannounced = True
+
+    def end_pass(self) -> None:
+        """Take note that a backward pass that the strategy knows of has ended."""
+        self.is_announced = False
+        if self._orders[-1]:
+            self._orders.append([])
 
     def concerns(self, parameter: Parameter) -> bool:
         """Whether the optimizer trains `parameter`."""
@@ -90,15 +97,19 @@ class Usage:
 
         Raises:
             UnusedParametersError: parameters that were used in the first step were not in this one, or the reverse, and
-                the ranks do not agree in every step; the ranks used others; or the optimizer could not make up for it.
+                the ranks do not agree in every step, or gradients came in another order; the ranks used others; or the
+                optimizer could not make up for it.
         """
         missing = self.not_yet_used()
         if self._agrees:
             missing = self._missing_everywhere()
             if self._never_used is None:
                 self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
-        elif missing or self._never_used:
-            self._check_as_in_first(missing)
+                self._first_orders = [order for order in self._orders if order]
+        else:
+            if missing or self._never_used:
+                self._check_as_in_first(missing)
+            self._check_order_as_in_first()
         if missing or self._num_taken:
             self._count(missing)
         self._num_steps += 1
@@ -117,7 +128,7 @@ class Usage:
     def forget_window(self) -> None:
         """Take gradients since the last step as if they had not come."""
         self._used.clear()
-        self._order.clear()
+        self._orders = [[]]
 
     def guard(self, optimizer: Optimizer) -> None:
         """Let steps of `optimizer`, DeepSpeed's, leave what is unused as it is: values and states."""
@@ -157,7 +168,7 @@ class Usage:
             UnusedParametersError: ranks used different parameters, or in another order. It is raised on all ranks.
         """
         used = [id(parameter) in self._used for _, parameter in self._parameters]
-        order = zlib.crc32(repr(self._order).encode())
+        order = zlib.crc32(repr(self._orders).encode())
         # On the host: reading it from a device would wait for everything queued there.
         flags = torch.tensor([*used, *(not each for each in used), order, -order], dtype=torch.int64, device="cpu")
         if dist.is_initialized():
@@ -188,6 +199,17 @@ class Usage:
                 "if all ranks know of them. Set ParalZeROStrategy(find_unused_parameters=True), by which ranks "
                 "agree in every step; make the loss depend on them; or freeze them with requires_grad_(False)."
             )
+
+    def _check_order_as_in_first(self) -> None:
+        # A window may have fewer backward passes than the first one, or more.
+        for number, order in enumerate(each for each in self._orders if each):
+            if order != self._first_orders[number % len(self._first_orders)]:
+                raise UnusedParametersError(
+                    "Gradients came in another order than in the first step. ZeRO matches the gradients of the ranks "
+                    "by position: if the order differs between ranks, it adds up gradients of different parameters. "
+                    "Set ParalZeROStrategy(find_unused_parameters=True), by which ranks compare the order in every "
+                    "step; or train with paral_ddp."
+                )
 
     def _count(self, missing: Named) -> None:
         """Count the steps that each parameter takes.

@@ -161,7 +161,7 @@ def test_interruption_leaves_nothing(tmp_path: Path, name: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in folder.glob(".*.saving-*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "it did not begin to write"

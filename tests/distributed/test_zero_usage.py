@@ -161,6 +161,55 @@ def test_ranks_that_differ_are_refused_where_their_gradients_would_be_mixed_up(o
             assert bool(message) == bool(expected)
 
 
+class Reordering(Diverging):
+    """Two layers whose order changes after the first step, alike on all ranks."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        for layer in [self.second, self.first] if batch_idx else [self.first, self.second]:
+            inputs = layer(inputs)
+        return Regression.training_step(self, [inputs, targets], batch_idx)
+
+
+def fit_reordering(num_ranks: int, strategy: Any = "auto") -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = Reordering("order")
+    quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy).fit(model, regression_data(4, num_ranks))
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def fits_that_reorder() -> list[Any]:
+    results: list[Any] = []
+    for stage, overlap, find_unused in REORDERED:
+        strategy = ParalZeROStrategy(stage=stage, overlap_comm=overlap, find_unused_parameters=find_unused)
+        try:
+            results.append(fit_reordering(2, strategy))
+        except UnusedParametersError as error:
+            results.append(str(error))
+    return results
+
+
+REORDERED = {
+    (1, False, False): "",
+    (1, True, False): "in another order than in the first step",
+    (2, None, False): "in another order than in the first step",
+    (2, None, True): "",
+    (3, None, False): "in another order than in the first step",
+    (3, None, True): "",
+}
+
+
+def test_a_later_order_is_refused_unless_ranks_compare_it(on_ranks) -> None:
+    expected = fit_reordering(1)
+    for results in on_ranks(2, fits_that_reorder):
+        for result, message in zip(results, REORDERED.values(), strict=True):
+            if message:
+                assert message in result
+            else:
+                for name, weight in expected.items():
+                    torch.testing.assert_close(result[name], weight)
+
+
 class Skipping(Regression):
     """Manual optimization in which the gradients of every second batch are thrown away."""
 

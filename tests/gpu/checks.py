@@ -61,10 +61,11 @@ def zero_clipped_on_host(strategy: str) -> float:
     return _largest_difference(on_gpu, [fit(1, "auto", by_hand, WideClipped)[0] for by_hand in (False, True)])
 
 
-def zero_on_nvme_without_toolkit(label: str) -> float:
-    """`zero_parity` without a CUDA toolkit."""
+def zero_on_nvme_without_toolkit(label: str, folder: str) -> float:
+    """`zero_parity` without a CUDA toolkit, with operators that are compiled anew, into `folder`."""
     from torch.utils import cpp_extension
 
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
     cpp_extension.CUDA_HOME = None
     return zero_parity(label)
 

@@ -67,15 +67,14 @@ def test_benchmarks_go_on_where_they_stopped(tmp_path: Path, capsys: pytest.Capt
     assert gpu.main(["steps", "--only", only, *common]) == 0
     assert gpu.main(["largest", "--only", "torch", *common]) == 0
     assert gpu.main(["saves", "--only", "paral_fsdp", *common]) == 0
-    measured = (tmp_path / "benchmarks.json").stat().st_mtime_ns
+    found = json.loads((tmp_path / "benchmarks.json").read_text())
     began = capsys.readouterr().out
     assert gpu.main(["table", *common]) == 0
 
-    found = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert json.loads((tmp_path / "benchmarks.json").read_text()) == found
     assert {name: len(blocks) for name, blocks in found["steps"]["tiny"].items()} == dict.fromkeys(only.split(","), 2)
     assert [trial["layers"] for trial in found["largest"]["torch"] if trial["fits"]][-1] == 6
     assert len(found["saves"]["tiny"]["paral_fsdp"]["async"][0]["stalls"]) == 3
-    assert measured > 0
     assert "paral_fsdp" in began
     table = capsys.readouterr().out
     assert "tokens/s" in table

@@ -45,5 +45,5 @@ def test_gradients_that_are_clamped_on_the_host_have_arrived_there(tmp_path: Pat
 
 
 def test_nvme_needs_no_cuda_toolkit(tmp_path: Path) -> None:
-    for largest_difference in run_ranks("zero_on_nvme_without_toolkit", tmp_path, "paral_zero3_nvme"):
+    for largest_difference in run_ranks("zero_on_nvme_without_toolkit", tmp_path, "paral_zero3_nvme", str(tmp_path)):
         assert largest_difference <= BY_LABEL["paral_zero3_nvme"].tolerance
