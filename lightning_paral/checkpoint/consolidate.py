@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.flushing import Flushing
 from lightning_paral.checkpoint.full import write_all, write_skeleton
 from lightning_paral.checkpoint.held import NOTHING, bytes_of
 from lightning_paral.checkpoint.manifest import Manifest, embed
-from lightning_paral.checkpoint.plan import CURRENT_KEY, OF_WEIGHTS, Entry, tensors_in
+from lightning_paral.checkpoint.plan import CURRENT_KEY, OF_WEIGHTS, Entry, tensors_in, view_of
 from lightning_paral.checkpoint.stored import stretches
 from lightning_paral.errors import CheckpointError
 
@@ -126,4 +126,4 @@ def _identity(tensor: Any) -> Any:
     if pieces is not None:
         places = [piece.place for piece in pieces]
         return tuple(places) if places and None not in places else id(tensor)
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) if tensor.numel() else id(tensor)
+    return view_of(tensor)

@@ -65,7 +65,7 @@ def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int], differing:
     entries: dict[Any, Entry] = {}
     shared: list[tuple[Entry, Tensor]] = []
     for path, value in _planned(tree):
-        key = _identity(value)
+        key = view_of(value)
         if key in entries:
             entries[key].twins.append(path)
             continue
@@ -95,7 +95,7 @@ def copies_in(tree: Mapping[str, Any], replicated: set[int]) -> Iterator[tuple[P
     """Return what ranks hold that others hold, too: tensors that `plan` divides, and DTensors that are replicated."""
     seen = set()
     for path, value in _planned(tree):
-        key = _identity(value)
+        key = view_of(value)
         if key in seen:
             continue
         seen.add(key)
@@ -164,7 +164,8 @@ def replace(tree: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
     return tree
 
 
-def _identity(value: Tensor) -> Any:
+def view_of(value: Tensor) -> Any:
+    """Return a key that is the same for tensors that are the same view of the same memory."""
     if is_divided(value) or value.numel() == 0:
         return id(value)
-    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg()

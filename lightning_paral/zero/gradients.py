@@ -114,7 +114,7 @@ class PartitionedGradients:
         self.engine.set_gradient_accumulation_boundary(ends_window)
         self._begin_pass(by_hand)
         self._complete = ends_window
-        self._usage.is_announced = True
+        self._usage.begin_pass()
 
     def take_back_empty_pass(self) -> None:
         """Undo `before_backward` if no gradient has come in the window: an overridden `backward` did not run any."""
@@ -136,7 +136,7 @@ class PartitionedGradients:
         if self._num_passes == 1:
             self._clear_stale(self._usage.not_yet_used())
         backward.begin_shared_pass(self.engine)
-        self._usage.is_announced = True
+        self._usage.begin_pass()
         self._usage.was_reached = False
 
     def after_shared_backward(self) -> None:
@@ -175,7 +175,10 @@ class PartitionedGradients:
         """
         if self._is_closed or self._num_passes == 0:
             return
+        missed = self._usage.missed_by_last_pass() if self._offloaded and self.stage >= 2 else ()
         self._usage.close_window()
+        if self._complete and missed:
+            backward.end_window_for(self._optimizer, self.stage, [parameter for _, parameter in missed])
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(True)
             if self.stage >= 2:

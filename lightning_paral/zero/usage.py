@@ -40,7 +40,8 @@ class Usage:
         self._find_unused = find_unused
         self._in_order = in_order
         self._used: set[int] = set()
-        self._orders: list[list[int]] = [[]]
+        self._orders: list[list[int]] = []
+        """Numbers of the parameters by backward pass of the window, in the order in which their gradients came."""
         self._first_orders: list[list[int]] = []
         self.is_announced = False
         """Whether a backward pass that the strategy knows of is under way."""
@@ -60,17 +61,20 @@ class Usage:
 
     def _note(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
-        if self._in_order:
+        if self._in_order and self._orders:
             self._orders[-1].append(self._numbers[id(parameter)])
         self.was_reached = True
         if not self.is_announced:
             self.has_unannounced = True
 
+    def begin_pass(self) -> None:
+        """Take gradients from now on as those of a further backward pass of the window."""
+        self.is_announced = True
+        self._orders.append([])
+
     def end_pass(self) -> None:
-        """Take note that a backward pass that the strategy knows of has ended."""
+        """Take gradients from now on as those of a backward pass that the strategy does not know of."""
         self.is_announced = False
-        if self._orders[-1]:
-            self._orders.append([])
 
     def concerns(self, parameter: Parameter) -> bool:
         """Whether the optimizer trains `parameter`."""
@@ -92,6 +96,17 @@ class Usage:
             return ()
         return [(name, parameter) for name, parameter in self._parameters if id(parameter) not in self._used]
 
+    def missed_by_last_pass(self) -> Named:
+        """Return the parameters that have gradients of earlier backward passes of the window only. For `in_order`."""
+        in_last = set(self._orders[-1]) if self._orders else set()
+        if len(in_last) == len(self._used):
+            return ()
+        return [
+            (name, parameter)
+            for number, (name, parameter) in enumerate(self._parameters)
+            if id(parameter) in self._used and number not in in_last
+        ]
+
     def close_window(self) -> None:
         """Find out which parameters no rank used. *Collective* in the first window, or in all with `find_unused`.
 
@@ -105,7 +120,7 @@ class Usage:
             missing = self._missing_everywhere()
             if self._never_used is None:
                 self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
-                self._first_orders = [order for order in self._orders if order]
+                self._first_orders = list(filter(None, self._orders))
         else:
             if missing or self._never_used:
                 self._check_as_in_first(missing)
@@ -128,7 +143,7 @@ class Usage:
     def forget_window(self) -> None:
         """Take gradients since the last step as if they had not come."""
         self._used.clear()
-        self._orders = [[]]
+        self._orders = []
 
     def guard(self, optimizer: Optimizer) -> None:
         """Let steps of `optimizer`, DeepSpeed's, leave what is unused as it is: values and states."""
@@ -168,7 +183,7 @@ class Usage:
             UnusedParametersError: ranks used different parameters, or in another order. It is raised on all ranks.
         """
         used = [id(parameter) in self._used for _, parameter in self._parameters]
-        order = zlib.crc32(repr(self._orders).encode())
+        order = zlib.crc32(repr(list(filter(None, self._orders))).encode())
         # On the host: reading it from a device would wait for everything queued there.
         flags = torch.tensor([*used, *(not each for each in used), order, -order], dtype=torch.int64, device="cpu")
         if dist.is_initialized():
@@ -202,7 +217,7 @@ class Usage:
 
     def _check_order_as_in_first(self) -> None:
         # A window may have fewer backward passes than the first one, or more.
-        for number, order in enumerate(each for each in self._orders if each):
+        for number, order in enumerate(filter(None, self._orders)):
             if order != self._first_orders[number % len(self._first_orders)]:
                 raise UnusedParametersError(
                     "Gradients came in another order than in the first step. ZeRO matches the gradients of the ranks "

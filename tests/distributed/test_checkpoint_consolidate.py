@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_paral import ParalDDPStrategy
@@ -112,6 +113,18 @@ def test_dtype_of_a_lightning_file(saved: Path, tmp_path: Path, consolidate: Any
     for name, value in found["state_dict"].items():
         assert torch.equal(value, expected[name].bfloat16() if expected[name].is_floating_point() else expected[name])
     assert found["state_dict"]["tied.weight"].data_ptr() == found["state_dict"]["second.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["new.ckpt", "new.safetensors"])
+def test_a_square_weight_and_its_transpose_stay_two(tmp_path: Path, consolidate: Any, name: str) -> None:
+    weight = torch.randn(3, 3)
+    torch.save({"state_dict": {"weight": weight, "transposed": weight.t()}}, tmp_path / "x.ckpt")
+
+    (out,) = consolidate(tmp_path / "x.ckpt", tmp_path / name)
+
+    found = load_file(out) if out.suffix == ".safetensors" else torch.load(out, weights_only=True)["state_dict"]
+    assert torch.equal(found["weight"], weight)
+    assert torch.equal(found["transposed"], weight.t())
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])

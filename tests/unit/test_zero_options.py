@@ -33,6 +33,10 @@ from tests.models import Regression, quiet_trainer
         ({"deepspeed_config": {"train_batch_size": 8}}, r"train_batch_size=8.*dataloader"),
         ({"deepspeed_config": {"train_micro_batch_size_per_gpu": 8}}, "train_micro_batch_size_per_gpu=8"),
         ({"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers"),
+        (
+            {"deepspeed_config": {"zero_optimization": {"compute_grad_norm": False}}},
+            r"compute_grad_norm=False.*clip",
+        ),
         ({"stage": 2, "deepspeed_config": {"zero_optimization": {"stage": 3}}}, r"stage=3.*say 2"),
         (
             {"reduce_bucket_numel": 10, "deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 20}}},
@@ -129,7 +133,8 @@ def test_deepspeed_settled_on_another_accelerator() -> None:
 
 def test_configuration_from_a_file_is_merged(tmp_path: Path) -> None:
     path = tmp_path / "deepspeed.json"
-    path.write_text(json.dumps({"zero_optimization": {"round_robin_gradients": True}, "train_batch_size": "auto"}))
+    zero = {"round_robin_gradients": True, "reduce_bucket_size": "auto", "overlap_comm": "auto"}
+    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
     ours = {"zero_optimization": {"stage": 2}}
     config = settings.complete(ours, settings.load_config(path))
     assert config["zero_optimization"] == {"stage": 2, "round_robin_gradients": True}

@@ -1,5 +1,6 @@
 """Backward passes through several engines: what `engine.backward` does before and after the pass of one."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
@@ -45,6 +46,13 @@ NAMES = (
         )
         for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
     ),
+    PrivateName(
+        name="deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._offload_boundary_param_ids",
+        purpose="to hand over gradients with offload that an accumulation window's last backward pass did not reach",
+        reason="DeepSpeed hands over those of a last pass that is announced, or those of the whole window again",
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
 )
 
 
@@ -64,6 +72,21 @@ def begin_shared_pass(engine: Any) -> None:
 def end_window(optimizer: Any) -> None:
     """End the accumulation window, at stages 2 and 3: no backward pass follows before the step. *Collective*."""
     optimizer.finalize_gradient_accumulation_boundary()
+
+
+def end_window_for(optimizer: Any, stage: int, parameters: Iterable[Any]) -> None:
+    """End the window, at stages 2 and 3 with offload, for parameters that its announced last pass did not reach.
+
+    In that pass DeepSpeed hands over to the optimizer only the gradients that it reduces.
+    """
+    if stage == 3:
+        name, missed = "_offload_boundary_param_ids", {parameter.ds_id for parameter in parameters}
+    else:
+        name, missed = "_offload_accumulated_param_ids", {optimizer.get_param_id(each) for each in parameters}
+    all_ids = getattr(optimizer, name)
+    setattr(optimizer, name, all_ids & missed)
+    optimizer.finalize_gradient_accumulation_boundary()
+    setattr(optimizer, name, all_ids)
 
 
 def end_shared_pass(engine: Any) -> None:

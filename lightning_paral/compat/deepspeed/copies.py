@@ -22,6 +22,13 @@ NAMES = (
         on_instances=True,
     ),
     PrivateName(
+        name=f"{_STAGE2}.accumulated_grads_in_cpu",
+        purpose="to zero the sum of an earlier window's gradients if the parameter got none so far in this one",
+        reason="DeepSpeed adds to the sum from the second backward pass of a window on, to whatever it holds",
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
+    PrivateName(
         name=f"{_STAGE2}.grad_position",
         purpose="to zero gradients of an earlier window on the host if the parameter got no new one",
         reason="safe_set_full_grad allocates a tensor of the parameter's size on the device",
@@ -46,7 +53,12 @@ def forget_copies(optimizer: Any) -> None:
 
 def zero_gradient_on_host(optimizer: Any, parameter: Any) -> None:
     """Zero what a stage-1 or stage-2 `optimizer` with offload keeps of the gradient of `parameter`."""
-    place = optimizer.grad_position.get(optimizer.get_param_id(parameter))
+    number = optimizer.get_param_id(parameter)
+    optimizer._wait_for_offload_copies()
+    place = optimizer.grad_position.get(number)
     if place is not None:  # else another rank has it
         group, _, start, numel = place
         optimizer.single_partition_of_fp32_groups[group].grad.narrow(0, start, numel).zero_()
+    accumulated = optimizer.accumulated_grads_in_cpu.get(number)
+    if accumulated is not None:
+        accumulated.zero_()
