@@ -1,17 +1,17 @@
 """Count the calls that would make the host wait for a GPU, in tests where every device is the host.
 
-Seen are: functions of torch, by patches, which act on every thread; and operations, by a mode, which acts on the calling
-thread, in the backward passes that it starts, and on threads that start meanwhile. So values read by C++ are seen as well
-as one that `float(tensor)` reads: by `tensor[mask]`, `torch.where(condition)`, or an index that is a tensor.
+Seen are functions of torch, by patches, which act on every thread, and operations, by a mode, which acts on the calling
+thread, in the backward passes that it starts, and on threads that start meanwhile. So values that C++ reads are seen,
+too: those that `tensor[mask]`, `torch.where(condition)` or an index that is a tensor need.
 
 Not seen, since there is only one device:
 
-- a move or `copy_` from one device to another, unless the code names the host: the string `"cpu"`, or a `torch.device`
-  of it where the function holds that string or its module a constant that is this very object. `square.to(other.device)`
-  and `on_host.copy_(tensor)` wait if the devices differ, as they may when parameters are offloaded;
+- a move or `copy_` from one device to another, unless `Tensor.to` is told the host by name: the string `"cpu"`, or a
+  `torch.device` of it where the calling function holds that string, or its module a constant that is this object.
+  `square.to(other.device)` and `on_host.copy_(tensor)` wait if the devices differ, as they may under offloading;
 - a copy from the host: `torch.tensor(number, device=device)`, an index that is a list or on the host;
-- `tensor[mask] = value` if `value` has one element: it does not wait for a number, it would for a tensor of the device;
-- waits for streams, events and collectives, and whatever copies memory itself: `torch.save`, object collectives.
+- `tensor[mask] = value` with a `value` of one element: a number needs no wait, but a tensor of the device does;
+- waits for streams, events and collectives, and what copies memory itself, as `torch.save` and object collectives do.
 
 `tests/gpu/syncs.py` counts real waits, these included.
 """
