@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -138,10 +139,20 @@ def _names_in(owner: Any) -> frozenset[str]:
 
 
 def _codes(member: Any) -> Iterator[CodeType]:
-    if isinstance(member, classmethod | staticmethod):
-        member = member.__func__
-    accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
-    for function in accessors:
-        inner = inspect.unwrap(function) if callable(function) else None
-        if isinstance(inner, FunctionType):
-            yield inner.__code__
+    """Yield the code of a function and of those it replaces: other libraries wrap methods, not all by `wraps`."""
+    waiting, seen = [member], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting.append(getattr(each, "__dict__", {}).get("__wrapped__"))
+        if isinstance(each, classmethod | staticmethod):
+            waiting.append(each.__func__)
+        elif isinstance(each, property):
+            waiting += [each.fget, each.fset]
+        elif isinstance(each, FunctionType):
+            yield each.__code__
+            for cell in each.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    waiting.append(cell.cell_contents)
