@@ -3,9 +3,12 @@
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from types import CodeType, FunctionType
 from typing import Any
 
 from lightning_paral.errors import PrivateNameError
@@ -29,7 +32,7 @@ class PrivateName:
     """Parameters that callers or replacements rely on, by name; `None` checks none."""
     on_instances: bool = False
     """Whether only instances have it: the last part is an attribute that the class before it sets on its instances, or
-    that the function before it sets on its argument."""
+    that the function before it sets on its argument. Nothing is instantiated: their code has to name it."""
     since: str = ""
     """The first version in which it is used, such as "2.12"; empty for all."""
     before: str = ""
@@ -38,7 +41,7 @@ class PrivateName:
     @property
     def is_used(self) -> bool:
         """Whether it is used with the installed version."""
-        installed = _numbers(version(self.name.partition(".")[0]))
+        installed = _installed(self.name.partition(".")[0])
         return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
 
     def resolve(self) -> Any:
@@ -53,7 +56,7 @@ class PrivateName:
             found = owner if self.on_instances else getattr(owner, last)
         except (ImportError, AttributeError) as error:
             raise PrivateNameError(self._complaint("there is no such name")) from error
-        if self.on_instances and not _gives_instances(owner, last):
+        if self.on_instances and not is_named_by(owner, last):
             raise PrivateNameError(self._complaint(f"{path} has no attribute of that name"))
         if self.parameters is not None:
             names = tuple(inspect.signature(found).parameters)
@@ -84,6 +87,11 @@ class PrivateName:
         return PrivateNameError(self._complaint(what))
 
 
+@cache
+def _installed(library: str) -> list[int]:
+    return _numbers(version(library))
+
+
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:2]]
 
@@ -102,20 +110,49 @@ def _find(path: str) -> Any:
     raise ImportError(path)
 
 
-def _gives_instances(owner: Any, attribute: str) -> bool:
-    """Whether the source of a class, one of its bases, or a function mentions `attribute`. Nothing is instantiated."""
-    for base in getattr(owner, "__mro__", (owner,)):
-        if attribute in vars(base) or attribute in vars(base).get("__annotations__", {}):
-            return True
-        written = attribute.removeprefix(f"_{base.__name__.lstrip('_')}")  # undo Python's name mangling
-        if re.search(rf"\b{written}\b", _source_of(base)):
-            return True
-    return False
+def is_named_by(owner: Any, attribute: str) -> bool:
+    """Whether the code of a class, one of its bases, or a function names `attribute`."""
+    return any(
+        attribute in vars(base) or attribute in vars(base).get("__annotations__", {}) or attribute in _names_in(base)
+        for base in getattr(owner, "__mro__", (owner,))
+    )
 
 
 @cache
-def _source_of(owner: Any) -> str:
-    try:
-        return inspect.getsource(owner)
-    except (OSError, TypeError):  # written in C
-        return ""
+def _names_in(owner: Any) -> frozenset[str]:
+    """Return attributes, inner functions and strings in the code of a function, or of a class without its bases."""
+    # Not by the source: to read it takes a hundred times longer, and comments and parameters name attributes, too.
+    codes = [
+        code for member in (vars(owner).values() if isinstance(owner, type) else (owner,)) for code in _codes(member)
+    ]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                codes.append(constant)
+                names.add(constant.co_name)
+            elif isinstance(constant, str):
+                names.add(constant)
+    return frozenset(names)
+
+
+def _codes(member: Any) -> Iterator[CodeType]:
+    """Yield the code of a function and of those it replaces: other libraries wrap methods, not all by `wraps`."""
+    waiting, seen = [member], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting.append(getattr(each, "__dict__", {}).get("__wrapped__"))
+        if isinstance(each, classmethod | staticmethod):
+            waiting.append(each.__func__)
+        elif isinstance(each, property):
+            waiting += [each.fget, each.fset]
+        elif isinstance(each, FunctionType):
+            yield each.__code__
+            for cell in each.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    waiting.append(cell.cell_contents)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.compat.checks import check_instance
 from lightning_paral.compat.torch import fsdp_group, fsdp_param
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.versions import version_of
@@ -132,6 +133,8 @@ class WatchedGroup:
         self._is_of_another = is_of_another
         self._watched: list[tuple[Any, GatheredParameter]] = []
         self._began = False
+        for part in (group, *group.fsdp_params[:1]):
+            check_instance("torch", part)
         fsdp_group.watch(group, self._when_gathered, self._bring_back)
 
     def shares_memory(self, param: Tensor, value: Tensor) -> bool:

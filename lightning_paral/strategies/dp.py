@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.config import CheckpointOptions, as_checkpoint_options
 from lightning_paral.dp.checks import check_draws_all, check_replicable
@@ -79,7 +80,9 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
 
         Raises:
             ConfigurationError: several nodes or processes, devices that do not exist, or `sync_batchnorm`.
+            PrivateNameError: the installed torch or Lightning lacks a name that this package uses.
         """
+        check_names("torch", "lightning")
         environment = self.cluster_environment
         num_processes = environment.world_size() if environment and environment.creates_processes_externally else 1
         if self.num_nodes > 1 or num_processes > 1:

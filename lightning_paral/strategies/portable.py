@@ -18,6 +18,7 @@ from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.plan import CURRENT_KEY
 from lightning_paral.checkpoint.random import restore_states, without_devices
 from lightning_paral.checkpoint.ranks import all_ranks
+from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
 from lightning_paral.config import ActivationCheckpointing, Sampling
 from lightning_paral.data import Injection
@@ -88,7 +89,9 @@ class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
 
         Raises:
             ConfigurationError: what the Trainer has set does not fit the strategy.
+            PrivateNameError: the installed torch or Lightning lacks a name that this package uses.
         """
+        check_names("torch", "lightning")
         self._check_configured()
         super().set_world_ranks()  # type: ignore[misc]
 

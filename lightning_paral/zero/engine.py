@@ -8,9 +8,9 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.compat.deepspeed.checks import check_instance
+from lightning_paral.compat.checks import check_instance
 from lightning_paral.compat.deepspeed.masters import find_masters_again, find_masters_in_round_robin
-from lightning_paral.compat.deepspeed.overlap import reduce_what_hooks_left
+from lightning_paral.compat.deepspeed.overlap import overlaps, reduce_what_hooks_left
 from lightning_paral.compat.deepspeed.weight_dtype import dtype_as_given
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
@@ -38,9 +38,9 @@ def build_training_engine(
         inner.param_groups = optimizer.param_groups
         if engine.zero_optimization_stage() < 3:
             find_masters_again(engine.optimizer)
-    if getattr(engine.optimizer, "round_robin_gradients", False):
+    if engine.zero_optimization_stage() < 3:
         find_masters_in_round_robin(engine.optimizer)
-    if engine.zero_optimization_stage() == 1 and getattr(engine.optimizer, "overlap_comm", False):
+    if engine.zero_optimization_stage() == 1 and overlaps(engine.optimizer):
         reduce_what_hooks_left(engine.optimizer)
     return engine
 
@@ -84,7 +84,7 @@ def _initialize(
             dist_init_required=False,
         )
     for part in (engine, engine.optimizer, own_parameters(module)):
-        check_instance(part)
+        check_instance("deepspeed", part)
     if config["zero_optimization"]["stage"] == 3:
         allow_any_output(module)
     for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 leaves the engine's own `training` as it was

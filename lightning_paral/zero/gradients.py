@@ -2,14 +2,15 @@
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.deepspeed import backward, gradients
+from lightning_paral.compat.deepspeed.clipping import clip_next_step
 from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
 from lightning_paral.compat.deepspeed.masters import link_states
+from lightning_paral.compat.deepspeed.offload import is_offloaded
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.zero.clamping import clamp_gradients
 from lightning_paral.zero.closures import StepArguments
@@ -58,6 +59,7 @@ class PartitionedGradients:
         """Whether, in one process, the gradients of the last step would still be there."""
         self._adds_to_old = False
         """Whether, in one process, those of this window would have been added to them."""
+        self.clip_by_norm(0.0)
         self.step_arguments = StepArguments(engine.optimizer)
         """What the optimizer's `step` gets of its caller."""
 
@@ -85,7 +87,7 @@ class PartitionedGradients:
 
     @property
     def _offloaded(self) -> bool:
-        return bool(self._optimizer.offload_optimizer if self.stage == 3 else self._optimizer.cpu_offload)
+        return is_offloaded(self._optimizer, self.stage)
 
     def end(self) -> None:
         """Note no more which parameters get gradients."""
@@ -218,7 +220,7 @@ class PartitionedGradients:
         if self._num_passes == 0:  # by a step that returned no loss: torch's optimizers leave everything as it is
             self._users.before_step()
             self._users.after_step()
-            self._optimizer.clip_grad = 0.0
+            self.clip_by_norm(0.0)
             return
         if self._adds_to_old:
             raise ConfigurationError(
@@ -236,7 +238,7 @@ class PartitionedGradients:
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
-        self._optimizer.clip_grad = 0.0
+        self.clip_by_norm(0.0)
         self._has_old = True
         self._close()
 
@@ -270,7 +272,7 @@ class PartitionedGradients:
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale gradients in the step that follows so that their global 2-norm is at most `max_norm`."""
-        self._optimizer.clip_grad = max_norm
+        clip_next_step(self._optimizer, max_norm, self.stage)
 
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
@@ -283,11 +285,7 @@ class PartitionedGradients:
     def norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients, of dtype fp32, before clipping by norm. *Collective*."""
         self._check_complete()
-        if self.stage == 3:
-            scaled = gradients.scaled_norm_of_stage3(self._optimizer)
-        else:
-            scaled = torch.as_tensor(self._optimizer.scaled_global_norm()).float()
-        return scaled / self._loss_scale()
+        return gradients.scaled_norm(self._optimizer, self.stage) / self._loss_scale()
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Return the averaged gradient of `parameter` in its own shape, fp32; `None` if it is frozen. *Collective*."""

@@ -13,6 +13,7 @@ from lightning_paral.checkpoint.held import TensorRun
 from lightning_paral.checkpoint.optimizer import SavedOptimizer, State, by_number, hyper_parameters
 from lightning_paral.checkpoint.stored import read_run, read_whole
 from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
+from lightning_paral.compat.deepspeed.overlap import overlaps
 from lightning_paral.errors import CheckpointError
 from lightning_paral.zero.masterless import fill, fill_gathered, held
 from lightning_paral.zero.partition import run_of_partition
@@ -135,7 +136,7 @@ class Holdings:
     def watch_usage(self, *, find_unused: bool) -> Usage:
         """Note from now on which parameters get gradients, and let the optimizer leave the others as they are."""
         trained = [(name, p) for name, p in self._parameters.items() if id(p) in self._partition_of and p.requires_grad]
-        in_order = self._stage > 1 or getattr(self._optimizer, "overlap_comm", False)
+        in_order = self._stage > 1 or overlaps(self._optimizer)
         usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
         self._usage = usage
         usage.guard(self._optimizer.optimizer)

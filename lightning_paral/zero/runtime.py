@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from lightning_paral.compat.checks import check_instance, check_names
 from lightning_paral.compat.deepspeed.backend import current_backend, make_backend, use_backend, use_new_names
-from lightning_paral.compat.deepspeed.checks import check_instance, check_names
 from lightning_paral.compat.deepspeed.counters import read_counters, set_counters
 from lightning_paral.compat.deepspeed.forward_stack import forget_forwards
 from lightning_paral.compat.deepspeed.linear import restore_linear
@@ -108,7 +108,7 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         import deepspeed
         from deepspeed.ops import op_builder  # noqa: F401
 
-        check_names()
+        check_names("deepspeed")
     leave_out_shared_memory()
     leave_deepspeed()
     if dist.get_backend() == "gloo":
@@ -118,7 +118,7 @@ def join_deepspeed(level: int, device: torch.device) -> None:
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
     check_shared_memory_left_out(current_backend())
-    check_instance(current_backend())
+    check_instance("deepspeed", current_backend())
     use_new_names(current_backend())
     _agree_on_counters()
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import logging
 import pkgutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import lightning_paral.compat
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import PrivateName, is_named_by
 from lightning_paral.errors import PrivateNameError
 from lightning_paral.zero.runtime import choose_accelerator, quiet_deepspeed
 from tests.unit.test_private_names import OF_PYTHON, OWN, is_private
@@ -78,3 +79,18 @@ def test_other_parameters_are_an_error_that_names_them() -> None:
 
     with pytest.raises(PrivateNameError, match=r"takes \(self, name, tensor, persistent\), not \('name', 'colour'\)"):
         entry.resolve()
+
+
+def test_attributes_are_found_in_methods_that_other_code_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs:
+        def __init__(self, given: int = 1) -> None:
+            self.kept = given
+
+    def wrapping(plain: Callable[..., None]) -> Callable[..., None]:
+        return lambda self: plain(self)
+
+    monkeypatch.setattr(Theirs, "__init__", wrapping(vars(Theirs)["__init__"]))
+
+    assert Theirs().kept == 1
+    assert is_named_by(Theirs, "kept")
+    assert not is_named_by(Theirs, "given"), "a parameter is no attribute"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import Linear
 
+from lightning_paral.compat import checks
 from lightning_paral.compat.deepspeed import (
     backend,
-    checks,
     counters,
     forward_stack,
     linear,
@@ -28,6 +28,8 @@ from lightning_paral.compat.deepspeed import (
     zero_init,
 )
 from lightning_paral.errors import PrivateNameError
+from lightning_paral.zero.gradients import PartitionedGradients
+from tests.unit.renaming import rename
 from tests.unit.test_compat import import_deepspeed
 
 
@@ -50,7 +52,7 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 def test_names_are_checked_at_the_start_and_are_there() -> None:
-    checks.check_names.__wrapped__()
+    checks.check_names.__wrapped__("deepspeed")
 
 
 def test_a_renamed_global_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +61,7 @@ def test_a_renamed_global_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
 
     with pytest.raises(PrivateNameError, match=r"TORCH_AUTOCAST_INITIALIZED to keep a later fp32 run .* no such name"):
-        checks.check_names.__wrapped__()
+        checks.check_names.__wrapped__("deepspeed")
 
 
 def test_a_renamed_attribute_is_an_error_when_an_engine_is_made() -> None:
@@ -68,13 +70,31 @@ def test_a_renamed_attribute_is_an_error_when_an_engine_is_made() -> None:
         __qualname__ = "DeepSpeedEngine"
 
     with pytest.raises(PrivateNameError, match=r"_running_engine_backward .* instances do not have it"):
-        checks.check_instance(Renamed())
+        checks.check_instance("deepspeed", Renamed())
 
 
 def test_attributes_that_few_configurations_have_are_no_error() -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    checks.check_instance(object.__new__(DeepSpeedZeroOptimizer))
+    checks.check_instance("deepspeed", object.__new__(DeepSpeedZeroOptimizer))
+
+
+@pytest.mark.parametrize("name", ["clip_grad", "overlap_comm", "round_robin_gradients", "cpu_offload"])
+def test_a_renamed_attribute_is_an_error_before_an_engine_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    rename(DeepSpeedZeroOptimizer, name, monkeypatch)
+
+    with pytest.raises(PrivateNameError, match=rf"DeepSpeedZeroOptimizer\.{name} to .* has no attribute of that name"):
+        checks.check_names.__wrapped__("deepspeed")
+
+
+def test_clipping_by_an_attribute_that_is_gone_is_an_error_when_a_fit_begins() -> None:
+    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 2, optimizer=SimpleNamespace())
+    unused: Any = None
+
+    with pytest.raises(PrivateNameError, match=r"clip_grad to clip gradients by the norm"):
+        PartitionedGradients(engine, unused, unused, unused)
 
 
 # Collectives

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Linear, Module, Parameter
 
+from lightning_paral.compat import checks
 from lightning_paral.compat.torch import (
     archives,
     backward,
@@ -51,6 +54,9 @@ from lightning_paral.compat.torch import (
 )
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.errors import PrivateNameError
+from lightning_paral.fsdp.gathered import WatchedGroup
+from tests.unit.renaming import rename
 
 
 @pytest.fixture
@@ -439,6 +445,40 @@ def test_dtensors_ask_handlers_first_and_hold_what_they_are_given() -> None:
     dtensor.adopt(tensor, distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
     assert tensor.placements == (Replicate(),)
     assert tensor.full_tensor().tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2"])
+def test_a_renamed_attribute_is_an_error_before_training(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.check_names.cache_clear()
+    rename(FSDPParam, "_sharded_param_data", monkeypatch)
+
+    with pytest.raises(PrivateNameError, match=r"FSDPParam\._sharded_param_data to make FSDP2 gather .* torch 2\.11"):
+        Trainer(strategy=strategy, devices=1, accelerator="cpu", logger=False, barebones=True)
+
+
+@pytest.mark.usefixtures("world")
+def test_parameters_without_an_attribute_are_an_error_when_they_have_been_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = sharded()
+    fsdp_state.initialize(root)
+    [group] = fsdp_state.groups_of(root)
+    [weight, _] = group.fsdp_params
+    unused: Any = None
+    WatchedGroup(group, unused, unused, unused)
+
+    shard = dtensor.local_of(weight.sharded_param)
+    rename(FSDPParam, "mesh_info", monkeypatch)
+    for name in ("_sharded_param_data", "param_dtype", "mesh_info"):
+        delattr(weight, name)
+    weight.orig_dtype = torch.complex64
+
+    with pytest.raises(PrivateNameError, match=r"_sharded_param_data .* FSDPParam has no attribute"):
+        fsdp_param.gather_from(weight, shard, shard)
+    with pytest.raises(PrivateNameError, match=r"param_dtype .* FSDPParam has no attribute"):
+        fsdp_param.keep_dtype(weight)
+    with pytest.raises(PrivateNameError, match=r"mesh_info .* instances do not have it"):
+        WatchedGroup(group, unused, unused, unused)
 
 
 @pytest.mark.usefixtures("world")

@@ -62,12 +62,15 @@ NAMES = (
         seen="deepspeed 0.19.8",
         parameters=("self", "param"),
     ),
-    PrivateName(
-        name=f"{_STAGE3}._get_norm_groups",
-        purpose="to read the norm of gradients before the step that clips by it",
-        reason="engine.get_global_grad_norm is set only after the step, and safe_get_local_grad reads one parameter at "
-        "a time, which on NVMe reads a whole sub-group for each",
-        seen="deepspeed 0.19.8",
+    *(
+        PrivateName(
+            name=name,
+            purpose="to read the norm of gradients before the step that clips by it",
+            reason="engine.get_global_grad_norm is set only after the step, and safe_get_local_grad reads one "
+            "parameter at a time, which on NVMe reads a whole sub-group for each",
+            seen="deepspeed 0.19.8",
+        )
+        for name in (f"{_STAGE2}.scaled_global_norm", f"{_STAGE3}._get_norm_groups")
     ),
 )
 
@@ -98,7 +101,9 @@ def refresh_norms(optimizer: Any) -> None:
                 optimizer.norm_for_param_grads[index] = gradient.double().norm(2)
 
 
-def scaled_norm_of_stage3(optimizer: Any) -> Tensor:
-    """Return the global 2-norm of the averaged gradients of stage 3, with the loss scale in it. *Collective*."""
+def scaled_norm(optimizer: Any, stage: int) -> Tensor:
+    """Return the global 2-norm of the averaged gradients, of dtype fp32, with the loss scale in it. *Collective*."""
+    if stage < 3:
+        return torch.as_tensor(optimizer.scaled_global_norm()).float()
     squares = torch.stack([norm.float() ** 2 for norm in optimizer._get_norm_groups()])
     return squares.sum().sqrt()

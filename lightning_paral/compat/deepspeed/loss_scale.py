@@ -9,16 +9,32 @@ _REASON = (
     "after raising it unscales by the new one gradients scaled by the old one; no option leaves it out"
 )
 
-NAMES = tuple(
-    PrivateName(
-        name=f"deepspeed.runtime.zero.{owner}.{name}",
-        purpose="to scale losses as torch.amp.GradScaler does",
-        reason=_REASON,
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    )
-    for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
-    for name in ("torch_autocast_gradscaler", "loss_scaler", "dynamic_loss_scale")
+_OPTIMIZERS = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
+
+NAMES = (
+    *(
+        PrivateName(
+            name=f"deepspeed.runtime.zero.{owner}.{name}",
+            purpose="to scale losses as torch.amp.GradScaler does",
+            reason=_REASON,
+            seen="deepspeed 0.19.8",
+            on_instances=True,
+        )
+        for owner in _OPTIMIZERS
+        for name in ("torch_autocast_gradscaler", "loss_scaler", "dynamic_loss_scale")
+    ),
+    *(
+        PrivateName(
+            name=f"deepspeed.runtime.{name}",
+            purpose="to know how losses are scaled, and gradients with them",
+            reason="the engine's own functions scale the loss of one engine, and do not say by what",
+            seen="deepspeed 0.19.8",
+        )
+        for name in (
+            "base_optimizer.ZeROOptimizer.needs_scaler",
+            *(f"zero.{owner}.loss_scale" for owner in _OPTIMIZERS),
+        )
+    ),
 )
 
 

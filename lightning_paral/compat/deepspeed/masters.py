@@ -31,6 +31,13 @@ NAMES = (
         on_instances=True,
     ),
     PrivateName(
+        name=f"{_OPTIMIZER}.round_robin_gradients",
+        purpose="to know whether DeepSpeed looks for masters in another order than theirs",
+        reason="the user's configuration may set it, and DeepSpeed may decline",
+        seen="deepspeed 0.19.8",
+        on_instances=True,
+    ),
+    PrivateName(
         name=f"{_OPTIMIZER}._hp_optimizer_states_linked",
         purpose="to let DeepSpeed link masters to the states that the next step creates",
         reason="DeepSpeed links them once, and a checkpoint may have replaced the states since",
@@ -77,7 +84,12 @@ def find_masters_again(optimizer: Any) -> None:
 
 
 def find_masters_in_round_robin(optimizer: Any) -> None:
-    """Find the masters where `round_robin_gradients` has put them: DeepSpeed does so only if there is padding."""
+    """Find the masters where `round_robin_gradients`, if it is on, has put them.
+
+    DeepSpeed does so only if there is padding.
+    """
+    if not optimizer.round_robin_gradients:
+        return
     padding = optimizer.round_robin_bit16_padding
     optimizer.round_robin_bit16_padding = [[True] for _ in padding]
     optimizer._link_all_hp_params()

@@ -33,7 +33,13 @@ NAMES = (
     _method("setup_buckets", "self"),
     _attribute("ipg_buckets"),
     _attribute("params_already_reduced"),
+    _attribute("overlap_comm"),
 )
+
+
+def overlaps(optimizer: Any) -> bool:
+    """Whether reduction overlaps the backward pass of `optimizer`, which is one of stages 1 and 2."""
+    return bool(optimizer.overlap_comm)
 
 
 def reduce_what_hooks_left(optimizer: Any) -> None:

@@ -14,8 +14,8 @@ from lightning_paral.compat.torch.dtensor import local_of, set_local
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 _PRIVATE = "the class is private: no public name leads from a sharded parameter to the unsharded one"
 
-NAMES = tuple(
-    PrivateName(
+_ENTRIES = {
+    attribute: PrivateName(
         name=f"{_PARAM}.{attribute}", purpose=purpose, reason=_PRIVATE, seen="torch 2.11 to 2.13", on_instances=True
     )
     for attribute, purpose in {
@@ -32,7 +32,8 @@ NAMES = tuple(
         "orig_dtype": "to name the dtype of a parameter",
         "pin_memory": "to keep shards on the host in pinned memory",
     }.items()
-)
+}
+NAMES = tuple(_ENTRIES.values())
 
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # no name says so; `fully_shard` fails midway
 
@@ -69,7 +70,7 @@ def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
         padded: 1-dimensional, with the padding of uneven shards; the input of the all-gather.
         shard: a view of `padded` in the shape of this rank's shard.
     """
-    param._sharded_param_data = padded
+    _ENTRIES["_sharded_param_data"].replace_on(param, padded)
     set_local(param.sharded_param, shard)
 
 
@@ -88,7 +89,7 @@ def can_be_sharded(parameter: Tensor) -> bool:
 def keep_dtype(param: Any) -> None:
     """Gather a complex `FSDPParam` in its own dtype; torch 2.11 would cast it to 16-bit floats."""
     if not param.orig_dtype.is_floating_point:
-        param.param_dtype = None
+        _ENTRIES["param_dtype"].replace_on(param, None)
 
 
 def is_plain(param: Any) -> bool:
