@@ -42,7 +42,8 @@ class Usage:
         self._used: set[int] = set()
         self._orders: list[list[int]] = []
         """Numbers of the parameters by backward pass of the window, in the order in which their gradients came."""
-        self._first_orders: list[list[int]] = []
+        self._seen_orders: list[list[list[int]]] = []
+        """By backward pass of the first window: orders of that pass in all windows up to now."""
         self.is_announced = False
         """Whether a backward pass that the strategy knows of is under way."""
         self.was_reached = False
@@ -120,11 +121,11 @@ class Usage:
             missing = self._missing_everywhere()
             if self._never_used is None:
                 self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
-                self._first_orders = list(filter(None, self._orders))
+                self._seen_orders = [[order] for order in self._orders if order]
         else:
             if missing or self._never_used:
                 self._check_as_in_first(missing)
-            self._check_order_as_in_first()
+            self._check_order_as_before()
         if missing or self._num_taken:
             self._count(missing)
         self._num_steps += 1
@@ -215,16 +216,23 @@ class Usage:
                 "agree in every step; make the loss depend on them; or freeze them with requires_grad_(False)."
             )
 
-    def _check_order_as_in_first(self) -> None:
-        # A window may have fewer backward passes than the first one, or more.
-        for number, order in enumerate(filter(None, self._orders)):
-            if order != self._first_orders[number % len(self._first_orders)]:
+    def _check_order_as_before(self) -> None:
+        # A window may have fewer backward passes than the first one, or more, and parameters may be frozen or unfrozen.
+        orders = [order for order in self._orders if order]
+        if not self._seen_orders:  # all parameters were frozen until now
+            self._seen_orders = [[order] for order in orders]
+        for number, order in enumerate(orders):
+            seen = self._seen_orders[number % len(self._seen_orders)]
+            if order in seen:
+                continue
+            if _num_ranks() > 1 and any(_contradict(order, earlier) for earlier in seen):
                 raise UnusedParametersError(
-                    "Gradients came in another order than in the first step. ZeRO matches the gradients of the ranks "
+                    "Gradients came in another order than in an earlier step. ZeRO matches the gradients of the ranks "
                     "by position: if the order differs between ranks, it adds up gradients of different parameters. "
                     "Set ParalZeROStrategy(find_unused_parameters=True), by which ranks compare the order in every "
                     "step; or train with paral_ddp."
                 )
+            seen.append(order)
 
     def _count(self, missing: Named) -> None:
         """Count the steps that each parameter takes.
@@ -250,6 +258,17 @@ class Usage:
 
 
 _FIRST_USED = "that had no part in the first step got a gradient in this one: {}"
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _contradict(order: list[int], earlier: list[int]) -> bool:
+    """Whether two parameters come one way around in one order, and the other way in the other."""
+    position = {number: place for place, number in enumerate(earlier)}
+    places = [position[number] for number in order if number in position]
+    return places != sorted(places)
 
 
 def _listed(names: list[str]) -> str:

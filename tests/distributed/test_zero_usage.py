@@ -191,10 +191,10 @@ def fits_that_reorder() -> list[Any]:
 
 REORDERED = {
     (1, False, False): "",
-    (1, True, False): "in another order than in the first step",
-    (2, None, False): "in another order than in the first step",
+    (1, True, False): "in another order than in an earlier step",
+    (2, None, False): "in another order than in an earlier step",
     (2, None, True): "",
-    (3, None, False): "in another order than in the first step",
+    (3, None, False): "in another order than in an earlier step",
     (3, None, True): "",
 }
 
