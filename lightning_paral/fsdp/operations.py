@@ -124,6 +124,14 @@ def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return target
 
 
+def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill a tensor. One rank's part of a sum has the number, the others nothing: torch (2.13) adds up all of them."""
+    target, value = args
+    sums = [number for number, placement in enumerate(target.placements) if placement.is_partial("sum")]
+    is_first = all(target.device_mesh.get_local_rank(number) == 0 for number in sums)
+    return _by_default(operation, (target, value if is_first else 0), kwargs)
+
+
 def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _by_default(operation, args, kwargs)
     return mark_parts(result, operation, args, kwargs)
@@ -172,6 +180,7 @@ _NAMES: dict[Handler, tuple[str, ...]] = {
         "triu_.default",
     ),
     _copy: ("copy_.default",),
+    _fill: ("fill_.Scalar",),
     _write_out: (
         "eye.m_out", "eye.out", "bernoulli.out", "bernoulli.Tensor_out", "bernoulli.float_out", "cauchy.out",
         "exponential.out", "geometric.out", "log_normal.out", "normal.out", "normal.float_float_out",
