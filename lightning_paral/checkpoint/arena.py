@@ -67,7 +67,7 @@ class _Memory:
     """Host memory that is unpinned before it is freed."""
 
     def __init__(self, nbytes: int, pin: bool) -> None:
-        self.bytes = fresh_bytes(nbytes)
+        self.bytes = fresh_bytes(nbytes, in_children=not pin)
         self.is_pinned = pin and _pin(self.bytes)
         # The finalizer keeps the memory alive: pages that are unmapped before they are unpinned stay locked.
         self._finalizer = weakref.finalize(self, _unpin, self.bytes) if self.is_pinned else None

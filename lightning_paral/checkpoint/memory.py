@@ -20,11 +20,21 @@ def fresh_like(values: Tensor) -> Tensor:
     return fresh_bytes(values.nbytes).view(values.dtype).view(values.shape)
 
 
-def fresh_bytes(nbytes: int) -> Tensor:
-    """Return `nbytes` of uninitialized memory, at least one, in its own pages: huge ones if possible."""
+def fresh_bytes(nbytes: int, *, in_children: bool = True) -> Tensor:
+    """Return `nbytes` of uninitialized memory, at least one, in its own pages: huge ones if possible.
+
+    Args:
+        nbytes: how many.
+        in_children: whether processes that are forked later have the memory, too. Say no for what will be pinned.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    if not in_children and hasattr(mmap, "MADV_DONTFORK"):
+        # Before Linux 5.12, what is written to a page after a fork goes to a copy of it, also in the parent, while a
+        # device goes on writing to the pinned original: workers of a data loader would change what is saved.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)

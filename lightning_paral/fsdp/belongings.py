@@ -150,7 +150,9 @@ class Gather:
             mine = held.new_zeros((stop - start, *shape[1:]))
             mine[: len(held)].copy_(held)
             pieces = held.new_empty((world_size, *mine.shape))
-            all_gather_single(pieces.view(-1), mine.view(-1), group=self._group)
+            # As bytes: gloo knows neither float8 nor int16.
+            as_bytes = [tensor.view(-1).view(torch.uint8) for tensor in (pieces, mine)]
+            all_gather_single(*as_bytes, group=self._group)
             on_host = pieces.cpu()
             for number, rank in enumerate(self._ranks):
                 rows = whole[number * num_rows + start : number * num_rows + stop]

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of, operation_handlers
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.fsdp import whole_values
 from lightning_paral.fsdp.parts import Part, mark_parts
-from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, like, own_rows
+from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, like, own_chunk
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
@@ -27,42 +28,50 @@ def _by_default(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         handlers[operation] = ours
 
 
-def _rows(tensor: Any) -> slice | None:
-    return own_rows(tensor) if isinstance(tensor, DTensor) else None
+def _chunk(tensor: Any) -> tuple[slice, ...] | None:
+    return own_chunk(tensor) if isinstance(tensor, DTensor) else None
+
+
+def _whole_values(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: as_whole(value) for key, value in kwargs.items()}
 
 
 def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw what one process would, of which a rank keeps its own rows; torch lets each rank draw its own (2.13)."""
+    """Draw what one process would, of which a rank keeps its own part; torch lets each rank draw its own (2.13)."""
     target, *others = args
-    rows = _rows(target)
-    if rows is None:
-        return _by_default(operation, args, kwargs)
-    whole = in_place_of(target, rows, filled=False)
-    operation(whole, *map(as_whole, others), **kwargs)
-    local_of(target).copy_(whole[rows])
+    chunk = _chunk(target)
+    if chunk is None:
+        return _refuse_draw(operation, args, kwargs)
+    whole = in_place_of(target, chunk, filled=False)
+    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    local_of(target).copy_(whole[chunk])
     return target
 
 
 def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model, *others = args
-    rows = _rows(model)
-    if rows is None:
-        return _by_default(operation, args, kwargs)
-    whole = in_place_of(model, rows, filled=False)
-    return like(model, operation(whole, *map(as_whole, others), **kwargs), rows)
+    chunk = _chunk(model)
+    if chunk is None:
+        return _refuse_draw(operation, args, kwargs)
+    whole = in_place_of(model, chunk, filled=False)
+    return like(model, operation(whole, *map(as_whole, others), **_whole_values(kwargs)), chunk)
 
 
 def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw with probabilities that are sharded themselves. *Collective*."""
-    model = args[0]
-    rows = _rows(model)
-    if rows is None:
-        return _by_default(operation, args, kwargs)
-    return like(model, operation(*map(as_whole, args), **kwargs), rows)
+    """Draw with probabilities, means or other numbers that are sharded themselves. *Collective*."""
+    model = next(value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
+    chunk = own_chunk(model)
+    if chunk is None:
+        return _refuse_draw(operation, args, kwargs)
+    whole = operation(*map(as_whole, args), **_whole_values(kwargs))
+    if whole.shape == model.shape:
+        return like(model, whole, chunk)
+    mesh = model.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(args[0], DTensor) and is_replicated(args[0]):
+    if all(is_replicated(value) for value in (*args, *kwargs.values()) if isinstance(value, DTensor)):
         return _by_default(operation, args, kwargs)
     raise ConfigurationError(
         f"{operation} on a sharded tensor (a DTensor) would draw other numbers than one process. Draw in the step, "
@@ -70,37 +79,57 @@ def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
+def _refuse_where_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse what draws in training only, or with a probability above 0 only."""
+    arguments = schema_of(operation).arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    switches = {argument.name: argument.default_value for argument in arguments if argument.name in _SWITCHES}
+    draws = all(given.get(name, default) != 0 for name, default in switches.items())
+    return (_refuse_draw if draws else _by_default)(operation, args, kwargs)
+
+
+_SWITCHES = ("train", "training", "dropout_p")
+
+
 def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Write elements at given places: each rank those it holds. *Collective* where values or indices are sharded."""
     target, *others = args
-    rows = _rows(target)
-    if rows is None:
+    chunk = _chunk(target)
+    if chunk is None:
         return _by_default(operation, args, kwargs)
-    whole = in_place_of(target, rows)
-    operation(whole, *map(as_whole, others), **{key: as_whole(value) for key, value in kwargs.items()})
-    local_of(target).copy_(whole[rows])
+    whole = in_place_of(target, chunk)
+    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    local_of(target).copy_(whole[chunk])
     return target
 
 
 def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy a whole tensor, of which a rank needs its own rows."""
+    """Copy a whole tensor, of which a rank needs its own part."""
     target, source = args[:2]
-    rows = _rows(target)
-    if rows is None or isinstance(source, DTensor):
+    chunk = _chunk(target)
+    if chunk is None or isinstance(source, DTensor):
         return _by_default(operation, args, kwargs)
-    local_of(target).copy_(source.expand(target.shape)[rows])
+    local_of(target).copy_(source.expand(target.shape)[chunk])
     return target
 
 
 def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = kwargs["out"]
-    rows = _rows(target)
-    if rows is None:
+    chunk = _chunk(target)
+    if chunk is None:
         return _by_default(operation, args, kwargs)
-    whole = in_place_of(target, rows, filled=False)
-    operation(*args, **{**kwargs, "out": whole})
-    local_of(target).copy_(whole[rows])
+    whole = in_place_of(target, chunk, filled=False)
+    operation(*map(as_whole, args), **_whole_values({**kwargs, "out": whole}))
+    local_of(target).copy_(whole[chunk])
     return target
+
+
+def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill a tensor. One rank's part of a sum has the number, the others nothing: torch (2.13) adds up all of them."""
+    target, value = args
+    sums = [number for number, placement in enumerate(target.placements) if placement.is_partial("sum")]
+    is_first = all(target.device_mesh.get_local_rank(number) == 0 for number in sums)
+    return _by_default(operation, (target, value if is_first else 0), kwargs)
 
 
 def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,9 +156,23 @@ _NAMES: dict[Handler, tuple[str, ...]] = {
     ),
     _draw_like: (
         "randn_like.default", "rand_like.default", "randint_like.default", "randint_like.low_dtype", "bernoulli.p",
+        "randn_like.generator", "rand_like.generator", "randint_like.generator", "randint_like.low_generator_dtype",
+        "cauchy.default", "exponential.default", "geometric.default", "log_normal.default", "normal_functional.default",
+        "random.default", "random.from", "random.to", "uniform.default",
     ),
-    _draw_from: ("bernoulli.default", "multinomial.default"),
-    _refuse_draw: ("native_dropout.default",),
+    _draw_from: (
+        "bernoulli.default", "bernoulli.Tensor", "multinomial.default", "poisson.default", "binomial.default",
+        "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", "_standard_gamma.default",
+        "_sample_dirichlet.default", "randint_like.Tensor", "randint_like.Tensor_generator",
+    ),
+    _refuse_where_drawn: (
+        "native_dropout.default", "_fused_dropout.default", "rrelu_with_noise.default", "rrelu_with_noise_.default",
+        "rrelu_with_noise_functional.default", "rrelu_with_noise.out", "native_dropout.out", "_fused_dropout.out",
+        "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_cudnn_attention.default",
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+        "_scaled_dot_product_fused_attention_overrideable.default",
+    ),
     _write_at_indices: (
         "index_put_.default", "index_fill_.int_Scalar", "index_fill_.int_Tensor", "index_add_.default",
         "index_copy_.default", "scatter_.src", "scatter_.value", "scatter_.reduce", "scatter_.value_reduce",
@@ -137,7 +180,15 @@ _NAMES: dict[Handler, tuple[str, ...]] = {
         "triu_.default",
     ),
     _copy: ("copy_.default",),
-    _write_out: ("eye.m_out", "eye.out"),
+    _fill: ("fill_.Scalar",),
+    _write_out: (
+        "eye.m_out", "eye.out", "bernoulli.out", "bernoulli.Tensor_out", "bernoulli.float_out", "cauchy.out",
+        "exponential.out", "geometric.out", "log_normal.out", "normal.out", "normal.float_float_out",
+        "normal.Tensor_float_out", "normal.float_Tensor_out", "normal.Tensor_Tensor_out", "uniform.out", "random.out",
+        "random.from_out", "random.to_out", "poisson.out", "binomial.out", "multinomial.out", "_standard_gamma.out",
+        "rand.out", "rand.generator_out", "randn.out", "randn.generator_out", "randint.out", "randint.generator_out",
+        "randint.low_out", "randint.low_generator_out", "randperm.out", "randperm.generator_out",
+    ),
     _flatten: (
         "view.default", "_unsafe_view.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default",
     ),
@@ -169,8 +220,8 @@ def set_items(target: Any, index: Any, value: Any) -> None:
     *Collective* where `index` or `value` is sharded, unless `index` is a mask laid out like `target` and `value` a
     number.
     """
-    rows = own_rows(target)
-    if rows is None or (torch.is_grad_enabled() and target.requires_grad):
+    chunk = own_chunk(target)
+    if chunk is None or (torch.is_grad_enabled() and target.requires_grad):
         torch.Tensor.__setitem__(target, index, value)
         return
     if isinstance(target, Part):
@@ -181,9 +232,9 @@ def set_items(target: Any, index: Any, value: Any) -> None:
         if masked and index.placements == target.placements and not isinstance(value, Tensor):
             local[local_of(index)] = value
         else:
-            whole = in_place_of(target, rows)
+            whole = in_place_of(target, chunk)
             whole[as_whole(index)] = as_whole(value)
-            local.copy_(whole[rows])
+            local.copy_(whole[chunk])
     torch.autograd.graph.increment_version(target)
     if isinstance(target, Part):
         target.write_back()

@@ -15,7 +15,7 @@ from lightning_paral.compat.torch.foreach import writes_in_place
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.fsdp.rows import in_place_of, is_replicated, own_rows
+from lightning_paral.fsdp.rows import in_place_of, is_replicated, own_chunk
 
 
 class Part(DTensor):
@@ -72,16 +72,16 @@ class Part(DTensor):
         if self._take is None:
             origin.write_back()
             return
-        rows = own_rows(origin)
-        if rows is None or not is_replicated(self):
+        chunk = own_chunk(origin)
+        if chunk is None or not is_replicated(self):
             raise ConfigurationError(
                 "A part of a sharded parameter was changed in place, which cannot be brought back to it. Assign to "
                 "the parameter by index instead: parameter.data[...] = value."
             )
         with torch.no_grad():
-            whole = in_place_of(origin, rows)
+            whole = in_place_of(origin, chunk)
             self._take(whole).copy_(local_of(self))
-            local_of(origin).copy_(whole[rows])
+            local_of(origin).copy_(whole[chunk])
         torch.autograd.graph.increment_version(origin)
         if isinstance(origin, Part):
             origin.write_back()

@@ -1,4 +1,4 @@
-"""Which rows of a DTensor this rank holds."""
+"""Which rows of a DTensor this rank holds, or which chunk of one divided otherwise."""
 
 from typing import Any
 
@@ -7,6 +7,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_paral.compat.torch.dtensor import local_of
+
+Chunk = slice | tuple[slice, ...]
+"""An index of the elements that a rank holds: of rows, or of every dimension."""
 
 
 def own_rows(tensor: Any) -> slice | None:
@@ -26,6 +29,24 @@ def own_rows(tensor: Any) -> slice | None:
     return slice(start, min(start + per_rank, num_rows))
 
 
+def own_chunk(tensor: Any) -> tuple[slice, ...] | None:
+    """Return the chunk that this rank holds of `tensor`, a DTensor, as an index into the whole one.
+
+    `None` if there is none: of partial sums, or where FSDP divides again what tensor parallelism has divided.
+    """
+    starts, ends = [0] * tensor.dim(), list(tensor.shape)
+    for number, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard:
+            return None
+        dim, mesh = placement.dim, tensor.device_mesh
+        per_rank = -(-(ends[dim] - starts[dim]) // mesh.size(number))
+        starts[dim] = min(starts[dim] + mesh.get_local_rank(number) * per_rank, ends[dim])
+        ends[dim] = min(starts[dim] + per_rank, ends[dim])
+    return tuple(map(slice, starts, ends))
+
+
 def leaves_ranks_empty(tensor: Any) -> bool:
     """Whether some rank holds nothing of `tensor`, a DTensor: known from its shape, and so on all ranks."""
     for number, placement in enumerate(tensor.placements):
@@ -41,23 +62,24 @@ def is_replicated(tensor: Any) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def in_place_of(tensor: Any, rows: slice, *, filled: bool = True) -> Tensor:
-    """Return a plain tensor of the whole shape of `tensor`, of which only this rank's `rows` have its values, if any.
+def in_place_of(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
+    """Return a plain tensor of shape and strides of `tensor`, of which only this rank's `chunk` has its values, if any.
 
     For operations of which each element of the result depends on the same element alone: they need no gathering.
     """
     local = local_of(tensor)
-    whole: Tensor = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    # With the strides: random numbers are drawn in the order of memory.
+    whole: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
     if filled:
         whole.zero_()
-        whole[rows] = local
+        whole[chunk] = local
     return whole
 
 
-def like(tensor: Any, whole: Tensor, rows: slice) -> Tensor:
-    """Return this rank's `rows` of `whole` as a DTensor laid out like `tensor`. No collective."""
+def like(tensor: Any, whole: Tensor, chunk: Chunk) -> Tensor:
+    """Return this rank's `chunk` of `whole` as a DTensor laid out like `tensor`. No collective."""
     made: Tensor = DTensor.from_local(
-        whole[rows].clone(),
+        whole[chunk].clone(),
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
@@ -68,9 +90,15 @@ def like(tensor: Any, whole: Tensor, rows: slice) -> Tensor:
 
 
 def as_whole(value: Any) -> Any:
-    """Replace DTensors in `value`, also in lists and tuples, by whole tensors. *Collective* where there are any."""
+    """Replace DTensors in `value`, also in lists and tuples, by whole tensors of their strides.
+
+    *Collective* where there are any.
+    """
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        whole = value.full_tensor()
+        if whole.stride() == value.stride() or 0 in value.stride():
+            return whole
+        return torch.empty_strided(whole.shape, value.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
     if isinstance(value, list | tuple):
         return type(value)(map(as_whole, value))
     return value

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.sharding_strategies import has_strategy
-from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, leaves_ranks_empty, own_rows
+from lightning_paral.fsdp.rows import as_whole, in_place_of, is_replicated, leaves_ranks_empty, like, own_chunk
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
@@ -44,9 +44,19 @@ GATHERED = (
 
 MISTAKEN = (
     "argmax.default", "argmin.default", "max.dim", "min.dim", "mse_loss.default", "smooth_l1_loss.default",
-    "huber_loss.default",
+    "huber_loss.default", "binary_cross_entropy.default", "binary_cross_entropy_with_logits.default",
+    "soft_margin_loss.default",
 )  # fmt: skip
 """Operations that are wrong on shards: indices relative to a shard (torch 2.11), means of uneven shards (2.13)."""
+
+OF_MEANS = (
+    "mse_loss_backward.default", "smooth_l1_loss_backward.default", "huber_loss_backward.default",
+    "binary_cross_entropy_backward.default", "soft_margin_loss_backward.default",
+)  # fmt: skip
+"""Gradients that torch (2.13) divides by the number of elements of a shard, where a mean has those of the whole."""
+
+CUMULATIVE = ("cumsum.default", "cumprod.default", "logcumsumexp.default")
+"""Operations that torch (2.13) does on each shard by itself where their dimension is given as a negative number."""
 
 LATER = (
     "median.default", "median.dim", "nanmedian.default", "nanmedian.dim", "mode.default", "kthvalue.default",
@@ -75,6 +85,28 @@ def read_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def on_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do the operation on whole tensors."""
     return operation(*map(as_whole, args), **{key: as_whole(value) for key, value in kwargs.items()})
+
+
+def _like_second(by_default: Handler) -> Handler:
+    """Return a handler that does operations on whole tensors, and lays the result out like their second argument."""
+
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        model = args[1]
+        chunk = own_chunk(model) if isinstance(model, DTensor) else None
+        if chunk is None and isinstance(model, DTensor):
+            return by_default(operation, args, kwargs)
+        whole = on_whole(operation, args, kwargs)
+        return whole if chunk is None else like(model, whole, chunk)
+
+    return handle
+
+
+def _with_positive_dim(otherwise: Handler) -> Handler:
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, dim, *others = args
+        return otherwise(operation, (tensor, dim % max(tensor.dim(), 1), *others), kwargs)
+
+    return handle
 
 
 def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,12 +180,12 @@ def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any
     if not isinstance(tensor, DTensor):
         operation(target, *others, **kwargs)
         return
-    rows = own_rows(tensor)
-    if rows is None:
+    chunk = own_chunk(tensor)
+    if chunk is None:
         raise RuntimeError(f"{operation}: got mixed torch.Tensor and DTensor")
-    whole = in_place_of(tensor, rows)
+    whole = in_place_of(tensor, chunk)
     operation([whole] if isinstance(target, list) else whole, *others, **kwargs)
-    local_of(tensor).copy_(whole[rows])
+    local_of(tensor).copy_(whole[chunk])
 
 
 def _nth(other: Any, number: int) -> Any:
@@ -234,6 +266,8 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
     for operation in _overloads(LATER):
         if not has_strategy(operation):
             found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
+    found |= dict.fromkeys(_overloads(OF_MEANS), _like_second(by_default))
+    found |= {operation: _with_positive_dim(found.get(operation, by_default)) for operation in _overloads(CUMULATIVE)}
     if not has_strategy(aten.detach_.default):  # part of autograd's work, with nothing to do for shards
         found[aten.detach_.default] = lambda operation, args, kwargs: args[0]
     return found

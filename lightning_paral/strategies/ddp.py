@@ -26,6 +26,7 @@ from lightning_paral.compat.lightning.strategies import (
     layer_sync_of,
     set_ddp_options,
 )
+from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
 from lightning_paral.compat.torch.ddp_reducer import remove_reducer
 from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
 from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
@@ -152,6 +153,8 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             assert self.lightning_module is not None
             check_sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
             self.checkpoint_activations()
+        assert self.lightning_module is not None
+        self._undo.callback(broadcast_any_dtype(self.lightning_module))
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:

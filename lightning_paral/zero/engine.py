@@ -72,6 +72,8 @@ def _initialize(
     import deepspeed
 
     check_parameters(module, parameters, config)
+    if optimizer is not None:
+        check_first_dtype(module, optimizer, parameters, config["zero_optimization"]["stage"])
     for parameter in module.parameters():
         make_contiguous(parameter)
     with scalars_as_bytes(), dtype_as_given():
@@ -120,6 +122,22 @@ def check_parameters(module: Module, trained: list[Any], config: dict[str, Any])
                 f"{name} is of {_short(parameter.dtype)}, which ZeRO stage 3 cannot divide. Convert the parameter, "
                 "make it a buffer, or use paral_zero2 or paral_ddp."
             )
+
+
+def check_first_dtype(module: Module, optimizer: Optimizer, trained: list[Any], stage: int) -> None:
+    """Raise a `ConfigurationError` if stage 2 would exchange gradients in the dtype of a frozen parameter.
+
+    DeepSpeed 0.19.8 takes the dtype of the optimizer's first parameter for that of all gradients.
+    """
+    first = optimizer.param_groups[0]["params"][0]
+    dtypes = {parameter.dtype for parameter in trained if parameter.requires_grad}
+    if stage == 2 and not first.requires_grad and dtypes and first.dtype not in dtypes:
+        name = next((name for name, parameter in module.named_parameters() if parameter is first), "a parameter")
+        raise ConfigurationError(
+            f"The first parameter of {type(optimizer).__name__}, {name}, is frozen and of {_short(first.dtype)}: ZeRO "
+            f"stage 2 would exchange all gradients in that dtype instead of {_short(min(dtypes, key=str))}. Give the "
+            "optimizer only what is trained: (p for p in self.parameters() if p.requires_grad)."
+        )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import huber_loss, mse_loss
 
 from tests.models import FEATURES, Regression, quiet_trainer, regression_data
@@ -24,11 +25,45 @@ def arrays(w: Any) -> Any:
 
 
 def reductions(w: Any) -> Any:
-    return [w.max(), w.min(), w.abs().max(), w.norm(float("inf")), w.amax(), w.norm(), w.std(), w.median()]
+    return [
+        w.max(),
+        w.min(),
+        w.abs().max(),
+        w.norm(float("inf")),
+        w.amax(),
+        w.norm(),
+        w.std(),
+        w.median(),
+        w.sum(0).fill_(2),
+    ]
 
 
 def places(w: Any) -> Any:
     return [w.argmax(), w.argmin(0), *w.max(0), *w.min(0), mse_loss(w, w * 2), huber_loss(w, w * 2)]
+
+
+MEANS = [
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.soft_margin_loss,
+]
+
+
+def means(w: Any) -> Any:
+    return [loss(w.sigmoid(), (w * 2).sigmoid()) for loss in MEANS]
+
+
+@torch.enable_grad()
+def gradients_of_means(w: Any) -> Any:
+    losses = [loss(w.sigmoid(), (w.detach() * 2).sigmoid()) for loss in MEANS]
+    return [torch.autograd.grad(loss, w)[0] for loss in losses]
+
+
+def cumulative(w: Any) -> Any:
+    return [w.cumsum(-2), w.cumprod(-2), w.exp().logcumsumexp(-2), w.flatten().cumsum(-1), w.cumsum(dim=-1)]
 
 
 def newer_operations(w: Any) -> Any:
@@ -68,7 +103,10 @@ def into_plain(w: Any) -> Any:
     return [total, average, same, same * w.data, w.data - average]
 
 
-READS = [numbers, arrays, reductions, places, newer_operations, shapes, choices, comparisons, of_parts, into_plain]
+READS = [
+    numbers, arrays, reductions, places, means, gradients_of_means, cumulative, newer_operations, shapes, choices,
+    comparisons, of_parts, into_plain,
+]  # fmt: skip
 
 
 def zero_row(w: Any) -> None:
@@ -117,7 +155,13 @@ def masked(w: Any) -> None:
     w.data[0] = torch.ones(w.shape[1:])
 
 
-WRITES = [zero_row, by_functions, views_of_parts, in_turns, stale, with_whole, masked]
+def drawn_in_columns(w: Any) -> None:
+    torch.manual_seed(3)
+    w.data.t().normal_()
+    w.data.add_(torch.rand_like(w.t()).t())
+
+
+WRITES = [drawn_in_columns, zero_row, by_functions, views_of_parts, in_turns, stale, with_whole, masked]
 
 
 class Acting(Regression):

@@ -1,6 +1,8 @@
 """Staged copies for a save in the background: their contents, and the memory they take."""
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from lightning_paral.checkpoint import staging as module_under_test
 from lightning_paral.checkpoint.arena import ALIGNMENT, Arena
 from lightning_paral.checkpoint.geometry import whole
 from lightning_paral.checkpoint.held import NOTHING, Part, flat, same
+from lightning_paral.checkpoint.memory import fresh_bytes
 from lightning_paral.checkpoint.plan import Entry
 from lightning_paral.checkpoint.staging import Staging, copied_to_host
 
@@ -142,3 +145,19 @@ def test_copies_on_the_host_are_what_deepcopy_makes(all_elsewhere: None) -> None
     copy["base"].fill_(5.0)
     assert copy["object"].tensor.tolist() == [5.0] * 4
     assert (copy["view"] == 5.0).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_memory_to_be_pinned_is_left_out_of_forked_processes() -> None:
+    def flags(memory: Tensor) -> list[str]:
+        found = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                found = int(bounds[1], 16) <= memory.data_ptr() < int(bounds[2], 16)
+            elif found and line.startswith("VmFlags"):
+                return line.split()
+        raise AssertionError("no such memory")
+
+    ordinary, to_be_pinned = fresh_bytes(2**21), fresh_bytes(2**21, in_children=False)
+    assert "dc" not in flags(ordinary)
+    assert "dc" in flags(to_be_pinned)
