@@ -37,10 +37,10 @@ class DTensorSemantics:
     """Installed from when a module is sharded to when it is given back.
 
     While installed, on any DTensor: `tensor.data = value` arrives; random operations draw what one process draws;
-    writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`) arrive in the part
-    that this rank holds; numbers are read from all ranks' parts, and outside of steps operations take whole tensors
-    beside DTensors. Hooks on sharded parameters are called as under DDP, or refused, and Muon orthogonalises whole
-    matrices.
+    writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`) arrive in the
+    part that this rank holds; numbers are read from all ranks' parts, and outside of steps operations take whole
+    tensors beside DTensors. Hooks on sharded parameters are called as under DDP, or refused, and Muon orthogonalises
+    whole matrices.
 
     Args:
         params: the `FSDPParam`s.

@@ -39,6 +39,7 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
         # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
         init = _divisible(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
+        zero_init.keep_decorated_constructors(init)
         with init, _FirstValues():
             _stand_aside_while_loading(init, constructors)
             yield

@@ -1,5 +1,6 @@
 """Modules nobody wrote for ZeRO train as in one process at every stage."""
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -286,3 +287,58 @@ def collect_engine_of_an_earlier_fit(strategy: str) -> float:
 def test_engine_of_an_earlier_fit_takes_nothing_along_when_it_is_collected(on_ranks, strategy: str) -> None:
     first, second = on_ranks(2, collect_engine_of_an_earlier_fit, strategy)
     assert first == second > 0
+
+
+class Lazy(Fitted):
+    """Builds layers of a class that is defined, and decorated, when the first model is built."""
+
+    kind: Any = None
+
+    def configure_model(self) -> None:
+        if hasattr(self, "hidden"):
+            return
+        if Lazy.kind is None:
+
+            class Scaled(nn.Linear):
+                def __init__(self, *sizes: int) -> None:
+                    super().__init__(*sizes)
+
+                def forward(self, inputs: Tensor) -> Tensor:
+                    return super().forward(inputs) * self.scale
+
+            Lazy.kind = with_scale(Scaled)
+        self.hidden = Lazy.kind(LENGTH, 16)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return (self.hidden(batch[0].float() / VOCABULARY).mean(dim=1) - 1).square().mean()
+
+
+def with_scale(kind: Any) -> Any:
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def build(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.scale = 2.0
+
+    kind.__init__ = build
+    return kind
+
+
+def fit_lazily(num_ranks: int, **options: Any) -> Any:
+    return fit(Lazy, NUM_BATCHES, num_ranks, **options)
+
+
+def fit_lazily_twice() -> tuple[Any, Any, list[bool]]:
+    Lazy.kind = None
+    fits = [fit_lazily(2, strategy="paral_zero3") for _ in range(2)]
+    plain = Lazy.kind(LENGTH, 16)
+    return *fits, [hasattr(parameter, "ds_id") for parameter in plain.parameters()]
+
+
+def test_classes_defined_in_configure_model_keep_their_decorators(on_ranks) -> None:
+    ranks = on_ranks(2, fit_lazily_twice)
+    expected = fit_lazily(1)
+    assert_same_fit([first for first, _, _ in ranks], expected)
+    assert_same_fit([second for _, second, _ in ranks], expected)
+    assert [are_partitioned for *_, are_partitioned in ranks] == [[False, False]] * 2

@@ -1,6 +1,6 @@
 """How and when `deepspeed.zero.Init` shards parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ NAMES = (
         seen="deepspeed 0.19.8",
         parameters=("self", "param_list"),
     ),
+    PrivateName(
+        name="deepspeed.runtime.zero.partition_parameters.Init.unpatch_init_and_builtins",
+        purpose="to keep what decorators did to constructors of classes that were defined inside zero.Init",
+        reason="it restores the constructors that these classes had before any decorator",
+        seen="deepspeed 0.19.8",
+        parameters=("self",),
+    ),
 )
 
 CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
@@ -47,6 +54,40 @@ def divide_modules_by(init: Any, divide: Callable[[Callable[[Module], None], Mod
     """Let `init` shard the parameters of each newly built module by `divide(as_deepspeed_does, module)`."""
     as_deepspeed_does = init._post_init_method
     init._post_init_method = lambda module: divide(as_deepspeed_does, module)
+
+
+def keep_decorated_constructors(init: Any) -> None:
+    """Let classes that are defined inside `init` keep constructors that decorators made, when `init` ends.
+
+    Such are the experts of Transformers, whose modules are first imported while the model is built.
+    """
+    unpatch = init.unpatch_init_and_builtins
+
+    def unpatch_but_for_decorated() -> None:
+        patched_code = vars(torch.nn.Linear)["__init__"].__code__
+        decorated: dict[Any, Any] = {}
+        for kind in _subclasses(Module):
+            constructor, before = vars(kind).get("__init__"), vars(kind).get("_old_init")
+            if before is not None and constructor is not before and _code_of(constructor) is not patched_code:
+                decorated[kind] = constructor
+                for cell in getattr(constructor, "__closure__", None) or ():
+                    if _code_of(cell.cell_contents) is patched_code:
+                        cell.cell_contents = cell.cell_contents.__wrapped__
+        unpatch()
+        for kind, constructor in decorated.items():
+            kind.__init__ = constructor
+
+    init.unpatch_init_and_builtins = unpatch_but_for_decorated
+
+
+def _subclasses(kind: type[Module]) -> Iterator[type[Module]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(function, "__code__", None)
 
 
 def divide_whole(init: Any, parameter: Parameter) -> None:
