@@ -59,8 +59,8 @@ class PrivateName:
         if self.on_instances and not is_named_by(owner, last):
             raise PrivateNameError(self._complaint(f"{path} has no attribute of that name"))
         if self.parameters is not None:
-            names = tuple(inspect.signature(found).parameters)
-            if not set(self.parameters) <= set(names):
+            names = _parameters_of(found)
+            if names is not None and not set(self.parameters) <= set(names):
                 raise PrivateNameError(self._complaint(f"it takes ({', '.join(names)}), not {self.parameters}"))
         return found
 
@@ -85,6 +85,17 @@ class PrivateName:
     def error(self, what: str) -> PrivateNameError:
         """Return the error for a version in which the name has another meaning; `what` says how it differs."""
         return PrivateNameError(self._complaint(what))
+
+
+def _parameters_of(function: Any) -> tuple[str, ...] | None:
+    """Return the names of the parameters; `None` for wrappers that take any, and for functions that do not say."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    kinds = {parameter.kind for parameter in parameters.values()}
+    takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    return None if takes_any else tuple(parameters)
 
 
 @cache

@@ -104,7 +104,8 @@ def _like_second(by_default: Handler) -> Handler:
 def _with_positive_dim(otherwise: Handler) -> Handler:
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, dim, *others = args
-        return otherwise(operation, (tensor, dim % max(tensor.dim(), 1), *others), kwargs)
+        num_dims = max(tensor.dim(), 1)
+        return otherwise(operation, (tensor, dim + num_dims if -num_dims <= dim < 0 else dim, *others), kwargs)
 
     return handle
 

@@ -42,8 +42,8 @@ class Usage:
         self._used: set[int] = set()
         self._orders: list[list[int]] = []
         """Numbers of the parameters by backward pass of the window, in the order in which their gradients came."""
-        self._seen_orders: list[list[list[int]]] = []
-        """By backward pass of the first window: orders of that pass in all windows up to now."""
+        self._seen_orders: list[list[tuple[list[int], set[int]]]] = []
+        """By backward pass of a window: its orders up to now, each with the parameters that were not frozen then."""
         self.is_announced = False
         """Whether a backward pass that the strategy knows of is under way."""
         self.was_reached = False
@@ -109,7 +109,10 @@ class Usage:
         ]
 
     def close_window(self) -> None:
-        """Find out which parameters no rank used. *Collective* in the first window, or in all with `find_unused`.
+        """Find out which parameters no rank used.
+
+        *Collective* in all windows with `find_unused`, else in the first one and in those with more backward passes
+        than any before.
 
         Raises:
             UnusedParametersError: parameters that were used in the first step were not in this one, or the reverse, and
@@ -117,15 +120,16 @@ class Usage:
                 optimizer could not make up for it.
         """
         missing = self.not_yet_used()
-        if self._agrees:
-            missing = self._missing_everywhere()
-            if self._never_used is None:
-                self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
-                self._seen_orders = [[order] for order in self._orders if order]
-        else:
-            if missing or self._never_used:
-                self._check_as_in_first(missing)
-            self._check_order_as_before()
+        orders = [order for order in self._orders if order]
+        agrees = self._agrees or (len(orders) > len(self._seen_orders) and _num_ranks() > 1)
+        if agrees:
+            missing = self._missing_everywhere(orders)
+        if self._never_used is None:
+            self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
+        elif not self._find_unused and (missing or self._never_used):
+            self._check_as_in_first(missing)
+        if not self._find_unused and _num_ranks() > 1:
+            self._compare_orders(orders, agreed=agrees)
         if missing or self._num_taken:
             self._count(missing)
         self._num_steps += 1
@@ -177,14 +181,14 @@ class Usage:
             if id(parameter) in partition.runs
         ]
 
-    def _missing_everywhere(self) -> Named:
+    def _missing_everywhere(self, orders: list[list[int]]) -> Named:
         """Return what no rank used. *Collective*.
 
         Raises:
             UnusedParametersError: ranks used different parameters, or in another order. It is raised on all ranks.
         """
         used = [id(parameter) in self._used for _, parameter in self._parameters]
-        order = zlib.crc32(repr(list(filter(None, self._orders))).encode())
+        order = zlib.crc32(repr(orders).encode())
         # On the host: reading it from a device would wait for everything queued there.
         flags = torch.tensor([*used, *(not each for each in used), order, -order], dtype=torch.int64, device="cpu")
         if dist.is_initialized():
@@ -216,23 +220,35 @@ class Usage:
                 "agree in every step; make the loss depend on them; or freeze them with requires_grad_(False)."
             )
 
-    def _check_order_as_before(self) -> None:
-        # A window may have fewer backward passes than the first one, or more, and parameters may be frozen or unfrozen.
-        orders = [order for order in self._orders if order]
-        if not self._seen_orders:  # all parameters were frozen until now
-            self._seen_orders = [[order] for order in orders]
-        for number, order in enumerate(orders):
-            seen = self._seen_orders[number % len(self._seen_orders)]
-            if order in seen:
+    def _compare_orders(self, orders: list[list[int]], *, agreed: bool) -> None:
+        """Compare each backward pass of the window with the one of the same number in earlier windows.
+
+        Orders may differ by parameters that are frozen in one of both.
+
+        Args:
+            orders: of the window.
+            agreed: whether they are known to be the same on all ranks.
+
+        Raises:
+            UnusedParametersError: a pass reached other parameters, or in another order.
+        """
+        for index, order in enumerate(orders):
+            if index == len(self._seen_orders):
+                self._seen_orders.append([])
+            seen = self._seen_orders[index]
+            if any(order == earlier for earlier, _ in seen):
                 continue
-            if _num_ranks() > 1 and any(_contradict(order, earlier) for earlier in seen):
+            trained = {number for number, (_, parameter) in enumerate(self._parameters) if parameter.requires_grad}
+            if not agreed and not any(
+                _among(trained & then, order) == _among(trained & then, earlier) for earlier, then in seen
+            ):
                 raise UnusedParametersError(
                     "Gradients came in another order than in an earlier step. ZeRO matches the gradients of the ranks "
                     "by position: if the order differs between ranks, it adds up gradients of different parameters. "
                     "Set ParalZeROStrategy(find_unused_parameters=True), by which ranks compare the order in every "
                     "step; or train with paral_ddp."
                 )
-            seen.append(order)
+            seen.append((order, trained))
 
     def _count(self, missing: Named) -> None:
         """Count the steps that each parameter takes.
@@ -264,11 +280,8 @@ def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _contradict(order: list[int], earlier: list[int]) -> bool:
-    """Whether two parameters come one way around in one order, and the other way in the other."""
-    position = {number: place for place, number in enumerate(earlier)}
-    places = [position[number] for number in order if number in position]
-    return places != sorted(places)
+def _among(numbers: set[int], order: list[int]) -> list[int]:
+    return [number for number in order if number in numbers]
 
 
 def _listed(names: list[str]) -> str:

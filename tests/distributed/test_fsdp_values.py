@@ -66,6 +66,16 @@ def cumulative(w: Any) -> Any:
     return [w.cumsum(-2), w.cumprod(-2), w.exp().logcumsumexp(-2), w.flatten().cumsum(-1), w.cumsum(dim=-1)]
 
 
+def out_of_range(w: Any) -> Any:
+    errors = []
+    for dim in (w.dim(), -w.dim() - 1):
+        try:
+            w.cumsum(dim)
+        except (IndexError, RuntimeError):  # as DTensor wraps it
+            errors.append(dim)
+    return errors
+
+
 def newer_operations(w: Any) -> Any:
     return [
         w.isfinite().all(),
@@ -104,8 +114,8 @@ def into_plain(w: Any) -> Any:
 
 
 READS = [
-    numbers, arrays, reductions, places, means, gradients_of_means, cumulative, newer_operations, shapes, choices,
-    comparisons, of_parts, into_plain,
+    numbers, arrays, reductions, places, means, gradients_of_means, cumulative, out_of_range, newer_operations, shapes,
+    choices, comparisons, of_parts, into_plain,
 ]  # fmt: skip
 
 

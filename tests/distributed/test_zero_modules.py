@@ -306,7 +306,7 @@ class Lazy(Fitted):
                 def forward(self, inputs: Tensor) -> Tensor:
                     return super().forward(inputs) * self.scale
 
-            Lazy.kind = with_scale(Scaled)
+            Lazy.kind = with_scale(with_scale(Scaled))
         self.hidden = Lazy.kind(LENGTH, 16)
 
     def loss(self, batch: list[Tensor]) -> Tensor:

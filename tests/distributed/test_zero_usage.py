@@ -210,6 +210,68 @@ def test_a_later_order_is_refused_unless_ranks_compare_it(on_ranks) -> None:
                     torch.testing.assert_close(result[name], weight)
 
 
+class PenalizedLater(Regression):
+    """Manual optimization in which a penalty has a backward pass of its own, in later steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx:
+            self.manual_backward(0.01 * sum(p.square().sum() for p in self.parameters()))
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class SwappedTasks(Regression):
+    """Two tasks in turns; two batches make a window, and in the second window the tasks come the other way around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 1)
+        self.second = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        task = self.first if batch_idx in (0, 3) else self.second
+        return super().training_step(batch, batch_idx) + task(batch[0]).square().mean()
+
+
+def fits_with_other_passes(kind: type[Regression], window: int) -> list[Any]:
+    results: list[Any] = []
+    for stage, find_unused in ((2, False), (3, False), (2, True)):
+        strategy = ParalZeROStrategy(stage=stage, find_unused_parameters=find_unused)
+        try:
+            results.append(fit_in_windows(2, kind, window, strategy))
+        except UnusedParametersError as error:
+            results.append(str(error))
+    return results
+
+
+def fit_in_windows(num_ranks: int, kind: type[Regression], window: int, strategy: Any = "auto") -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = kind()
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, accumulate_grad_batches=window)
+    trainer.fit(model, regression_data(4, num_ranks))
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("kind", "window", "is_refused"), [(PenalizedLater, 1, False), (SwappedTasks, 2, True)])
+def test_ranks_compare_a_pass_that_is_new_and_refuse_one_that_is_another(
+    on_ranks, kind: type[Regression], window: int, is_refused: bool
+) -> None:
+    expected = fit_in_windows(1, kind, window)
+    for results in on_ranks(2, fits_with_other_passes, kind, window):
+        for result, find_unused in zip(results, (False, False, True), strict=True):
+            if is_refused and not find_unused:
+                assert "in another order than in an earlier step" in result
+            else:
+                for name, weight in expected.items():
+                    torch.testing.assert_close(result[name], weight)
+
+
 class Skipping(Regression):
     """Manual optimization in which the gradients of every second batch are thrown away."""
 

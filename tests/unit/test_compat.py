@@ -81,6 +81,20 @@ def test_other_parameters_are_an_error_that_names_them() -> None:
         entry.resolve()
 
 
+def test_wrappers_that_take_any_argument_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = PrivateName(
+        name="torch.nn.Module._load_from_state_dict",
+        purpose="to test this",
+        reason="none",
+        seen="torch 2.11 to 2.13",
+        parameters=("self", "state_dict"),
+    )
+    plain = torch.nn.Module._load_from_state_dict
+    monkeypatch.setattr(torch.nn.Module, "_load_from_state_dict", lambda *args, **kwargs: plain(*args, **kwargs))
+
+    entry.resolve()
+
+
 def test_attributes_are_found_in_methods_that_other_code_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Theirs:
         def __init__(self, given: int = 1) -> None:

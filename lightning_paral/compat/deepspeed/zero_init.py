@@ -1,6 +1,8 @@
 """How and when `deepspeed.zero.Init` shards parameters."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -70,14 +72,27 @@ def keep_decorated_constructors(init: Any) -> None:
             constructor, before = vars(kind).get("__init__"), vars(kind).get("_old_init")
             if before is not None and constructor is not before and _code_of(constructor) is not patched_code:
                 decorated[kind] = constructor
-                for cell in getattr(constructor, "__closure__", None) or ():
-                    if _code_of(cell.cell_contents) is patched_code:
-                        cell.cell_contents = cell.cell_contents.__wrapped__
         unpatch()
         for kind, constructor in decorated.items():
+            _call_unpatched(constructor, patched_code)
             kind.__init__ = constructor
 
     init.unpatch_init_and_builtins = unpatch_but_for_decorated
+
+
+_MOST_DECORATORS = 10
+"""Functions may hold each other in a circle."""
+
+
+def _call_unpatched(function: Any, patched_code: CodeType, depth: int = 0) -> None:
+    """Replace patched constructors in the closure of `function`, and of functions there, by what they wrap."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # the cell is empty
+            inner = cell.cell_contents
+            if _code_of(inner) is patched_code:
+                cell.cell_contents = inner.__wrapped__
+            elif isinstance(inner, FunctionType) and depth < _MOST_DECORATORS:
+                _call_unpatched(inner, patched_code, depth + 1)
 
 
 def _subclasses(kind: type[Module]) -> Iterator[type[Module]]:
