@@ -95,7 +95,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         trust_optimizer: take an optimizer though a trial says that it looks at more than single elements, or could not
             tell. ZeRO shows it flattened parts of parameters.
         find_unused_parameters: let ranks agree in every step which parameters got no gradient, as in
-            `DistributedDataParallel`; they stay as they are. Otherwise the first step decides which never get one.
+            `DistributedDataParallel`; they stay as they are. Otherwise the first step decides which never get one, and
+            gradients that come in another order later are refused: ranks reduce them by position.
         overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA, where there
             are several ranks. On CPU there are no streams.
         reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
