@@ -69,12 +69,12 @@ class Usage:
             self.has_unannounced = True
 
     def begin_pass(self) -> None:
-        """Take gradients from now on as those of a further backward pass of the window."""
+        """Record gradients from now on as those of a further backward pass of the window."""
         self.is_announced = True
         self._orders.append([])
 
     def end_pass(self) -> None:
-        """Take gradients from now on as those of a backward pass that the strategy does not know of."""
+        """Treat gradients from now on as unannounced."""
         self.is_announced = False
 
     def concerns(self, parameter: Parameter) -> bool:
@@ -98,7 +98,10 @@ class Usage:
         return [(name, parameter) for name, parameter in self._parameters if id(parameter) not in self._used]
 
     def missed_by_last_pass(self) -> Named:
-        """Return the parameters that have gradients of earlier backward passes of the window only. For `in_order`."""
+        """Return the parameters that earlier backward passes of the window reached and the last one did not.
+
+        The order of gradients has to be recorded (`in_order`).
+        """
         in_last = set(self._orders[-1]) if self._orders else set()
         if len(in_last) == len(self._used):
             return ()
@@ -223,7 +226,7 @@ class Usage:
     def _compare_orders(self, orders: list[list[int]], *, agreed: bool) -> None:
         """Compare each backward pass of the window with the one of the same number in earlier windows.
 
-        Orders may differ by parameters that are frozen in one of both.
+        Parameters that are frozen in either window are left out of the comparison.
 
         Args:
             orders: of the window.

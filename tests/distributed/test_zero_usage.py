@@ -164,6 +164,9 @@ def test_ranks_that_differ_are_refused_where_their_gradients_would_be_mixed_up(o
 class Reordering(Diverging):
     """Two layers whose order changes after the first step, alike on all ranks."""
 
+    def __init__(self) -> None:
+        super().__init__("order")
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
         for layer in [self.second, self.first] if batch_idx else [self.first, self.second]:
@@ -171,10 +174,11 @@ class Reordering(Diverging):
         return Regression.training_step(self, [inputs, targets], batch_idx)
 
 
-def fit_reordering(num_ranks: int, strategy: Any = "auto") -> dict[str, Tensor]:
+def fit_in_windows(num_ranks: int, kind: type[Regression], window: int, strategy: Any = "auto") -> dict[str, Tensor]:
     torch.manual_seed(3)
-    model = Reordering("order")
-    quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy).fit(model, regression_data(4, num_ranks))
+    model = kind()
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, accumulate_grad_batches=window)
+    trainer.fit(model, regression_data(4, num_ranks))
     return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
@@ -183,7 +187,7 @@ def fits_that_reorder() -> list[Any]:
     for stage, overlap, find_unused in REORDERED:
         strategy = ParalZeROStrategy(stage=stage, overlap_comm=overlap, find_unused_parameters=find_unused)
         try:
-            results.append(fit_reordering(2, strategy))
+            results.append(fit_in_windows(2, Reordering, 1, strategy))
         except UnusedParametersError as error:
             results.append(str(error))
     return results
@@ -200,7 +204,7 @@ REORDERED = {
 
 
 def test_a_later_order_is_refused_unless_ranks_compare_it(on_ranks) -> None:
-    expected = fit_reordering(1)
+    expected = fit_in_windows(1, Reordering, 1)
     for results in on_ranks(2, fits_that_reorder):
         for result, message in zip(results, REORDERED.values(), strict=True):
             if message:
@@ -248,14 +252,6 @@ def fits_with_other_passes(kind: type[Regression], window: int) -> list[Any]:
         except UnusedParametersError as error:
             results.append(str(error))
     return results
-
-
-def fit_in_windows(num_ranks: int, kind: type[Regression], window: int, strategy: Any = "auto") -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    model = kind()
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, accumulate_grad_batches=window)
-    trainer.fit(model, regression_data(4, num_ranks))
-    return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(("kind", "window", "is_refused"), [(PenalizedLater, 1, False), (SwappedTasks, 2, True)])
