@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 
 Chunk = slice | tuple[slice, ...]
 """An index of the elements that a rank holds: of rows, or of every dimension."""
@@ -34,17 +35,10 @@ def own_chunk(tensor: Any) -> tuple[slice, ...] | None:
 
     `None` if there is none: of partial sums, or where FSDP divides again what tensor parallelism has divided.
     """
-    starts, ends = [0] * tensor.dim(), list(tensor.shape)
-    for number, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard:
-            return None
-        dim, mesh = placement.dim, tensor.device_mesh
-        per_rank = -(-(ends[dim] - starts[dim]) // mesh.size(number))
-        starts[dim] = min(starts[dim] + mesh.get_local_rank(number) * per_rank, ends[dim])
-        ends[dim] = min(starts[dim] + per_rank, ends[dim])
-    return tuple(map(slice, starts, ends))
+    if any(type(placement) is not Shard and not placement.is_replicate() for placement in tensor.placements):
+        return None
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def leaves_ranks_empty(tensor: Any) -> bool:
