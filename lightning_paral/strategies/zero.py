@@ -373,7 +373,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
 
     def _make_config(self) -> dict[str, Any]:
         zero = self._options.section(pin_memory=self.root_device.type == "cuda")
-        for offload, folder in self._folders.make(self._options, self._run).items():
+        for offload, folder in self._folders.make(self._options, self._run, self.global_rank).items():
             zero[offload]["nvme_path"] = str(folder)
         ours = {"zero_optimization": zero} | settings.precision_section(self._zero_precision.precision)
         return settings.complete(ours, self._options.users_config)
