@@ -10,9 +10,8 @@ from lightning.pytorch.core import saving
 
 from lightning_paral import tested_versions as tested_versions  # warns
 from lightning_paral._version import __version__
-from lightning_paral.checkpoint.outside_runs import is_folder, read_folder
+from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
-from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.data import GatherPredictions
 from lightning_paral.errors import (
     CheckpointError,
@@ -22,7 +21,8 @@ from lightning_paral.errors import (
     ProcessGroupError,
     UnusedParametersError,
 )
-from lightning_paral.namesakes import replace_pytorch_lightning
+from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
+from lightning_paral.other_trainers import replace_pytorch_lightning
 from lightning_paral.registry import STRATEGIES, register_strategies
 from lightning_paral.reported import report_briefly
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy

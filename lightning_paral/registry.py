@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.namesakes import refuse_namesakes
+from lightning_paral.other_trainers import refuse_namesakes
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 

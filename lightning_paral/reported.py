@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from lightning_paral.distributed.process_group import is_first_to_say
 from lightning_paral.errors import ParalError
-from lightning_paral.process_group import is_first_to_say
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_paral.process_group import release_process_group
+from lightning_paral.distributed.process_group import release_process_group
 from tests.rank_pool import RankPool
 
 # A shell starts what runs in its background with SIGINT ignored, and processes started here would inherit that.
@@ -36,7 +36,7 @@ NEEDS_OPERATORS = "deepspeed_operators"
 BUILD = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
-from lightning_paral.zero.ops import load_operator
+from lightning_paral.engines.zero.offload.operators import load_operator
 load_operator("cpu_adam", "the tests")
 load_operator("async_io", "the tests")
 """

@@ -11,9 +11,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_paral.averaging.buffers import share_averaged_buffers
 from lightning_paral.averaging.shards import WeightShards
-from lightning_paral.checkpoint.held import is_divided
-from lightning_paral.checkpoint.stored import read_into
-from lightning_paral.checkpoint.weights import held_state_dict
+from lightning_paral.checkpoint.lazy_tensor import read_into
+from lightning_paral.checkpoint.shards import is_divided
+from lightning_paral.checkpoint.state.weights import held_state_dict
 from lightning_paral.errors import ConfigurationError
 
 

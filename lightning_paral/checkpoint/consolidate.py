@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.checksums import BlockChecksums, FileRecord, reader_of
-from lightning_paral.checkpoint.commit import Draft
-from lightning_paral.checkpoint.flushing import Flushing
-from lightning_paral.checkpoint.full import write_all, write_skeleton
-from lightning_paral.checkpoint.held import NOTHING, bytes_of
+from lightning_paral.checkpoint.formats.full import write_all, write_skeleton
+from lightning_paral.checkpoint.io.atomic import Draft
+from lightning_paral.checkpoint.io.checksums import BlockChecksums, FileRecord, reader_of
+from lightning_paral.checkpoint.io.writeback import Flushing
+from lightning_paral.checkpoint.lazy_tensor import stretches
 from lightning_paral.checkpoint.manifest import Manifest, embed
-from lightning_paral.checkpoint.plan import CURRENT_KEY, OF_WEIGHTS, Entry, tensors_in, view_of
-from lightning_paral.checkpoint.stored import stretches
+from lightning_paral.checkpoint.save_plan import CURRENT_KEY, OF_WEIGHTS, Entry, tensors_in, view_of
+from lightning_paral.checkpoint.shards import NOTHING, bytes_of
 from lightning_paral.errors import CheckpointError
 
 Progress = Callable[[int], None]

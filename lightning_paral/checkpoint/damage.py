@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_paral.checkpoint.checksums import FileRecord
-from lightning_paral.checkpoint.files import Folder, folder_at, is_remote
+from lightning_paral.checkpoint.io.checksums import FileRecord
+from lightning_paral.checkpoint.io.storage import Folder, folder_at, is_remote
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.distributed.agreement import Ranks
 from lightning_paral.errors import CheckpointError, ParalError
 
 

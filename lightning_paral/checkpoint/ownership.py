@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.checkpoint.archive import Read, read_archive
+from lightning_paral.checkpoint.safe_load.archive import Read, read_archive
 from lightning_paral.errors import CheckpointError
 
 _LISTED = 4

@@ -8,10 +8,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.checksums import checksum
-from lightning_paral.checkpoint.held import bytes_of, flat
-from lightning_paral.checkpoint.plan import Path, copies_in
-from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.io.checksums import checksum
+from lightning_paral.checkpoint.save_plan import Path, copies_in
+from lightning_paral.checkpoint.shards import bytes_of, flat
+from lightning_paral.distributed.agreement import Ranks
 
 _CHUNK = 2**22  # elements of 8 bytes; of a tensor on CUDA, as many are multiplied at a time
 

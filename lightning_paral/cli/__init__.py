@@ -8,8 +8,8 @@ from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
 from lightning_paral.cli.verify import print_faults
 from lightning_paral.cli.version import print_version
+from lightning_paral.distributed.process_group import is_first_to_say
 from lightning_paral.errors import CheckpointError, ConfigurationError
-from lightning_paral.process_group import is_first_to_say
 from lightning_paral.reported import has_cause_of_users
 
 _USAGE = """\

@@ -12,14 +12,14 @@ import torch
 from tqdm import tqdm
 
 from lightning_paral.checkpoint.consolidate import Cast, select, size_of, write_file
-from lightning_paral.checkpoint.finding import read_manifest, read_present
-from lightning_paral.checkpoint.hugging_face_folder import contents_of, write_folder
-from lightning_paral.checkpoint.loading import load
+from lightning_paral.checkpoint.formats.hugging_face_folder import contents_of, write_folder
+from lightning_paral.checkpoint.formats.safetensors import write_safetensors
+from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.outputs import check_outside
-from lightning_paral.checkpoint.prefix import as_prefix, without_prefix
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.safetensors import write_safetensors
+from lightning_paral.checkpoint.output_path import check_outside
+from lightning_paral.checkpoint.resolve import read_manifest, read_present
+from lightning_paral.checkpoint.state.prefix import as_prefix, without_prefix
+from lightning_paral.distributed.agreement import Ranks
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,8 +7,8 @@ from contextlib import redirect_stdout
 
 from tabulate import tabulate
 
-from lightning_paral.checkpoint.loading import look
-from lightning_paral.checkpoint.verify import named_tensors
+from lightning_paral.checkpoint.integrity import named_tensors
+from lightning_paral.checkpoint.load import look
 
 
 def print_contents(arguments: list[str]) -> None:

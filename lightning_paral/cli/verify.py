@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from lightning_paral.checkpoint.verify import DamagedError, check
+from lightning_paral.checkpoint.integrity import DamagedError, check
 
 
 def print_faults(arguments: list[str]) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.process_group import group_for
+from lightning_paral.distributed.process_group import group_for
 
 LARGE_BYTES = 1024 * 1024
 """From this size on a tensor is broadcast by itself, smaller ones together."""

@@ -16,16 +16,16 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler, injects_sampler, replace_preparation
-from lightning_paral.config import Sampling
 from lightning_paral.data import loader as loaders
-from lightning_paral.data.evaluation import ExactEvaluation
+from lightning_paral.data.exact_evaluation import ExactEvaluation
+from lightning_paral.data.global_batches import Order, Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
-from lightning_paral.data.order import Order, Seed
-from lightning_paral.data.position import Position, Source, processed
-from lightning_paral.data.randomness import States
+from lightning_paral.data.order_rng import States
+from lightning_paral.data.resume import Position, Source, processed
 from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
+from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.process_group import host_group
+from lightning_paral.options import Sampling
 
 _STEPS = {
     RunningStage.VALIDATING: "validation_step",

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_paral.data.filler import Filler
-from lightning_paral.data.order import Seed
-from lightning_paral.data.randomness import OrderRandomness, derive_seed
+from lightning_paral.data.global_batches import Seed
+from lightning_paral.data.order_rng import OrderRandomness, derive_seed
+from lightning_paral.data.padding import Filler
 from lightning_paral.data.sampler import Share, too_few_batches
 
 

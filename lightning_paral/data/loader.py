@@ -7,8 +7,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
 from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
-from lightning_paral.data.filler import CollateFillers, Filler, Uneven
 from lightning_paral.data.iterable import EpochForwarder, ShardedIterable
+from lightning_paral.data.padding import CollateFillers, Filler, Uneven
 from lightning_paral.data.sampler import RankBatchSampler
 
 Loader = DataLoader[Any]

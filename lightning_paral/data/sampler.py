@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_paral.data.order import Order
-from lightning_paral.data.randomness import States
-from lightning_paral.data.taking import num_samples_in
+from lightning_paral.data.batch_slices import num_samples_in
+from lightning_paral.data.global_batches import Order
+from lightning_paral.data.order_rng import States
 from lightning_paral.errors import ConfigurationError
 
 _KEPT = 64  # more repetitions than workers draw ahead

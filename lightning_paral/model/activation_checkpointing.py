@@ -9,10 +9,10 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from lightning_paral.config import ActivationCheckpointing
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
 from lightning_paral.model.units import Unit, choose_units
+from lightning_paral.options import ActivationCheckpointing
 
 
 def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.config import UnitChoice, check_unit_choice
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.options import UnitChoice, check_unit_choice
 
 
 @dataclass(frozen=True, kw_only=True)

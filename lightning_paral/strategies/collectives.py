@@ -14,12 +14,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_paral.checkpoint.ranks import Ranks, all_ranks
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
-from lightning_paral.failure import Meeting, meet, new_run_name
-from lightning_paral.model.attached import trainer_of
-from lightning_paral.process_group import group_for, made_group, name_timeout, release_process_group
-from lightning_paral.timeout_watch import TimeoutWatch
+from lightning_paral.distributed.agreement import Ranks, all_ranks
+from lightning_paral.distributed.failure import Meeting, meet, new_run_name
+from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
+from lightning_paral.distributed.timeout_watch import TimeoutWatch
+from lightning_paral.model.trainer_of import trainer_of
 
 log = logging.getLogger(__name__)
 

@@ -28,17 +28,17 @@ from lightning_paral.compat.lightning.strategies import (
 )
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
 from lightning_paral.compat.torch.ddp_reducer import remove_reducer
-from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
-from lightning_paral.ddp.options import check_choice, check_hook, check_options, explain_unused
-from lightning_paral.ddp.reducer import ReducedParameters
+from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
+from lightning_paral.engines.ddp.options import check_choice, check_hook, check_options, explain_unused
+from lightning_paral.engines.ddp.reducer import ReducedParameters
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.optimized import check_averaged
+from lightning_paral.model.foreign_parameters import check_averaged
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
-from lightning_paral.process_group import DEFAULT_TIMEOUT
-from lightning_paral.strategies.portable import PortableStrategy
+from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
+from lightning_paral.strategies.base import PortableStrategy
 
 AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
 

@@ -13,15 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.config import CheckpointOptions, as_checkpoint_options
-from lightning_paral.dp.checks import check_draws_all, check_replicable
-from lightning_paral.dp.step import ParallelStep
+from lightning_paral.distributed.process_group import check_device, made_group, release_process_group
+from lightning_paral.engines.dp.checks import check_draws_all, check_replicable
+from lightning_paral.engines.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.hooks import has_hook
+from lightning_paral.model.user_hooks import has_hook
 from lightning_paral.option_types import checked_options
-from lightning_paral.process_group import check_device, made_group, release_process_group
-from lightning_paral.strategies.checkpoint import PortableCheckpoint
+from lightning_paral.options import CheckpointOptions, as_checkpoint_options
+from lightning_paral.strategies.checkpoint_mixin import PortableCheckpoint
 from lightning_paral.strategies.start_line import print_start_line
 
 
@@ -31,11 +31,11 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
     starting processes, in a notebook, say; `paral_ddp` is faster in nearly every other case (README, "DP").
 
-    In each step the batch is divided (`lightning_paral.dp.scatter`), the module is copied to the further devices, and
-    every replica runs the whole step, loss included, in a thread of its own. The losses are weighed by the sizes of the
-    sub-batches, so that where the loss is a mean over samples, loss and gradients are those of the whole batch. One
-    backward pass goes through all replicas; their gradients are added up in the module, in a fixed order. Outputs are
-    put together again (`lightning_paral.dp.gather`).
+    In each step the batch is divided (`lightning_paral.engines.dp.scatter`), the module is copied to the further
+    devices, and every replica runs the whole step, loss included, in a thread of its own. The losses are weighed by the
+    sizes of the sub-batches, so that where the loss is a mean over samples, loss and gradients are those of the whole
+    batch. One backward pass goes through all replicas; their gradients are added up in the module, in a fixed order.
+    Outputs are put together again (`lightning_paral.engines.dp.gather`).
 
     The module itself is replica 0: buffers and attributes that a step changes there stay, those of the other replicas
     are lost. What a step logs with `self.log` is merged, and metrics see every sample once. Manual optimization works

@@ -20,7 +20,34 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
-from lightning_paral.config import (
+from lightning_paral.distributed.mesh import check_replicate, check_reshard, make_mesh
+from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT, check_carries_host_tensors
+from lightning_paral.engines.fsdp.averaged_shards import ShardedWeights
+from lightning_paral.engines.fsdp.explain_errors import explanation
+from lightning_paral.engines.fsdp.guards import check_pruning, check_user_hooks
+from lightning_paral.engines.fsdp.optimizers import check_optimizers
+from lightning_paral.engines.fsdp.precision import (
+    DTYPES,
+    ReduceDtype,
+    check_precision,
+    sharded_precision,
+    sharding_policy,
+)
+from lightning_paral.engines.fsdp.requires_grad import TrainedShards
+from lightning_paral.engines.fsdp.restore_room import gather_after_failure, gather_over
+from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding, check_module
+from lightning_paral.engines.fsdp.zeroing import zero_shards_too
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.batchnorm import sync_batchnorm
+from lightning_paral.model.buffers import RankZeroBuffers
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.explain_errors import Explanation, explain, explained
+from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.pretrained import was_loaded
+from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
+from lightning_paral.option_types import as_timeout, check_at_least, checked_options
+from lightning_paral.options import (
     ActivationCheckpointing,
     CheckpointOptions,
     Sampling,
@@ -28,28 +55,7 @@ from lightning_paral.config import (
     as_checkpoint_options,
     check_unit_choice,
 )
-from lightning_paral.errors import ConfigurationError
-from lightning_paral.fsdp.averaging import ShardedWeights
-from lightning_paral.fsdp.explained import explanation
-from lightning_paral.fsdp.guards import check_pruning, check_user_hooks
-from lightning_paral.fsdp.mesh import check_replicate, check_reshard, make_mesh
-from lightning_paral.fsdp.optimizers import check_optimizers
-from lightning_paral.fsdp.precision import DTYPES, ReduceDtype, check_precision, sharded_precision, sharding_policy
-from lightning_paral.fsdp.recovery import gather_after_failure, gather_over
-from lightning_paral.fsdp.shard import ShardedModule, Sharding, check_module
-from lightning_paral.fsdp.trained import TrainedShards
-from lightning_paral.fsdp.zeroing import zero_shards_too
-from lightning_paral.model.batchnorm import sync_batchnorm
-from lightning_paral.model.buffers import RankZeroBuffers
-from lightning_paral.model.deferred import DeferredConstruction
-from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explained import Explanation, explain, explained
-from lightning_paral.model.optimized import check_averaged
-from lightning_paral.model.pretrained import was_loaded
-from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
-from lightning_paral.option_types import as_timeout, check_at_least, checked_options
-from lightning_paral.process_group import DEFAULT_TIMEOUT, check_carries_host_tensors
-from lightning_paral.strategies.portable import PortableStrategy
+from lightning_paral.strategies.base import PortableStrategy
 
 
 class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):

@@ -5,10 +5,10 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.checkpoint.ended import read_whole_run
-from lightning_paral.checkpoint.held import TensorRun
-from lightning_paral.fsdp.gradients import gradient_norm
-from lightning_paral.fsdp.whole import whole
+from lightning_paral.checkpoint.shards import TensorRun
+from lightning_paral.checkpoint.state.ended_optimizers import read_whole_run
+from lightning_paral.engines.fsdp.gradients import gradient_norm
+from lightning_paral.engines.fsdp.whole import whole
 
 
 class FullReads(Strategy):

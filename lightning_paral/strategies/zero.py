@@ -25,53 +25,59 @@ from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
-from lightning_paral.config import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
-from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.batchnorm import sync_batchnorm
-from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
-from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explained import explain, explained
-from lightning_paral.model.optimized import check_averaged
-from lightning_paral.model.room import lack_of_room
-from lightning_paral.option_types import as_timeout, checked_options
-from lightning_paral.process_group import DEFAULT_TIMEOUT
-from lightning_paral.strategies.portable import PortableStrategy
-from lightning_paral.zero import settings
-from lightning_paral.zero.accumulation import allow_accumulation_schedules
-from lightning_paral.zero.averaging import WeightRuns, averaging_obstacle
-from lightning_paral.zero.compiling import operators_kept
-from lightning_paral.zero.construction import built_partitioned, warn_of_whole
-from lightning_paral.zero.engine import (
+from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
+from lightning_paral.engines.zero.config import settings
+from lightning_paral.engines.zero.config.options import ZeROOptions, as_offload, check_precision
+from lightning_paral.engines.zero.engine.accumulation import allow_accumulation_schedules
+from lightning_paral.engines.zero.engine.build import (
     build_inference_engine,
     build_training_engine,
     check_parameters,
     destroy,
     trained_of,
 )
-from lightning_paral.zero.explained import explanation
-from lightning_paral.zero.folders import RunFolders
-from lightning_paral.zero.gradients import PartitionedGradients
-from lightning_paral.zero.holdings import Holdings
-from lightning_paral.zero.joint import JointGradients, JointHoldings, join_gradients, join_holdings
-from lightning_paral.zero.masterless import fill, fill_all, held
-from lightning_paral.zero.offloading import check_offload, check_space, load_async_io
-from lightning_paral.zero.optimizer import check_kind, engines_optimizer
-from lightning_paral.zero.options import ZeROOptions, as_offload, check_precision
-from lightning_paral.zero.partition import Belongings, count_trained, is_partitioned, rejoin, true_shapes
-from lightning_paral.zero.precision import ZeROPrecision
-from lightning_paral.zero.reading import WholeReads
-from lightning_paral.zero.redirection import OutermostCallOnly, hooks_of, new_hooks
-from lightning_paral.zero.runtime import (
+from lightning_paral.engines.zero.engine.construction import built_partitioned, warn_of_whole
+from lightning_paral.engines.zero.engine.explain_errors import explanation
+from lightning_paral.engines.zero.engine.precision import ZeROPrecision
+from lightning_paral.engines.zero.engine.root_hooks import OutermostCallOnly, hooks_of, new_hooks
+from lightning_paral.engines.zero.engine.several import build_engines, check_several, drop_gradients_of_others
+from lightning_paral.engines.zero.gradients.partitioned import PartitionedGradients
+from lightning_paral.engines.zero.offload.checks import check_offload, check_space, load_async_io
+from lightning_paral.engines.zero.offload.compiling import operators_kept
+from lightning_paral.engines.zero.offload.folders import RunFolders
+from lightning_paral.engines.zero.optimizer.accepted import check_kind, engines_optimizer
+from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer
+from lightning_paral.engines.zero.parameters.masterless import fill, fill_all, held
+from lightning_paral.engines.zero.parameters.partition import (
+    Belongings,
+    count_trained,
+    is_partitioned,
+    rejoin,
+    true_shapes,
+)
+from lightning_paral.engines.zero.parameters.requires_grad import FixedParameters
+from lightning_paral.engines.zero.parameters.writes import Writes
+from lightning_paral.engines.zero.runtime.deepspeed import (
     check_accelerator,
     check_installed,
     join_deepspeed,
     leave_deepspeed,
     rank_variables_as_before,
 )
-from lightning_paral.zero.several import build_engines, check_several, drop_gradients_of_others
-from lightning_paral.zero.trained import FixedParameters
-from lightning_paral.zero.twin import UsersOptimizer
-from lightning_paral.zero.writes import Writes
+from lightning_paral.engines.zero.state.averaged_shards import WeightRuns, averaging_obstacle
+from lightning_paral.engines.zero.state.checkpoint_state import Holdings
+from lightning_paral.engines.zero.state.full_tensors import WholeReads
+from lightning_paral.engines.zero.state.joint import JointGradients, JointHoldings, join_gradients, join_holdings
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.batchnorm import sync_batchnorm
+from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
+from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.explain_errors import explain, explained
+from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.host_room import lack_of_room
+from lightning_paral.option_types import as_timeout, checked_options
+from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
+from lightning_paral.strategies.base import PortableStrategy
 
 
 class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT, StandardLibrary
-from lightning_paral.fsdp.communication import DirectReduceScatter
+from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
 from tests.benchmarks.ddp_step import StepTimes, differences
 from tests.models import quiet_trainer
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_paral.process_group import backend_for
+from lightning_paral.distributed.process_group import backend_for
 from lightning_paral.registry import STRATEGIES
 from tests.benchmarks.gpu_models import SIZES, Measured, Network, Size, Tokens, make_optimizer
 from tests.gpu.crew import Skipped, leave
@@ -232,8 +232,9 @@ def _fully_shard(network: Any, device: torch.device, name: str) -> tuple[Step, C
 def _deepspeed(network: Any, device: torch.device, name: str) -> tuple[Step, Callable[[], None]]:
     if importlib.util.find_spec("deepspeed") is None:
         raise Skipped("DeepSpeed is not installed")
-    from lightning_paral.zero import runtime, settings
-    from lightning_paral.zero.partition import Belongings
+    from lightning_paral.engines.zero.config import settings
+    from lightning_paral.engines.zero.parameters.partition import Belongings
+    from lightning_paral.engines.zero.runtime import deepspeed as runtime
 
     runtime.join_deepspeed(level=40, device=device)
     import deepspeed

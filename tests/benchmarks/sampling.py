@@ -15,7 +15,7 @@ from itertools import islice
 
 from torch.utils.data import BatchSampler, RandomSampler
 
-from lightning_paral.data.order import Order, Seed
+from lightning_paral.data.global_batches import Order, Seed
 from lightning_paral.data.sampler import RankBatchSampler, Share
 
 

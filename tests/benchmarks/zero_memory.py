@@ -17,7 +17,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.zero.watched import plain_data
+from lightning_paral.engines.zero.parameters.watched import plain_data
 from tests.models import FEATURES, Regression, quiet_trainer, regression_data
 from tests.rank_pool import RankPool
 

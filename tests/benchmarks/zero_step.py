@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from examples.gpt import GPT, StandardLibrary
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.zero import runtime, settings
-from lightning_paral.zero.partition import Belongings
+from lightning_paral.engines.zero.config import settings
+from lightning_paral.engines.zero.parameters.partition import Belongings
+from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from tests.benchmarks.ddp_step import Loss, StepTimes, differences
 from tests.models import quiet_trainer
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_paral import ConfigurationError
-from lightning_paral.config import Sampling
-from lightning_paral.data import logged
-from lightning_paral.data.later import ReadLater
+from lightning_paral.data import logged_keys as logged
+from lightning_paral.data.delayed_read import ReadLater
+from lightning_paral.options import Sampling
 from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
 from tests.models import quiet_trainer

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_paral import ActivationCheckpointing, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.zero.hidden import HiddenGradientError, HiddenStateError
+from lightning_paral.engines.zero.gradients.hidden import HiddenGradientError, HiddenStateError
 from tests.contract.cases import BY_LABEL
 from tests.models import Regression, quiet_trainer, regression_data
 

@@ -26,8 +26,8 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
+from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.errors import CheckpointError
-from lightning_paral.launcher import CheckedSubprocessLauncher
 from lightning_paral.reported import report_briefly
 from tests.models import Regression, quiet_trainer, regression_data
 

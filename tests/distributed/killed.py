@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_paral  # noqa: F401
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.load import load
+from lightning_paral.distributed.agreement import Ranks
 from tests.checkpoint_models import fit
 
 STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy}

@@ -17,8 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, failure
-from lightning_paral.process_group import made_group
+from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
+from lightning_paral.distributed import failure
+from lightning_paral.distributed.process_group import made_group
 from tests.models import FEATURES, GLOBAL_BATCH_SIZE, Regression, quiet_trainer
 
 STRATEGIES = ["paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3"]

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
-from lightning_paral.checkpoint.loading import look
+from lightning_paral.checkpoint.load import look
 from lightning_paral.cli.consolidate import consolidate
 from lightning_paral.errors import ConfigurationError
 from tests.averaging_models import MAX_EPOCHS, Averaged, fit

@@ -24,10 +24,10 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.checkpoint.files import folder_at
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.ranks import Ranks, all_ranks
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.io.storage import folder_at
+from lightning_paral.checkpoint.load import load
+from lightning_paral.distributed.agreement import Ranks, all_ranks
 from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
 from tests.models import Regression, quiet_trainer, regression_data
 

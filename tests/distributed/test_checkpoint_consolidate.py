@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_paral import ParalDDPStrategy
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.load import load
 from lightning_paral.cli import main
+from lightning_paral.distributed.agreement import Ranks
 from tests.checkpoint_models import fit
 
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.load import load
+from lightning_paral.distributed.agreement import Ranks
 from tests.checkpoint_models import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
 from tests.models import quiet_trainer
 

@@ -14,11 +14,11 @@ from lightning.pytorch import Callback
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
-from lightning_paral.checkpoint.checksums import record_bytes
-from lightning_paral.checkpoint.loading import load
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.io.checksums import record_bytes
+from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.distributed.agreement import Ranks
 from tests.checkpoint_models import Resumable, fit
 
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import (
 
 from lightning_paral import CheckpointError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.consolidate import write_file
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.config import CheckpointOptions
+from lightning_paral.checkpoint.load import load
+from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.options import CheckpointOptions
 from tests.checkpoint_models import Resumable, fit, mean_losses
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -200,7 +200,7 @@ class OnCPU(ParalZeROStrategy):
     """Weights at that time, in fp32 where there are master copies, and buffers."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        from lightning_paral.zero.partition import scalars_as_bytes
+        from lightning_paral.engines.zero.parameters.partition import scalars_as_bytes
 
         module = self.lightning_module
         assert module is not None

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_paral import CheckpointError, ParalDDPStrategy
-from lightning_paral.checkpoint.commit import _beside, _id_of_save
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.io.atomic import _beside, _id_of_save
 from tests.checkpoint_models import fit
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lightning_paral import CheckpointError, ParalDDPStrategy
-from lightning_paral.checkpoint import commit
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.ranks import Ranks, all_ranks
-from lightning_paral.checkpoint.saving import remove_at
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.io import atomic as commit
+from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.save import remove_at
+from lightning_paral.distributed.agreement import Ranks, all_ranks
 from tests.checkpoint_models import SAVED_AFTER, Resumable, fit
 
 ROOT = Path(__file__).parents[2]

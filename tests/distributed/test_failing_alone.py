@@ -14,12 +14,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy, failure
-from lightning_paral import process_group as groups
+from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.model.room import lack_of_room
+from lightning_paral.distributed import failure
+from lightning_paral.distributed import process_group as groups
+from lightning_paral.distributed.timeout_watch import TimeoutWatch
+from lightning_paral.model.host_room import lack_of_room
 from lightning_paral.strategies import collectives
-from lightning_paral.timeout_watch import TimeoutWatch
 from tests.models import Regression, quiet_trainer, regression_data
 
 STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy, "zero2": lambda **options: ParalZeROStrategy(stage=2)}

@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from lightning_paral.model import recorder
-from lightning_paral.zero.construction import warn_of_other_draws
+from lightning_paral.engines.zero.engine.construction import warn_of_other_draws
+from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.hugging_face_models import VOCABULARY, Wrapped, made, tokens
 from tests.late_import import ImportsLate, load_late

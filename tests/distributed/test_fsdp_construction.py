@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ParalFSDPStrategy
-from lightning_paral.model import recorder
+from lightning_paral.model.deferred import recorder
 from tests.fsdp_models import WIDTH, Block, next_token_loss
 from tests.models import quiet_trainer
 from tests.zero_models import VOCABULARY, Fitted, assert_same_fit, fit, token_loader

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
-from lightning_paral.fsdp.replicated import make_room_on, share_on
+from lightning_paral.engines.fsdp.replicated_tensors import make_room_on, share_on
 from tests.models import quiet_trainer
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_paral.compat.torch.dtensor import operation_handlers
 from lightning_paral.compat.torch.sharding_strategies import has_strategy
-from lightning_paral.fsdp.operations import handlers
+from lightning_paral.engines.fsdp.sharded_ops import handlers
 
 LAYOUTS = ("by rows", "by columns", "transposed")
 DRAWN = {

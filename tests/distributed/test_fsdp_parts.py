@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_paral import failure
-from lightning_paral.fsdp import recovery
-from lightning_paral.fsdp.gradients import clip_by_norm, clip_by_value, gradient_norm
-from lightning_paral.fsdp.mesh import make_mesh
-from lightning_paral.fsdp.precision import ShardedScaler
-from lightning_paral.fsdp.replicated import AveragedGradients, broadcast
+from lightning_paral.distributed import failure
+from lightning_paral.distributed.mesh import make_mesh
+from lightning_paral.engines.fsdp import restore_room as recovery
+from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value, gradient_norm
+from lightning_paral.engines.fsdp.precision import ShardedScaler
+from lightning_paral.engines.fsdp.replicated_tensors import AveragedGradients, broadcast
 
 CPU = torch.device("cpu")
 

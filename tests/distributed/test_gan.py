@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
-from lightning_paral.config import Offload
+from lightning_paral.engines.zero.gradients.partitioned import GradientsNotReadyError
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.zero.gradients import GradientsNotReadyError
+from lightning_paral.options import Offload
 from tests.models import Regression, quiet_trainer, regression_data
 from tests.several_models import KINDS, ActorCritic, Fitted, Plain, Toggled, fit
 from tests.zero_models import assert_same_fit

@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.load import load
 from lightning_paral.cli import main
+from lightning_paral.distributed.agreement import Ranks
 from tests.hugging_face_models import config_of, fit_and_save, made, outputs, tokens
 
 KINDS = (

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
-from lightning_paral.checkpoint.outside_runs import read_folder
+from lightning_paral.checkpoint.load_from_checkpoint import read_folder
 from tests.hyper_parameter_models import Given, fit, make_net
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.core import saving
 from torch import nn
 
 from lightning_paral import CheckpointError, MissingCheckpointError
-from lightning_paral.checkpoint import stored
+from lightning_paral.checkpoint import lazy_tensor as stored
 from lightning_paral.compat.lightning import load_from_checkpoint
 from tests.hyper_parameter_models import Given, fit
 from tests.models import quiet_trainer

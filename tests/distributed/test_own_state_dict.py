@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.loading import look
+from lightning_paral.checkpoint.load import look
 from tests.checkpoint_models import Resumable, fit, mean_losses
 
 STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")

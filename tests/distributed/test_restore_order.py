@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_paral.model import recorder
+from lightning_paral.model.deferred import recorder
 from tests.models import quiet_trainer
 
 DATA = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))

@@ -8,9 +8,9 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_paral import ParalDPStrategy, ParalFSDPStrategy
-from lightning_paral.checkpoint.optimizer import place_state
-from lightning_paral.checkpoint.random import current_states, restore_states, without_devices
-from lightning_paral.checkpoint.ranks import Ranks
+from lightning_paral.checkpoint.state.optimizer import place_state
+from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.rng_state import current_states, restore_states, without_devices
 from tests.models import Regression, quiet_trainer, regression_data
 
 

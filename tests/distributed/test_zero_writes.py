@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.checkpoint.loading import look
-from lightning_paral.checkpoint.stored import read_whole
+from lightning_paral.checkpoint.lazy_tensor import read_whole
+from lightning_paral.checkpoint.load import look
+from lightning_paral.engines.zero.state.checkpoint_state import Holdings
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.zero.holdings import Holdings
 from tests.models import FEATURES, Regression, quiet_trainer, regression_data
 from tests.zero_models import assert_same_fit
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
-from lightning_paral.process_group import DEFAULT_TIMEOUT, join_process_group
+from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT, join_process_group
 from tests.checkpoint_models import fit as fit_resumable
 from tests.checkpoint_models import mean_losses
 from tests.contract.cases import BY_LABEL

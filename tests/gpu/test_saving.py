@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_paral.checkpoint.arena import Arena, _pin, _unpin
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.memory import fresh_bytes
-from lightning_paral.checkpoint.pieces import HostBytes
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.saving import Save
-from lightning_paral.checkpoint.staging import Staging, copied_to_host
-from lightning_paral.config import Form
+from lightning_paral.checkpoint.io.arena import Arena, _pin, _unpin
+from lightning_paral.checkpoint.io.host_memory import fresh_bytes
+from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
+from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.save import Save
+from lightning_paral.distributed.agreement import Ranks
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
+from lightning_paral.options import Form
 from tests.gpu.test_ddp import NUM_GPUS
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device")

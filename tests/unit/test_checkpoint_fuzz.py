@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.checksums import record_bytes
-from lightning_paral.checkpoint.loading import look
+from lightning_paral.checkpoint.integrity import named_tensors, verify
+from lightning_paral.checkpoint.io.checksums import record_bytes
+from lightning_paral.checkpoint.lazy_tensor import read_whole
+from lightning_paral.checkpoint.load import look
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.saving import Save
-from lightning_paral.checkpoint.stored import read_whole
-from lightning_paral.checkpoint.verify import named_tensors, verify
+from lightning_paral.checkpoint.save import Save
+from lightning_paral.distributed.agreement import Ranks
 
 SEED = 20
 MAX_SECONDS = 2.0

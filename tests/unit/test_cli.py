@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_paral import STRATEGIES, ParalDDPStrategy, __version__
 from lightning_paral.cli import main
-from lightning_paral.config import Sampling
-from lightning_paral.process_group import release_process_group
+from lightning_paral.distributed.process_group import release_process_group
+from lightning_paral.options import Sampling
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted((ROOT / "configs/strategies").glob("*.yaml"))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_paral.checkpoint.commit import Draft, _beside, _id_of_save, present, remove, remove_leftovers
+from lightning_paral.checkpoint.io.atomic import Draft, _beside, _id_of_save, present, remove, remove_leftovers
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ def test_nothing_is_closed_twice(tmp_path: Path) -> None:
 HOLDING = """
 import sys
 from pathlib import Path
-from lightning_paral.checkpoint.commit import Draft
+from lightning_paral.checkpoint.io.atomic import Draft
 draft = Draft(Path(sys.argv[1]), folder=True)
 (draft.path / "content").write_text("half")
 print("holding", flush=True)

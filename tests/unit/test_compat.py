@@ -13,8 +13,8 @@ import torch
 
 import lightning_paral.compat
 from lightning_paral.compat.private_name import PrivateName, is_named_by
+from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import PrivateNameError
-from lightning_paral.zero.runtime import choose_accelerator, quiet_deepspeed
 from tests.unit.test_private_names import OF_PYTHON, OWN, is_private
 
 MODULES = [

@@ -27,8 +27,8 @@ from lightning_paral.compat.deepspeed import (
     weight_dtype,
     zero_init,
 )
+from lightning_paral.engines.zero.gradients.partitioned import PartitionedGradients
 from lightning_paral.errors import PrivateNameError
-from lightning_paral.zero.gradients import PartitionedGradients
 from tests.unit.renaming import rename
 from tests.unit.test_compat import import_deepspeed
 
@@ -131,7 +131,9 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
         ("all_reduce", []),
         ("reduce_scatter_tensor", ["async_op", "group", "input_tensor", "op", "output_tensor"]),
         ("all_gather_into_tensor", ["async_op", "group", "input_tensor", "output_tensor"]),
-    ], "DeepSpeed calls its backend in another way: GlooBackend of lightning_paral/zero/gloo.py would not be used"
+    ], (
+        "DeepSpeed calls its backend in another way: GlooBackend of engines/zero/runtime/gloo.py would not be used"
+    )
 
 
 def test_shared_memory_is_left_out() -> None:

@@ -25,9 +25,9 @@ from lightning_paral.compat.lightning.precision import after_closure
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
 from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.errors import PrivateNameError
-from lightning_paral.launcher import CheckedSubprocessLauncher
-from lightning_paral.model.attached import trainer_of
+from lightning_paral.model.trainer_of import trainer_of
 from tests.models import quiet_trainer
 
 

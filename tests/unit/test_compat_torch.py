@@ -54,8 +54,8 @@ from lightning_paral.compat.torch import (
 )
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.engines.fsdp.gathered_writes import WatchedGroup
 from lightning_paral.errors import PrivateNameError
-from lightning_paral.fsdp.gathered import WatchedGroup
 from tests.unit.renaming import rename
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryStatScores
 
-from lightning_paral.data.filler import without_trace
+from lightning_paral.data.padding import without_trace
 
 
 class Hoarder(nn.Module):

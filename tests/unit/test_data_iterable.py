@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral.data.filler import Filler, Uneven
+from lightning_paral.data.global_batches import Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.loader import with_stream
-from lightning_paral.data.order import Seed
+from lightning_paral.data.padding import Filler, Uneven
 from lightning_paral.data.sampler import Share
 from lightning_paral.errors import ConfigurationError
 

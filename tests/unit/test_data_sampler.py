@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_paral.config import Sampling
-from lightning_paral.data.order import Order, Seed
+from lightning_paral.data.global_batches import Order, Seed
 from lightning_paral.data.sampler import RankBatchSampler, Share
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.options import Sampling
 
 lengths, batch_sizes, worlds = st.integers(0, 700), st.integers(1, 9), st.integers(1, 9)
 splits, remainders = st.sampled_from(["batch", "global"]), st.sampled_from(["drop", "wrap"])

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_paral.data.order import Order, Seed
+from lightning_paral.data.batch_slices import CutBatches, Taking, num_samples_in
+from lightning_paral.data.global_batches import Order, Seed
 from lightning_paral.data.sampler import RankBatchSampler, Share
-from lightning_paral.data.taking import CutBatches, Taking, num_samples_in
 
 
 class FromList:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_paral import ConfigurationError
-from lightning_paral.dp.gather import gather, join_training_output, weigh
+from lightning_paral.engines.dp.gather import gather, join_training_output, weigh
 
 CPU = torch.device("cpu")
 Output = namedtuple("Output", "scores labels")

@@ -4,8 +4,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torchmetrics import MeanMetric
 
-from lightning_paral.dp.metrics import MetricCopies
-from lightning_paral.dp.replicate import Replicas
+from lightning_paral.engines.dp.metrics import MetricCopies
+from lightning_paral.engines.dp.replicate import Replicas
 from tests.models import FEATURES, Regression
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 
 from lightning_paral import ConfigurationError
-from lightning_paral.dp.scatter import scatter
+from lightning_paral.engines.dp.scatter import scatter
 
 TWO = [torch.device("cpu")] * 2
 Pair = namedtuple("Pair", "inputs targets")

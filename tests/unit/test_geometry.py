@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_paral.checkpoint.geometry import (
+from lightning_paral.checkpoint.layout import (
     Box,
     boxes_of_run,
     coverage_fault,

@@ -14,24 +14,16 @@ LAYERS = (
     "__init__",
     "reported",
     "registry",
-    "namesakes",
+    "other_trainers",
     "strategies",
-    "dp",
-    "ddp",
-    "zero",
-    "fsdp",
+    "engines",
     "averaging",
     "checkpoint",
-    "memory",
     "data",
     "model",
     "comm",
-    "launcher",
-    "process_group",
-    "forked",
-    "failure",
-    "timeout_watch",
-    "config",
+    "distributed",
+    "options",
     "option_types",
     "option_names",
     "compat",
@@ -64,6 +56,13 @@ def test_imports_go_down(path: Path) -> None:
 
     for imported in imported_modules(path):
         assert layer_of(imported) >= layer_of(own), f"{own} imports lightning_paral.{imported}, which lies above it"
+
+
+@pytest.mark.parametrize("engine", sorted(path.parent.name for path in (ROOT / "engines").glob("*/__init__.py")))
+def test_engines_do_not_import_each_other(engine: str) -> None:
+    for path in (ROOT / "engines" / engine).rglob("*.py"):
+        engines = {module.split(".")[1] for module in imported_modules(path) if module.startswith("engines.")}
+        assert engines <= {engine}, f"{path.relative_to(ROOT)} imports another engine"
 
 
 def test_files_hold_one_idea_each() -> None:

@@ -17,11 +17,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
-from lightning_paral.checkpoint.loading import look
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.saving import Save, remove_at
-from lightning_paral.checkpoint.staging import Staging
-from lightning_paral.config import Form
+from lightning_paral.checkpoint.io.staging import Staging
+from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.save import Save, remove_at
+from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.options import Form
 
 FORMS: list[Form] = ["full", "sharded"]
 

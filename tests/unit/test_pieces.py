@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config
 
-from lightning_paral.checkpoint.loading import load
-from lightning_paral.checkpoint.pieces import HostBytes
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.saving import Save
-from lightning_paral.config import Form
+from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
+from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.save import Save
+from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.options import Form
 
 
 @pytest.fixture

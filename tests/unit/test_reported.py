@@ -9,9 +9,9 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed import HashStore
 
-from lightning_paral import launcher, process_group
-from lightning_paral.launcher import CheckedSubprocessLauncher
-from lightning_paral.process_group import is_first_to_say
+from lightning_paral.distributed import launcher, process_group
+from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.process_group import is_first_to_say
 
 
 class BrokenStore:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Parameter
 
-from lightning_paral.checkpoint import staging as module_under_test
-from lightning_paral.checkpoint.arena import ALIGNMENT, Arena
-from lightning_paral.checkpoint.geometry import whole
-from lightning_paral.checkpoint.held import NOTHING, Part, flat, same
-from lightning_paral.checkpoint.memory import fresh_bytes
-from lightning_paral.checkpoint.plan import Entry
-from lightning_paral.checkpoint.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.io import staging as module_under_test
+from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena
+from lightning_paral.checkpoint.io.host_memory import fresh_bytes
+from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.layout import whole
+from lightning_paral.checkpoint.save_plan import Entry
+from lightning_paral.checkpoint.shards import NOTHING, Part, flat, same
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lightning_paral.checkpoint.geometry import Box
-from lightning_paral.checkpoint.stored import StoredPiece, StoredTensor, stretches
+from lightning_paral.checkpoint.layout import Box
+from lightning_paral.checkpoint.lazy_tensor import StoredPiece, StoredTensor, stretches
 
 ROWS = [Box((0, 0), (1, 6)), Box((1, 0), (3, 6))]
 COLUMNS = [Box((0, 0), (4, 2)), Box((0, 2), (4, 4))]

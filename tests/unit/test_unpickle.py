@@ -21,12 +21,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.loading import load, look
-from lightning_paral.checkpoint.metadata import load_metadata
-from lightning_paral.checkpoint.ranks import Ranks
-from lightning_paral.checkpoint.saving import Save
-from lightning_paral.checkpoint.unpickle import load_safely
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.load import load, look
+from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.checkpoint.save import Save
+from lightning_paral.distributed.agreement import Ranks
 
 
 def tagged() -> nn.Parameter:

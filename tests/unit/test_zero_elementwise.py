@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_paral.engines.zero.optimizer.elementwise import check_elementwise
+from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer, twin_of
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.zero.elementwise import check_elementwise
-from lightning_paral.zero.twin import UsersOptimizer, twin_of
 from tests.models import Regression
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

@@ -11,13 +11,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
+from lightning_paral.engines.zero.config import settings
+from lightning_paral.engines.zero.config.options import check_precision
+from lightning_paral.engines.zero.offload.nvme import check_space
+from lightning_paral.engines.zero.offload.operators import load_operator
+from lightning_paral.engines.zero.optimizer.accepted import check_kind, engines_optimizer
+from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer
+from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from lightning_paral.tested_versions import TESTED_VERSIONS
-from lightning_paral.zero import runtime, settings
-from lightning_paral.zero.nvme import check_space
-from lightning_paral.zero.ops import load_operator
-from lightning_paral.zero.optimizer import check_kind, engines_optimizer
-from lightning_paral.zero.options import check_precision
-from lightning_paral.zero.twin import UsersOptimizer
 from tests.models import Regression, quiet_trainer
 
 
@@ -121,7 +122,7 @@ def test_deepspeed_settled_on_another_accelerator() -> None:
     program = (
         "import os, torch; os.environ['DS_ACCELERATOR'] = 'cpu'\n"
         "import deepspeed; deepspeed.accelerator.get_accelerator()\n"
-        "from lightning_paral.zero.runtime import choose_accelerator\n"
+        "from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator\n"
         "choose_accelerator(torch.device('cpu'))\n"
         "try: choose_accelerator(torch.device('cuda', 0))\n"
         "except ValueError as error: print(error)\n"

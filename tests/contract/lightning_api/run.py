@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_paral.checkpoint.loading import look
+from lightning_paral.checkpoint.load import look
 from tests.contract.user_code.models import Loaders, Supervised, regression
 from tests.models import quiet_trainer
 

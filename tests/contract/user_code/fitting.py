@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import lightning_paral
 import tests.contract.user_code.themes  # noqa: F401  registers the rows
-from lightning_paral.checkpoint.loading import look
+from lightning_paral.checkpoint.load import look
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.rows import ROWS, Row
 from tests.models import quiet_trainer

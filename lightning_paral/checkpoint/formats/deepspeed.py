@@ -1,0 +1,191 @@
+"""Weights from the folders that Lightning's `deepspeed` strategies save, of any stage and number of ranks."""
+
+import re
+from collections.abc import Mapping
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_paral.checkpoint.damage import naming
+from lightning_paral.checkpoint.io.storage import LocalFolder
+from lightning_paral.checkpoint.layout import boxes_of_run
+from lightning_paral.checkpoint.lazy_tensor import StoredPiece, StoredTensor
+from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.errors import CheckpointError
+
+_OF_DEEPSPEED = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "checkpoint_parallel_dimensions",
+}  # fmt: skip
+_RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_00", re.ASCII)
+_MAX_TAG_BYTES = 4096
+
+
+def find_folder(path: Path) -> Path | None:
+    """Return the folder with the ranks' files if `path` is a DeepSpeed checkpoint, else `None`.
+
+    Raises:
+        CheckpointError: what names that folder leads out of `path`, or is no name.
+    """
+    root = LocalFolder(path)
+    size = root.size("latest")
+    tag = "checkpoint"
+    if size is not None:
+        if size > _MAX_TAG_BYTES:
+            return None
+        tag = bytes(root.read("latest", 0, size)).decode(errors="replace").strip()
+        if not tag or "\n" in tag:
+            return None
+    if not root.is_folder(tag):
+        return None
+    return path / tag if any((path / tag).glob("*mp_rank_00_model_states.pt")) else None
+
+
+def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
+    """Return weights, in fp32 where there are master copies, and what else Lightning saved.
+
+    Optimizer states are left out: they are DeepSpeed's own.
+
+    Raises:
+        CheckpointError: files of ranks are missing, incomplete, damaged, or hold code.
+    """
+    with naming(folder):
+        return _read(folder, weights_only)
+
+
+def _read(folder: Path, weights_only: bool) -> dict[str, Any]:
+    if (folder / "mp_rank_00_model_states.pt").is_file():
+        states = _load(folder / "mp_rank_00_model_states.pt", weights_only)
+        weights = states["module"] | _masters_of_stage1(folder, states, weights_only)
+    else:
+        states, weights = _read_stage3(folder, weights_only)
+    for name, same in dict(states.get("shared_params") or {}).items():
+        if same in weights:
+            weights[name] = weights[same]
+    checkpoint = {key: value for key, value in states.items() if key not in _OF_DEEPSPEED}
+    return checkpoint | {"state_dict": weights}
+
+
+def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool) -> dict[str, Tensor]:
+    """Return the fp32 copies of parameters of lower precision, of stages 1 and 2, where they were saved.
+
+    A group's parameters are one long vector, of which each rank has a run. Follows DeepSpeed's `zero_to_fp32`.
+    """
+    groups = states.get("param_shapes") or []
+    if all(states["module"][name].dtype == torch.float32 for shapes in groups for name in shapes):
+        return {}
+    ranks = _optimizers_by_rank(folder, weights_only)
+    if not ranks or "single_partition_of_fp32_groups" not in ranks[0]:
+        return {}
+    weights = {}
+    for group, shapes in enumerate(groups):
+        flats = [rank["single_partition_of_fp32_groups"][group].view(-1) for rank in ranks]
+        paddings = (ranks[0].get("param_alignment_paddings") or {group: [0] * len(shapes)})[group]
+        position = 0
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            numel, start, runs = prod(shape), 0, []
+            for flat in flats:
+                first, last = max(position, start), min(position + numel, start + flat.numel())
+                if first < last:
+                    runs.append((first - position, flat[first - start : last - start]))
+                start += flat.numel()
+            weights[name] = _of_runs(folder, name, tuple(shape), runs)
+            position += numel + padding
+    return weights
+
+
+def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what rank 0 saved and the weights of stage 3, of each of which each rank has an equal share."""
+    models = _by_rank(folder, "model_states", weights_only)
+    ranks = _optimizers_by_rank(folder, weights_only)
+    if len(models) != len(ranks):
+        raise CheckpointError(
+            f"{folder} has model states of {len(models)} ranks and optimizer states of {len(ranks)}: files are missing."
+        )
+    weights: dict[str, Any] = {}
+    for group, shapes in enumerate(models[0]["param_shapes"]):
+        flats = [rank["fp32_flat_groups"][group] for rank in ranks]
+        position = 0
+        for name, shape in shapes.items():
+            share = ceil(prod(shape) / len(flats))
+            parts = [flat[position : position + share] for flat in flats]
+            weights[name] = _of_shares(folder, name, tuple(shape), parts, share)
+            position += share
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        parts = [states["frozen_param_fragments"][name] for states in models]
+        weights[name] = _of_shares(folder, name, tuple(shape), parts, ceil(prod(shape) / len(parts)))
+    buffers = models[0].get("buffer_names") or ()
+    weights |= {name: value for name, value in models[0]["module"].items() if name in buffers}
+    return models[0], weights
+
+
+def _of_shares(folder: Path, name: str, shape: tuple[int, ...], parts: list[Tensor], share: int) -> Tensor:
+    """Return a tensor of which each rank has `share` elements; the last ones are padded."""
+    starts = [min(prod(shape), rank * share) for rank in range(len(parts))]
+    runs = [(start, part.view(-1)[: prod(shape) - start]) for start, part in zip(starts, parts, strict=True)]
+    return _of_runs(folder, name, shape, runs)
+
+
+def _of_runs(folder: Path, name: str, shape: tuple[int, ...], runs: list[tuple[int, Tensor]]) -> Tensor:
+    """Return a tensor from runs of its flattened elements, each with the index of its first one."""
+    found = sum(values.numel() for _, values in runs)
+    if found != prod(shape):
+        raise CheckpointError(
+            f"{folder} has {found} of the {prod(shape)} elements of {name}. DeepSpeed saves what is offloaded "
+            "to NVMe as copies of its own files, which are not read: save without that offload, or under "
+            "paral_zero3_nvme."
+        )
+    pieces = []
+    for start, values in runs:
+        position = 0
+        for box in boxes_of_run(shape, start, start + values.numel()):
+            part = values[position : position + box.numel].view(box.sizes)
+            pieces.append(StoredPiece(box, lambda part=part: part))  # type: ignore[misc]
+            position += box.numel
+    return StoredTensor(shape, runs[0][1].dtype, pieces)
+
+
+def _optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
+    ranks = [states["optimizer_state_dict"] for states in _by_rank(folder, "optim_states", weights_only)]
+    counts = ranks[0].get("partition_count", len(ranks)) if ranks else 0
+    count = max(counts) if isinstance(counts, list) else counts
+    if count != len(ranks):
+        raise CheckpointError(f"{folder} has optimizer states of {len(ranks)} of {count} ranks: files are missing.")
+    return ranks
+
+
+def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]]:
+    found = {}
+    for path in folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}.pt"):
+        match = _RANK.search(path.name)
+        if match is None:
+            raise CheckpointError(f"{path} is not named after a rank.")
+        found[int(match.group(1))] = path
+    if sorted(found) != list(range(len(found))):
+        raise CheckpointError(f"{folder} has {kind} of ranks {sorted(found)} only: files are missing.")
+    return [_load(found[rank], weights_only) for rank in range(len(found))]
+
+
+def _load(path: Path, weights_only: bool) -> dict[str, Any]:
+    if LocalFolder(path.parent).size(path.name) is None:
+        raise CheckpointError(f"{path} is missing.")
+    found = load_safely(path, weights_only=weights_only, mmap=True, extra=_harmless())
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not states of a rank.")
+    return dict(found)
+
+
+def _harmless() -> tuple[Any, ...]:
+    """Return types of DeepSpeed that its checkpoints hold and that only carry data."""
+    try:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+    except ImportError:
+        return ()
+    return (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)

@@ -1,0 +1,226 @@
+"""The folder that `from_pretrained` loads a model from, written from a checkpoint."""
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_paral.checkpoint.consolidate import Progress, check_free_space
+from lightning_paral.checkpoint.formats.hugging_face import (
+    KEY,
+    Expected,
+    PretrainedModel,
+    expected_by,
+    with_dtype,
+    without_wrappers,
+)
+from lightning_paral.checkpoint.formats.safetensors import Layout, Pairs, divide, pairs_of, write_shard
+from lightning_paral.checkpoint.io.atomic import Draft
+from lightning_paral.checkpoint.state.optimizer import listing
+from lightning_paral.checkpoint.state.prefix import prefixes, without_prefix
+from lightning_paral.checkpoint.state.weights import OWN_KEY
+from lightning_paral.errors import CheckpointError, ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What goes into the folder."""
+
+    pairs: Pairs
+    config: str
+    generation_config: str | None
+    checked: bool
+    """Whether the weights were compared with what `transformers` makes of the config."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(entry.nbytes for entry, _ in self.pairs)
+
+
+def contents_of(
+    checkpoint: Mapping[str, Any], *, config: Path | None, prefix: str | None, only_prefix: bool, cast: bool
+) -> Contents:
+    """Return what the folder of the one `PreTrainedModel` in `checkpoint` holds.
+
+    Args:
+        checkpoint: with the weights that are to be written.
+        config: the model's `config.json` or its folder, where the checkpoint does not have it.
+        prefix: of the model's weights; needed where there are several models, or the checkpoint does not say.
+        only_prefix: leave out other weights.
+        cast: whether the weights are to be written in another dtype.
+
+    Raises:
+        ConfigurationError: it is not clear which model, or what it is.
+        CheckpointError: the weights are not those of the model of this config: `from_pretrained` would not load them.
+    """
+    weights = checkpoint["state_dict"]
+    own = checkpoint.get(OWN_KEY)
+    own = own if isinstance(own, Mapping) else {}
+    recorded = [PretrainedModel.from_data(data) for data in own.get(KEY) or ()]
+    if config is None:
+        model = _chosen(recorded, weights, prefix)
+        expected = expected_by(model.config)
+    else:
+        model, expected = _given(config, recorded, weights, prefix)
+    selected: dict[str, Any] = {}
+    for name, value in without_prefix(weights, model.prefix, only=only_prefix).items():
+        if selected.setdefault(without_wrappers(name), value) is not value:
+            raise CheckpointError(f"Two weights would be called {without_wrappers(name)}.")
+    frozen = [name for name in own.get("frozen") or () if name.startswith(model.prefix) and name not in weights]
+    if frozen:
+        raise CheckpointError(
+            "The checkpoint was saved without frozen parameters (save_frozen=False), so the model is not whole. "
+            + listing("Missing", frozen)
+        )
+    pairs = _untied({name: value for name, value in selected.items() if name not in model.ignored}, model)
+    if expected is not None:
+        _check(pairs, model, expected)
+    dtypes = [entry.dtype for entry, _ in pairs if entry.dtype.is_floating_point]
+    dtype = str(dtypes[0] if dtypes else torch.get_default_dtype()).removeprefix("torch.")
+    return Contents(
+        pairs=pairs,
+        config=with_dtype(model.config, dtype, everywhere=cast),
+        generation_config=model.generation_config,
+        checked=expected is not None,
+    )
+
+
+def _chosen(recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None) -> PretrainedModel:
+    """Return the model that the checkpoint describes."""
+    if not recorded:
+        raise ConfigurationError(
+            "The checkpoint does not say what Hugging Face model it holds: there was none in the module, or it was not "
+            "saved by a strategy of this package. Give its config: --config FOLDER_OR_FILE --strip-prefix PREFIX. The "
+            f"prefixes there are, and how many names have each: {prefixes(weights) or 'none'}."
+        )
+    names = ", ".join(f"--strip-prefix {model.prefix}" for model in recorded)
+    if prefix is None and len(recorded) > 1:
+        raise ConfigurationError(f"The checkpoint holds {len(recorded)} Hugging Face models. Choose one: {names}.")
+    found = [model for model in recorded if prefix is None or model.prefix == prefix]
+    if not found:
+        raise ConfigurationError(f"No Hugging Face model has the prefix {prefix!r}. What there is: {names}.")
+    if found[0].obstacle is not None:
+        raise CheckpointError(
+            f"The Hugging Face model {found[0].prefix!r} cannot be written as its save_pretrained would: "
+            f"{found[0].obstacle}."
+        )
+    return found[0]
+
+
+def _given(
+    path: Path, recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None
+) -> tuple[PretrainedModel, Expected]:
+    """Return the model of which the user has given the config."""
+    if prefix is None and len(recorded) == 1:
+        prefix = recorded[0].prefix
+    if prefix is None:
+        raise ConfigurationError(
+            "With --config say which weights are the model's: --strip-prefix PREFIX. The prefixes there are, and how "
+            f"many names have each: {prefixes(weights) or 'none'}."
+        )
+    config = _read(path / "config.json" if path.is_dir() else path)
+    beside = path / "generation_config.json"
+    expected = expected_by(config)
+    if expected is None:
+        raise ConfigurationError(
+            f"What the model of {path} is made of cannot be known: `transformers` is not installed, or has no class of "
+            f"the name in its 'architectures', {json.loads(config).get('architectures')}. Install it, or write the "
+            "weights alone: OUT.safetensors --strip-prefix PREFIX."
+        )
+    generation_config = _read(beside) if path.is_dir() and beside.is_file() else expected.model.generation_config
+    return replace(expected.model, prefix=prefix, config=config, generation_config=generation_config), expected
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text()
+        if isinstance(json.loads(text), dict):
+            return text
+        reason = "it is no JSON object"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    raise ConfigurationError(f"{path} is not a model's config: {reason}.")
+
+
+def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
+    """Return what is written: of tied weights once what loading ties again, and otherwise each."""
+    pairs: Pairs = []
+    for entry, tensor in pairs_of(weights):
+        paths = [entry.path, *entry.twins]
+        kept = [path for path in paths if path[1] not in model.tied] or paths[:1]
+        pairs += [(replace(entry, path=path, twins=[]), tensor) for path in kept]
+    return pairs
+
+
+def _check(pairs: Pairs, model: PretrainedModel, expected: Expected) -> None:
+    """Compare names and shapes with those that loading expects: it would draw at random what it does not find."""
+    shapes = {str(entry.path[1]): entry.shape for entry, _ in pairs}
+    made = {*model.tied, *model.ignored, *expected.model.tied, *expected.model.ignored}
+    missing = sorted(expected.shapes.keys() - shapes.keys() - made)
+    unexpected = sorted(shapes.keys() - expected.shapes.keys())
+    others = sorted(
+        f"{name} (checkpoint {shape}, config {expected.shapes[name]})"
+        for name, shape in shapes.items()
+        if expected.shapes.get(name, shape) != shape
+    )
+    if missing or unexpected or others:
+        kind = " ".join(json.loads(model.config).get("architectures") or ["model"])
+        raise CheckpointError(
+            f"The weights are not those of a {kind} of this config, and `from_pretrained` would not load them as they "
+            "are. "
+            + listing("Missing in the checkpoint", missing)
+            + listing("Only in the checkpoint", unexpected)
+            + listing("Of another shape", others)
+            + "Give another --config, or write the weights alone: OUT.safetensors --strip-prefix PREFIX."
+        )
+
+
+def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
+    """Write the folder `out`, all of it or nothing.
+
+    Raises:
+        CheckpointError: there is something at `out` by now.
+    """
+    check_free_space(out.parent, contents.nbytes)
+    layout: Layout = divide(contents.pairs, "model", max_shard_bytes)
+    texts = {
+        "model.safetensors.index.json": layout.index,
+        "config.json": contents.config,
+        "generation_config.json": contents.generation_config,
+    }
+    with Draft(out, folder=True) as draft:
+        for name, shard in layout.files.items():
+            write_shard(shard, draft.path / name, progress)
+        for name, text in texts.items():
+            if text is not None:
+                _write(draft.path / name, text)
+        _sync(draft.path)
+        try:
+            os.rename(draft.path, out)  # onto nothing or an empty folder, and nothing else
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise CheckpointError(f"{out} is there by now, and is not replaced: {error}.") from error
+            raise
+        _sync(out.parent)
+    return [out / name for name in sorted([*layout.files, *(name for name, text in texts.items() if text is not None)])]
+
+
+def _write(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,199 @@
+"""Weights as safetensors: one file, or several with an index. Nothing of others' is replaced or removed for it.
+
+Follows https://huggingface.co/docs/safetensors: a header in JSON, then the data.
+"""
+
+import json
+import os
+import re
+import struct
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_paral.checkpoint.consolidate import STEP_BYTES, Cast, Progress, check_free_space, entries_of
+from lightning_paral.checkpoint.formats.full import write_all
+from lightning_paral.checkpoint.io.atomic import Draft
+from lightning_paral.checkpoint.io.writeback import Flushing
+from lightning_paral.checkpoint.lazy_tensor import stretches
+from lightning_paral.checkpoint.save_plan import Entry
+from lightning_paral.checkpoint.shards import bytes_of
+from lightning_paral.errors import CheckpointError
+
+Pairs = list[tuple[Entry, Tensor]]
+"""What is written, and where its values come from."""
+
+_MARK = "written_by"
+_OURS = "lightning_paral"
+_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+_NO_SUCH_FILE = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
+"""What reading a file of another kind may raise."""
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which file holds what."""
+
+    files: dict[str, Pairs]
+    """The contents by name."""
+    index: str | None
+    """The text of the index, if there are several files."""
+
+
+def pairs_of(weights: dict[str, Any]) -> Pairs:
+    """Return the tensors of `weights`. Tied ones come once, under their first name, as safetensors demands."""
+    return entries_of({"state_dict": {name: v for name, v in weights.items() if isinstance(v, Tensor | Cast)}})
+
+
+def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
+    """Divide what is written into files of at most `max_shard_bytes`, or of one tensor, named as Hugging Face does."""
+    shards: list[Pairs] = [[]]
+    nbytes = 0
+    for pair in pairs:
+        if shards[-1] and nbytes + pair[0].nbytes > max_shard_bytes:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(pair)
+        nbytes += pair[0].nbytes
+    if len(shards) == 1:
+        return Layout({f"{stem}.safetensors": pairs}, None)
+    files = {f"{stem}-{n + 1:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards)}
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs), _MARK: _OURS},
+        "weight_map": {str(entry.path[1]): name for name, shard in files.items() for entry, _ in shard},
+    }
+    return Layout(files, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
+    """Write weights as the file `out`, or as several beside it with an index if they exceed `max_shard_bytes`.
+
+    What an earlier call wrote for `out` in the other form, or more files than now, is removed.
+
+    Raises:
+        CheckpointError: in the way is what no such call wrote. Nothing was written then.
+    """
+    pairs = pairs_of(weights)
+    layout = divide(pairs, out.stem, max_shard_bytes)
+    index_path = out.with_name(out.name + ".index.json")
+    outdated = _outdated(out, index_path, layout)
+    check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
+    with ExitStack() as drafts:
+        written = []
+        for name, shard in layout.files.items():
+            written.append(drafts.enter_context(Draft(out.with_name(name), folder=False)))
+            write_shard(shard, written[-1].path, progress)
+        if layout.index is not None:
+            written.append(drafts.enter_context(Draft(index_path, folder=False)))
+            written[-1].path.write_text(layout.index)
+        for draft in written:
+            draft.commit()
+        for path in outdated:  # one form only, for readers look for either
+            path.unlink(missing_ok=True)
+        return [draft.target for draft in written]
+
+
+def _outdated(out: Path, index_path: Path, layout: Layout) -> list[Path]:
+    """Return what earlier calls wrote for `out` and this one does not replace.
+
+    Raises:
+        CheckpointError: among what would be removed, or replaced without having been named, is a file of others.
+    """
+    before = []
+    if os.path.lexists(index_path):
+        index = _own_index(index_path)
+        if index is None:
+            raise _in_the_way(index_path)
+        before = [index_path, *(out.with_name(name) for name in _shards_in(index, out.stem))]
+    if layout.index is not None and os.path.lexists(out):
+        before.append(out)
+    replaced = [out.with_name(name) for name in layout.files if layout.index is not None]
+    for path in (*replaced, *before):
+        if path != index_path and os.path.lexists(path) and not is_ours(path):
+            raise _in_the_way(path)
+    kept = {*replaced, index_path} if layout.index is not None else {out}
+    return [path for path in before if path not in kept]
+
+
+def _in_the_way(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is in the way, and `paral consolidate` did not write it: it is neither replaced nor removed. Move it, "
+        "or write elsewhere."
+    )
+
+
+def _own_index(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    with suppress(*_NO_SUCH_FILE):
+        index = json.loads(path.read_text())
+        if index["metadata"][_MARK] == _OURS and isinstance(index["weight_map"], dict):
+            return dict(index["weight_map"])
+    return None
+
+
+def _shards_in(weight_map: dict[str, Any], stem: str) -> list[str]:
+    """Return the names in an index that are names of shards: none leads to another folder."""
+    shard = re.compile(re.escape(stem) + r"-\d{5,}-of-\d{5,}\.safetensors")
+    return sorted({name for name in weight_map.values() if isinstance(name, str) and shard.fullmatch(name)})
+
+
+def is_ours(path: Path) -> bool:
+    """Whether `path` is a file of safetensors that this package wrote: its header says so."""
+    if not path.is_file():  # opening a FIFO would wait for its other end
+        return False
+    with suppress(*_NO_SUCH_FILE), open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length <= min(_MAX_HEADER_BYTES, path.stat().st_size):
+            header = json.loads(file.read(length))
+            return bool(header["__metadata__"][_MARK] == _OURS)
+    return False
+
+
+def write_shard(shard: Pairs, path: Path, progress: Progress) -> None:
+    """Write a file of safetensors to `path`.
+
+    Raises:
+        CheckpointError: a tensor is of a dtype that safetensors does not have.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", _MARK: _OURS}}
+    position = 0
+    for entry, _ in shard:
+        kind = _DTYPES.get(entry.dtype)
+        if kind is None:
+            raise CheckpointError(f"safetensors has no {entry.dtype}, of which {entry.path[1]} is. Choose a --dtype.")
+        header[str(entry.path[1])] = {
+            "dtype": kind,
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=0) as file, Flushing(file.fileno()) as flushing:
+        write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
+        for entry, tensor in shard:
+            offset = 8 + len(text) + header[str(entry.path[1])]["data_offsets"][0]
+            for values in stretches(tensor, STEP_BYTES):
+                data = bytes_of(values.to(entry.dtype))
+                write_all(file.fileno(), data, offset)
+                offset += len(data)
+                flushing.wrote(len(data))
+                progress(len(data))
+        flushing.finish()

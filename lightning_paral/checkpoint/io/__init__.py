@@ -1,0 +1,1 @@
+"""Writing and reading files: storage, checksums, atomic commits, staging."""

@@ -1,0 +1,106 @@
+"""One host allocation, divided into tensors and reused by consecutive saves."""
+
+import weakref
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_paral.checkpoint.io.host_memory import fresh_bytes
+
+ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes, the size of a cache line."""
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+
+
+def aligned(nbytes: int) -> int:
+    """Return `nbytes` rounded up to the alignment of an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """Host memory that is allocated once and reused.
+
+    torch rounds the size of each pinned tensor up to a power of two; an arena has exactly the requested size, in huge
+    pages if the system has them.
+
+    Args:
+        pin: page-lock the memory, so that CUDA copies to it asynchronously and without a staging buffer. If the system
+            does not allow it, warn and go on with unpinned memory, to which copies are slower.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._memory: _Memory | None = None
+        self._position = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the allocation in bytes; 0 if there is none."""
+        return 0 if self._memory is None else self._memory.bytes.nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for `nbytes` in total. Tensors taken before will be overwritten."""
+        self._position = 0
+        if nbytes > self.nbytes:
+            self.release()  # first, so that both never exist at once
+            self._memory = _Memory(nbytes, self._pin)
+            self._pin = self._memory.is_pinned
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor of shape `[numel]`. It overlaps no other tensor taken since `reserve`."""
+        nbytes = numel * dtype.itemsize
+        start, self._position = self._position, self._position + aligned(nbytes)
+        assert self._memory is not None
+        assert self._position <= self.nbytes, "more was taken than reserved"
+        return self._memory.bytes[start : start + nbytes].view(dtype)
+
+    def release(self) -> None:
+        """Unpin the memory, and free it once no tensor uses it."""
+        if self._memory is not None:
+            self._memory.unpin()
+        self._memory = None
+
+
+class _Memory:
+    """Host memory that is unpinned before it is freed."""
+
+    def __init__(self, nbytes: int, pin: bool) -> None:
+        self.bytes = fresh_bytes(nbytes, in_children=not pin)
+        self.is_pinned = pin and _pin(self.bytes)
+        # The finalizer keeps the memory alive: pages that are unmapped before they are unpinned stay locked.
+        self._finalizer = weakref.finalize(self, _unpin, self.bytes) if self.is_pinned else None
+        if self._finalizer is not None:
+            self._finalizer.atexit = False  # CUDA may be shut down by then
+
+    def unpin(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _pin(memory: Tensor) -> bool:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _FOR_ALL_DEVICES))
+    if code == 0:
+        return True
+    _forget_error()
+    rank_zero_warn(
+        f"{memory.nbytes / 1e9:,.1f} GB of host memory could not be pinned for asynchronous saves (CUDA error {code}): "
+        "copies to it are slower. Raise the container's or job's limit on locked memory, or set async_save=False."
+    )
+    return False
+
+
+def _unpin(memory: Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostUnregister(memory.data_ptr())) != 0:
+        _forget_error()
+
+
+def _forget_error() -> None:
+    # CUDA keeps an error until it is read. torch reads it after each kernel, and would blame that kernel.
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        return

@@ -1,0 +1,277 @@
+"""Folders of files, on a local or shared file system or behind fsspec (`s3://`, `memory://`)."""
+
+import mmap
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_paral.checkpoint.io.checksums import Block, checksum, checksum_of_block, reader_of
+from lightning_paral.checkpoint.io.writer import Writing
+from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
+from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
+from lightning_paral.errors import CheckpointError
+
+_MADV_POPULATE_READ = 22  # not in Python's mmap yet
+_LARGE_BYTES = 2**20
+_AHEAD_BYTES = 2**23
+_NUM_REQUESTS = 4
+_MAX_NAME = 4096
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+
+COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
+"""What local copies of files behind URLs are called."""
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path there.
+
+    Raises:
+        CheckpointError: nothing that is installed knows such URLs.
+    """
+    try:
+        found, path = url_to_fs(url)
+        found.invalidate_cache()  # it remembers listings, and sizes from them, that other ranks have made old
+        return found, path
+    except (ImportError, ValueError) as error:
+        extra = _EXTRAS.get(url.split("://")[0])
+        remedy = f"pip install 'lightning_paral[{extra}]' brings it." if extra else "fsspec has to know the scheme."
+        raise CheckpointError(f"There is no access to {url}: {error}. {remedy}") from error
+
+
+def is_remote(path: object) -> bool:
+    """Whether `path` is a URL of a file system other than the operating system's."""
+    return "://" in str(path) and type(file_system(str(path))[0]) is not LocalFileSystem
+
+
+def without_scheme(path: object) -> str:
+    """Return a path of the operating system's file system without `file://`, and any other URL as it is."""
+    return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
+
+
+def check_name(folder: object, file: str) -> None:
+    """Check that a file that a checkpoint names is one in its folder.
+
+    Raises:
+        CheckpointError: the name leads out of it.
+    """
+    if "\0" in file or not file or file.startswith("/") or ".." in file.split("/") or len(file) > _MAX_NAME:
+        raise CheckpointError(f"{folder} names the file {file[:100]!r}, which is not in its folder: it is hostile.")
+
+
+class LocalFolder:
+    """Files in a folder of the operating system."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._maps: dict[str, memoryview] = {}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def name(self, file: str) -> str:
+        """Return what errors call a file of this folder."""
+        return str(self.path / file)
+
+    def create(self, file: str) -> Writing:
+        """Return a new file."""
+        return Writing(open(self.path / file, "xb", buffering=2**20), on_disk=True)
+
+    def size(self, file: str) -> int | None:
+        """Return the size of a file in bytes, `None` if there is none.
+
+        Raises:
+            CheckpointError: its name or a link leads out of the folder, or it is a FIFO, a socket or a device.
+        """
+        path = self._inside(file)
+        try:
+            about = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        check_regular(path, about.st_mode)
+        return about.st_size if stat.S_ISREG(about.st_mode) else None
+
+    def is_folder(self, name: str) -> bool:
+        """Whether there is a folder of this name in it.
+
+        Raises:
+            CheckpointError: the name or a link leads out of the folder.
+        """
+        return self._inside(name).is_dir()
+
+    def _inside(self, file: str) -> Path:
+        check_name(self.path, file)
+        path = self.path / file
+        folder = os.path.realpath(self.path)
+        if os.path.commonpath((folder, os.path.realpath(path))) != folder:
+            raise CheckpointError(
+                f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Put a copy of the "
+                "file in its place."
+            )
+        return path
+
+    def hold(self, file: str) -> None:
+        """Map a file: what is read from then on is of this one, even if a save replaces the folder."""
+        if file not in self._maps:
+            descriptor = open_regular(self._inside(file))
+            try:
+                size = os.fstat(descriptor).st_size
+                # Private and writable: torch warns of memory it may not write.
+                access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+                self._maps[file] = memoryview(mmap.mmap(descriptor, 0, *access) if size else b"")
+            finally:
+                os.close(descriptor)
+
+    def read(self, file: str, offset: int, length: int) -> memoryview:
+        """Return bytes of a file: mapped, not read.
+
+        Raises:
+            CheckpointError: it has not as many.
+        """
+        self.hold(file)
+        check_range(self.name(file), offset, length, len(self._maps[file]))
+        if length >= _LARGE_BYTES:
+            self._populate(file, offset, length)
+        return self._maps[file][offset : offset + length]
+
+    def _populate(self, file: str, offset: int, length: int) -> None:
+        """Map a stretch at once, where the system can (Linux 5.14), and not page by page as it is touched."""
+        start = offset - offset % mmap.PAGESIZE
+        with suppress(OSError, ValueError):
+            mapped: Any = self._maps[file].obj
+            mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
+
+    def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
+        """Return the checksum of each of some blocks of a file."""
+        descriptor = open_regular(self._inside(file))
+        try:
+            return [checksum_of_block(reader_of(descriptor), *block) for block in blocks]
+        finally:
+            os.close(descriptor)
+
+
+def check_range(name: str, offset: int, length: int, size: int) -> None:
+    """Raise a `CheckpointError` if a file of `size` bytes has not those that are to be read."""
+    if offset < 0 or length < 0 or offset + length > size:
+        raise CheckpointError(f"{name} is damaged: it has {size} bytes, not {length} from {offset} on.")
+
+
+class RemoteFolder:
+    """Files below a URL, by fsspec."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.fs, self.path = file_system(self.url)
+        self._ahead: tuple[str, int, bytes] = ("", 0, b"")
+        self._sizes: dict[str, int] = {}
+
+    def __str__(self) -> str:
+        return self.url
+
+    def name(self, file: str) -> str:
+        """Return what errors call a file of this folder."""
+        return f"{self.url}/{file}"
+
+    def create(self, file: str) -> Writing:
+        """Return a new file; it exists when it is closed."""
+        try:
+            self.fs.makedirs(self.path, exist_ok=True)
+            return Writing(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"There is a file at {self.url}, where a folder is to be saved. Remove it, or save elsewhere."
+            ) from error
+
+    def keep(self, files: set[str]) -> None:
+        """Remove what else is there: files of saves before, one file in place of the folder, and saves that died."""
+        if self.fs.isfile(self.path):  # in an object store it can have the folder's name
+            self.fs.rm_file(self.path)
+        for name in found_at(self.fs, self.path).own:
+            if name not in files:
+                self.fs.rm(f"{self.path}/{name}", recursive=True)
+
+    def size(self, file: str) -> int | None:
+        """Return the size of a file in bytes, `None` if there is none.
+
+        Raises:
+            CheckpointError: its name leads out of the folder.
+        """
+        check_name(self.url, file)
+        if file not in self._sizes:
+            path = f"{self.path}/{file}"
+            if not self.fs.isfile(path):
+                return None
+            self._sizes[file] = int(self.fs.size(path))
+        return self._sizes[file]
+
+    def hold(self, file: str) -> None:
+        """Nothing: the files of another save have other names."""
+
+    def read(self, file: str, offset: int, length: int) -> memoryview:
+        """Return bytes of a file. Some that follow are fetched with them: what is read next lies there mostly.
+
+        Raises:
+            CheckpointError: it has not as many.
+        """
+        check_range(self.name(file), offset, length, self.size(file) or 0)
+        name, start, data = self._ahead
+        if name != file or offset < start or offset + length > start + len(data):
+            start, data = offset, self._read(file, offset, max(length, _AHEAD_BYTES))
+            self._ahead = (file, start, data)
+        return memoryview(bytearray(data[offset - start : offset - start + length]))
+
+    def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
+        """Return the checksum of each of some blocks of a file, of which several are on their way at once."""
+        with ThreadPoolExecutor(_NUM_REQUESTS) as requests:
+            return list(requests.map(lambda block: checksum(self._read(file, *block)), blocks))
+
+    def _read(self, file: str, offset: int, length: int) -> bytes:
+        # By keyword: file systems put different parameters in the second place.
+        data: bytes = self.fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + length)
+        return data
+
+
+def put_file(source: Path, url: str) -> None:
+    """Copy a local file to a URL, in place of what is there.
+
+    Raises:
+        CheckpointError: that is a folder, and no checkpoint.
+    """
+    fs, path = file_system(url)
+    fs.makedirs(path.rpartition("/")[0] or fs.root_marker, exist_ok=True)
+    check_replaceable_at(fs, path, url, folder=False)
+    if not fs.isdir(path):
+        fs.put_file(str(source), path)
+        return
+    beside = f"{path}.{source.name}"
+    fs.put_file(str(source), beside)  # the folder that is there goes when this has succeeded
+    fs.rm(path, recursive=True)
+    fs.mv(beside, path)
+
+
+def get_file(url: str) -> Path | None:
+    """Copy the file at a URL to a temporary one; `None` if it is a folder, or nothing."""
+    fs, path = file_system(url)
+    if not fs.isfile(path):
+        return None
+    descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".copy")
+    os.close(descriptor)
+    fs.get_file(path, name)
+    return Path(name)
+
+
+Folder = LocalFolder | RemoteFolder
+
+
+def folder_at(path: str | Path) -> Folder:
+    """Return the folder at a path or URL."""
+    return RemoteFolder(str(path)) if is_remote(path) else LocalFolder(path)

@@ -1,0 +1,85 @@
+"""Where a checkpoint is, behind a path or a URL, beside which others may be saving; and what it says of itself."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_paral.checkpoint.io.atomic import present
+from lightning_paral.checkpoint.io.storage import (
+    COPY_NAME,
+    LocalFolder,
+    RemoteFolder,
+    folder_at,
+    get_file,
+    is_remote,
+    without_scheme,
+)
+from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
+from lightning_paral.checkpoint.safe_load.archive import check_regular
+from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.errors import CheckpointError, MissingCheckpointError
+
+T = TypeVar("T")
+
+_ATTEMPTS = 10
+
+
+def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]) -> T:
+    """Call `read` with where the checkpoint `path` is, and again if a save replaced it meanwhile. *Collective*.
+
+    `read` is given a local copy of a file behind a URL, for it is mapped: the copy is gone when nothing of it is used
+    any more.
+    """
+    for _ in range(_ATTEMPTS):
+        here, version = ranks.on_first(f"Loading {path}", lambda: _find(path))
+        copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
+        error: CheckpointError | OSError | None = None
+        try:
+            found = read(here if copy is None else copy)
+        except (CheckpointError, OSError) as raised:
+            error = raised
+        finally:
+            if copy is not None:
+                copy.unlink()
+        if ranks.on_first(f"Loading {path}", lambda: _find(path)) == (here, version):
+            if error is None:
+                return found
+            message = COPY_NAME.sub(lambda _: str(path), str(error))  # users know nothing of copies
+            unread = "" if isinstance(error, CheckpointError) else f"{path} cannot be read: "
+            missing = isinstance(error, MissingCheckpointError)
+            raise (MissingCheckpointError if missing else CheckpointError)(unread + message) from error
+    raise CheckpointError(f"{path} is replaced too often: after each attempt to read it, it was another one.")
+
+
+def _find(path: str | Path) -> tuple[str | Path, Any]:
+    """Return where the checkpoint is, and what tells it from another at the same path."""
+    if is_remote(path):
+        return path, None
+    here = present(Path(without_scheme(path)))
+    with suppress(OSError):
+        about = here.stat()
+        return here, (about.st_dev, about.st_ino, about.st_mtime_ns)
+    return here, None
+
+
+def read_manifest(path: str | Path) -> Manifest | None:
+    """Return the manifest of the checkpoint at `path`; `None` if it is of another tool.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
+    """
+    if not is_remote(path) and Path(path).is_file():
+        return extract(path)
+    folder = folder_at(path)
+    if isinstance(folder, LocalFolder) and os.path.lexists(folder.path):
+        check_regular(path, folder.path.stat().st_mode)
+    size = folder.size(FILE_NAME)
+    if size is None:
+        if isinstance(folder, RemoteFolder) or not folder.path.is_dir():
+            raise MissingCheckpointError(f"Checkpoint file not found: {path}. There is no checkpoint at {path}.")
+        return None
+    if size > MAX_BYTES:
+        raise CheckpointError(f"{folder.name(FILE_NAME)} is damaged or hostile: it has {size} bytes.")
+    return Manifest.from_json(bytes(folder.read(FILE_NAME, 0, size)).decode(errors="replace"), folder.name(FILE_NAME))

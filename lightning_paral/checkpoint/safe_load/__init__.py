@@ -1,0 +1,1 @@
+"""Loading pickles without running code from them."""

@@ -1,0 +1,100 @@
+"""A module's own `state_dict` and `load_state_dict`: called as Lightning calls them, whatever ranks hold."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torchmetrics import Metric
+
+from lightning_paral.checkpoint.state.load_hooks import run_own_load_hooks, without_load_hooks
+from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.torch.state_dicts import loading_by, saving_by, versions_in
+from lightning_paral.errors import CheckpointError
+
+
+def saves_its_own(module: Module) -> bool:
+    """Whether `module` or a part of it has a `state_dict` of its own."""
+    return any(
+        type(part).state_dict is not Module.state_dict and not isinstance(part, Metric) for part in module.modules()
+    )
+
+
+def loads_its_own(module: Module) -> bool:
+    """Whether `module` has a `load_state_dict` of its own; torch calls no part's."""
+    return type(module).load_state_dict is not Module.load_state_dict
+
+
+def own_state_dict(module: Module, held: Callable[[Parameter], Tensor]) -> dict[str, Any]:
+    """Return `module.state_dict()` with `held(parameter)` in place of each parameter.
+
+    Overrides can add, rename and delete entries. What they compute with the tensors has to work on parts of them.
+
+    Raises:
+        CheckpointError: it returned something else than a dict with names.
+    """
+
+    def save(part: Module, own: Callable[..., Any], destination: Any, prefix: str, _: Any) -> None:
+        before = set(destination)
+        own(destination, prefix, True)
+        for name in destination.keys() - before:
+            value = destination[name]
+            if isinstance(value, Parameter):
+                destination[name] = held(value)
+            elif isinstance(value, Tensor):
+                destination[name] = value.detach()
+
+    with saving_by(module, save):
+        state = module.state_dict()
+    if not isinstance(state, Mapping) or any(not isinstance(name, str) for name in state):
+        raise CheckpointError(
+            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, not a dict of tensors by name, "
+            "which a checkpoint has to have. Return one."
+        )
+    return dict(state) if versions_in(state) is None else state
+
+
+def load_its_own(
+    module: Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+    left_out: Collection[str],
+    fill: Callable[[Parameter, Tensor], bool],
+) -> None:
+    """Call `module.load_state_dict(state_dict, strict=strict)`, and let `fill` load the tensors that it can.
+
+    Args:
+        module: has a `load_state_dict` of its own.
+        state_dict: as it was saved.
+        strict: passed on.
+        left_out: names that may be absent.
+        fill: puts a tensor into a parameter and returns `True`, or `False` for one that torch can load.
+
+    Raises:
+        RuntimeError: names or shapes do not fit, as `Module.load_state_dict` raises it.
+    """
+    filled = set()
+
+    def load(part: Module, own: Callable[..., Any], state: Any, prefix: str, about: Any, *rest: Any) -> None:
+        run_own_load_hooks(part, state, prefix, about, *rest)
+        missing, errors = rest[1], rest[3]
+        done = set()
+        for name, parameter in own_parameters(part).items():
+            saved = state.get(prefix + name)
+            if parameter is None or not isinstance(saved, Tensor):
+                continue
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if tuple(saved.shape) != shape:
+                errors.append(f"{prefix + name} has shape {tuple(saved.shape)}, and in the module {shape}.")
+                done.add(prefix + name)
+            elif id(parameter) in filled or fill(parameter, saved):
+                filled.add(id(parameter))
+                done.add(prefix + name)
+        with without_load_hooks(part, recurse=False):
+            own({name: value for name, value in state.items() if name not in done}, prefix, about, *rest)
+        missing[:] = [name for name in missing if name not in done and name not in left_out]
+
+    with loading_by(module, load), torch.no_grad():
+        module.load_state_dict(state_dict, strict=strict)

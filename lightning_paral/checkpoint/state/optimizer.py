@@ -1,0 +1,220 @@
+"""Optimizer state by the names of parameters, so that order, grouping and division do not matter."""
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.checkpoint.io.host_memory import fresh_like
+from lightning_paral.checkpoint.lazy_tensor import read_into, read_whole
+from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.errors import CheckpointError
+
+State = dict[str, Any]
+"""What `Optimizer.state_dict` returns, with the parameters' names as `param_names` in each group."""
+
+
+BESIDE_KEY = "lightning_paral.optimizers"
+"""Where a folder holds what optimizers save beside what all optimizers do."""
+
+_REMEDY = (
+    "Return the same parameters in the same groups from configure_optimizers, or leave the optimizer's state out by "
+    "CheckpointOptions(restore_optimizer=False)."
+)
+
+
+def group_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """Return the name of each parameter of each group; made up for those that are not the module's."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [names.get(id(parameter), f"unnamed.{g}.{n}") for n, parameter in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group says, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def state_of(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> State:
+    """Return the state of an optimizer over whole parameters or DTensors; tensors are not copied."""
+    state = {"state": {}, "param_groups": []} | optimizer.state_dict()  # Lightning's stand-in for none has neither
+    for group, of_group in zip(state["param_groups"], names, strict=True):
+        group["param_names"] = list(of_group)
+    return state
+
+
+def by_name(state: State, names: Sequence[Sequence[str]] | None = None) -> State:
+    """Return `state` with parameters by name instead of number, as Distributed Checkpoints have it.
+
+    Args:
+        state: as `Optimizer.state_dict` returns it, or by name already.
+        names: for state of other tools, which number parameters: the names in their order, by group.
+
+    Raises:
+        CheckpointError: the numbers are not those of `names`.
+    """
+    groups = state.get("param_groups", [])
+    if all(isinstance(key, str) for group in groups for key in group["params"]):
+        return {"state": dict(state.get("state", {})), "param_groups": [dict(group) for group in groups]}
+    if names is None or any("param_names" in group for group in groups):
+        names = [group["param_names"] for group in groups]
+    if [len(group["params"]) for group in groups] != [len(of_group) for of_group in names]:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has groups of {[len(group['params']) for group in groups]} parameters without "
+            f"names, and this one groups of {[len(of_group) for of_group in names]}. {_REMEDY}"
+        )
+    name_of = {
+        number: name
+        for group, of_group in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], of_group, strict=True)
+    }
+    return {
+        "state": {name_of[number]: value for number, value in state["state"].items()},
+        "param_groups": [
+            hyper_parameters(group) | {"params": list(of_group)} for group, of_group in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def by_number(state: State) -> State:
+    """Return state by name as `Optimizer.state_dict` has it: by number, with names in the groups.
+
+    Distributed Checkpoints leave out empty dicts: the state of plain SGD, or of any optimizer before its first step.
+    """
+    groups: list[dict[str, Any]] = []
+    number_of: dict[str, int] = {}
+    for group in state.get("param_groups", []):
+        numbers = [number_of.setdefault(name, len(number_of)) for name in group["params"]]
+        groups.append(hyper_parameters(group) | {"params": numbers, "param_names": list(group["params"])})
+    return {
+        "state": {number_of[name]: value for name, value in state.get("state", {}).items() if name in number_of},
+        "param_groups": groups,
+    }
+
+
+def beside_state(state: State) -> dict[str, Any]:
+    """Return what an optimizer saves beside what all optimizers do: averages of weights, for instance."""
+    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+
+
+class SavedOptimizer:
+    """The state of one optimizer in a checkpoint, by parameter name.
+
+    Raises:
+        CheckpointError: it is not that of an optimizer over the parameters `names`, by group.
+    """
+
+    def __init__(self, state: State, names: Sequence[Sequence[str]]) -> None:
+        named = by_name(state, names)
+        self.state: dict[str, dict[str, Any]] = named["state"]
+        self._group_of = {name: group for group in named["param_groups"] for name in group["params"]}
+        wanted = {name for of_group in names for name in of_group}
+        missing, unexpected = sorted(wanted - self._group_of.keys()), sorted(self._group_of.keys() - wanted)
+        if missing or unexpected:
+            raise CheckpointError(
+                "The checkpoint's optimizer is one of other parameters. "
+                + listing("Not in the checkpoint", missing)
+                + listing("Only in the checkpoint", unexpected)
+                + _REMEDY
+            )
+
+    def hyper_parameters(self, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """Return what the group of parameters `names` is to say, as far as `group` says anything of it.
+
+        Raises:
+            CheckpointError: the checkpoint has those parameters in groups that say different things.
+        """
+        saved: list[dict[str, Any]] = []
+        for name in names:
+            of_name = {key: _plain(value) for key, value in hyper_parameters(self._group_of[name]).items()}
+            if of_name not in saved:
+                saved.append(of_name)
+        if len(saved) > 1:
+            raise CheckpointError(
+                "Parameters that are in one group of the optimizer have different hyper-parameters in the checkpoint: "
+                f"{saved[0]} and {saved[1]}. {_REMEDY}"
+            )
+        ours = hyper_parameters(group)
+        found = {key: value for key, value in (saved[0] if saved else {}).items() if key in ours or key == "initial_lr"}
+        return ours | found
+
+
+def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: State) -> None:
+    """Give an optimizer over whole parameters or DTensors its saved state; each rank reads only its part.
+
+    Raises:
+        CheckpointError: it is the state of another optimizer.
+    """
+    checkpoint = SavedOptimizer(saved, names)
+    state: dict[int, dict[str, Any]] = {}
+    groups, number = [], 0
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        numbers = list(range(number, number + len(of_group)))
+        groups.append(checkpoint.hyper_parameters(group, of_group) | {"params": numbers})
+        for parameter, name in zip(group["params"], of_group, strict=True):
+            found = checkpoint.state.get(name)
+            if found is not None:
+                state[number] = {key: _restored(key, value, parameter) for key, value in found.items()}
+            number += 1
+    beside = tree_map_only(Tensor, _copied, beside_state(saved))
+    optimizer.load_state_dict(beside | {"state": state, "param_groups": groups})
+
+
+def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
+    """Move the state of each parameter to that parameter's device, if loading has not.
+
+    Step counters stay where the optimizer put them: on the host, or on the device for fused and capturable optimizers.
+
+    Args:
+        optimizer: any optimizer; its state need not be one dict per parameter.
+        otherwise: device for state that belongs to no parameter.
+    """
+    for owner, state in optimizer.state.items():
+        device = owner.device if isinstance(owner, Tensor) else otherwise
+        if not isinstance(state, MutableMapping):
+            optimizer.state[owner] = apply_to_collection(state, Tensor, move_data_to_device, device, allow_frozen=True)
+            continue
+        for key, value in state.items():
+            if key != "step":
+                state[key] = move_data_to_device(value, device)
+
+
+def _restored(key: str, value: Any, parameter: Parameter) -> Any:
+    if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
+        return tree_map_only(Tensor, _copied, value)
+    target = _memory_for(parameter.detach())
+    read_into(value, target)
+    return target
+
+
+def _copied(value: Tensor) -> Tensor:
+    return read_whole(value).clone()
+
+
+def _memory_for(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        local = _memory_for(parameter.to_local())
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
+    return fresh_like(parameter) if on_host else torch.empty_like(parameter)
+
+
+def _plain(value: Any) -> Any:
+    return read_whole(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def listing(title: str, names: Sequence[str]) -> str:
+    """Return a sentence with names, the first of many."""
+    if not names:
+        return ""
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"{title}: {', '.join(names[:12])}{more}. "

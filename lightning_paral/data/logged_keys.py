@@ -1,0 +1,192 @@
+"""What `self.log(..., sync_dist=True)` reduces over ranks, checked to be the same key on all of them."""
+
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral.compat.lightning.results import ResultCollection
+from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.data.delayed_read import ReadLater
+from lightning_paral.errors import ConfigurationError
+
+_LARGEST_SUM = 2**23
+"""Sums of marks stay below, so that they are exact in fp32."""
+
+_TELL_SECONDS = 5.0
+
+
+class CheckedReduce:
+    """Reduces the values logged under one key, and with them two marks of the key: no collective more than without.
+
+    Lightning reduces in the order in which a rank logs. Where ranks log different keys, values of different metrics
+    would be averaged, and nobody would know.
+
+    Args:
+        key: hook and name, as Lightning numbers what is logged.
+        reduce: the strategy's.
+    """
+
+    def __init__(self, key: str, reduce: Callable[..., Any]) -> None:
+        self.key = key
+        self._reduce = reduce
+        self._marks: dict[tuple[Any, ...], Tensor] = {}
+        self._wrong: Tensor | None = None
+        self._on_its_way: ReadLater | None = None
+
+    def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
+        """Return `value` reduced over `group`. *Collective*.
+
+        Raises:
+            ConfigurationError: another rank reduces another key; on CUDA it is raised by a later `check`.
+        """
+        if not isinstance(value, Tensor) or not dist.is_initialized():
+            return value
+        marks = self._marks_for(value, reduce_op, group)
+        try:
+            reduced = self._reduce(torch.cat([value.reshape(-1), marks]), reduce_op=reduce_op, group=group)
+        except RuntimeError as error:
+            error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {_EVERY_RANK}",)
+            raise
+        own = marks if reduce_op != "sum" else marks * dist.get_world_size(group)
+        wrong = (reduced[-2:] != own).any()
+        if can_be_read_at_once(value):
+            if wrong:
+                raise self._error(group)
+        else:
+            self._wrong = wrong if self._wrong is None else self._wrong | wrong
+        return reduced[:-2].reshape(value.shape)
+
+    def check(self, *, wait: bool) -> None:
+        """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
+
+        Args:
+            wait: wait for all results, in place of checking only those that have arrived. Waiting in each step would
+                stall the device.
+        """
+        while self._wrong is not None or self._on_its_way is not None:
+            if self._on_its_way is None:
+                assert self._wrong is not None
+                self._on_its_way, self._wrong = ReadLater(self._wrong), None
+            if not (wait or self._on_its_way.has_arrived):
+                return
+            found, self._on_its_way = self._on_its_way, None
+            if found.read():
+                raise self._error(None)
+
+    @property
+    def _name(self) -> str:
+        return self.key.split(".", 1)[-1]
+
+    def _marks_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
+        how = (value.device, value.dtype, reduce_op, group)
+        if how not in self._marks:
+            largest = _LARGEST_SUM // dist.get_world_size(group)
+            digests = [zlib.crc32(salt + f"{self.key} {reduce_op}".encode()) % largest for salt in (b"1", b"2")]
+            if reduce_op in ("max", "min"):
+                digests = [digests[0], -digests[0]]  # the largest and the smallest
+            self._marks[how] = torch.tensor(digests, dtype=value.dtype, device=value.device)
+        return self._marks[how]
+
+    def _error(self, group: Any) -> ConfigurationError:
+        others = _tell(self.key, group)
+        also = "; ".join(f"rank {rank} logged {key!r}" for rank, key in others.items())
+        return ConfigurationError(
+            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True while another rank logged another key"
+            f"{f': {also}' if also else ''}. Their values would be averaged with each other. {_EVERY_RANK}"
+        )
+
+
+_EVERY_RANK = (
+    "Every rank has to log the same keys with sync_dist=True, in the same order. Log what only some ranks have with "
+    "sync_dist=False, or log a torchmetrics metric, which every rank has."
+)
+
+
+def can_be_read_at_once(value: Tensor) -> bool:
+    """Whether results computed from `value` can be read without waiting for its device."""
+    return value.device.type == "cpu"
+
+
+class CheckedResults(ResultCollection):
+    """Lightning's results, with each key reduced by its `CheckedReduce`."""
+
+    def __init__(self, training: bool = True) -> None:
+        super().__init__(training)
+        self._reduces: dict[tuple[str, Any], CheckedReduce] = {}
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, sync_dist_fn: Any = None, **options: Any) -> None:
+        """Add a value to what is logged under a key."""
+        if sync_dist_fn is not None:
+            with_index = options.get("add_dataloader_idx", True) and self.dataloader_idx is not None
+            key = f"{fx}.{name}.{self.dataloader_idx}" if with_index else f"{fx}.{name}"
+            options["sync_dist_fn"] = self.reduce_for(key, sync_dist_fn)
+        super().log(fx, name, value, *args, **options)
+
+    def reduce_for(self, key: str, reduce: Callable[..., Any]) -> CheckedReduce:
+        """Return what reduces the values of `key`: always the same, for Lightning compares it."""
+        where = (key, getattr(reduce, "__self__", reduce))
+        if where not in self._reduces:
+            self._reduces[where] = CheckedReduce(key, reduce)
+        return self._reduces[where]
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return what callbacks, loggers and the progress bar get."""
+        found = super().metrics(on_step)
+        for reduce in self._reduces.values():
+            reduce.check(wait=not on_step)
+        return found
+
+    def check_keys(self) -> None:
+        """Check that all ranks are about to reduce the same keys. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: they are not; names keys and ranks.
+        """
+        keys = [
+            key
+            for key, metric in self.valid_items()
+            if metric.meta.on_epoch
+            and not metric.meta.sync.rank_zero_only
+            and metric.meta.sync.group is None
+            and (metric.meta.sync.should or not metric.is_tensor)
+        ]
+        digests = _gather(zlib.crc32(repr(keys).encode()))
+        if len(set(digests)) == 1:
+            return
+        by_rank = _gather(keys)
+        every = dict.fromkeys(key for keys in by_rank for key in keys)
+        partial = [
+            f"{key!r} only by rank {', '.join(str(rank) for rank, keys in enumerate(by_rank) if key in keys)}"
+            for key in every
+            if not all(key in keys for keys in by_rank)
+        ]
+        found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[0]} on rank 0"
+        raise ConfigurationError(
+            f"The ranks have not logged the same keys with sync_dist=True in this epoch: {found}. {_EVERY_RANK}"
+        )
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _tell(key: str, group: Any) -> dict[int, str]:
+    """Return the other keys of ranks that find the same, as far as they say so in time."""
+    store: Any = default_store()
+    ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+    # Counted, as the store may still hold what was told in another fit.
+    count = store.add(f"lightning_paral/logged/{dist.get_rank()}", 1)
+    keys = {rank: f"lightning_paral/logged/{rank}/{count}" for rank in ranks}
+    store.set(keys[dist.get_rank()], key)
+    with suppress(dist.DistError, RuntimeError):
+        store.wait(list(keys.values()), timedelta(seconds=_TELL_SECONDS))
+    told = {rank: store.get(each).decode() for rank, each in keys.items() if store.check([each])}
+    return {rank: other for rank, other in told.items() if other != key}

@@ -1,0 +1,147 @@
+"""What `self.log` collects in evaluation, joined over ranks of which some had fewer samples, or none."""
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_paral.compat.lightning.metrics import count_as_updated, set_computed, states_of
+from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
+from lightning_paral.data.logged_keys import CheckedResults
+
+_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a rank has under one key; travels to the others."""
+
+    key: str
+    logged: dict[str, Any]
+    reduction: str
+    dataloader_idx: int | None
+    metric_attribute: str | None
+    sync: bool
+    rank_zero_only: bool
+    value: Tensor | None
+    """A logged tensor's sum, or extreme, over this rank's batches, on CPU; `None` for a torchmetrics metric."""
+    num_samples: int
+
+
+class EvaluationResults(CheckedResults):
+    """Lightning's results with another end: one exchange, in which every rank takes part whatever it has logged.
+
+    Lightning reduces key by key. A rank without a batch has no keys, and the others would wait for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(training=False)
+        self.alone = False
+        """Whether some rank has no batch in this step: what is synchronised per step stays this rank's own then."""
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Add a value to what is logged under `key`."""
+        sync = self[key].meta.sync
+        if not (self.alone and sync.should):
+            super().update_metrics(key, value, batch_size)
+            return
+        sync.should = False
+        try:
+            super().update_metrics(key, value, batch_size)
+        finally:
+            sync.should = True
+
+    def exchange(self, module: LightningModule) -> None:
+        """Compute what is logged per epoch, over all ranks. *Collective* over the world."""
+        ours = [_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
+        states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (ours, states))
+        _type_empty_states(module, [of_rank for _, of_rank in gathered])
+        by_rank = [{entry.key: entry for entry in entries} for entries, _ in gathered]
+        for key in dict.fromkeys(key for entries in by_rank for key in entries):
+            self._join(key, [entries.get(key) for entries in by_rank], module)
+
+    def _join(self, key: str, entries: list[_Entry | None], module: LightningModule) -> None:
+        present = [entry for entry in entries if entry is not None]
+        entry = present[0]
+        metric = self.get(key)
+        if metric is None or metric.has_reset:
+            if entry.rank_zero_only:
+                return
+            metric = self[key] = self._revive(entry, module, metric)
+            if not entry.sync and entry.value is not None:
+                # Not synchronised, and nothing of its own: a rank needs some figure to monitor.
+                set_computed(metric, _reduce([entry]).to(module.device))
+        self[key] = self.pop(key)  # torchmetrics are computed, collectively, in the order of the keys
+        if entry.value is None or not entry.sync or entry.rank_zero_only:
+            return
+        group = metric.meta.sync.group
+        ranks = range(len(entries)) if group is None else dist.get_process_group_ranks(group)
+        if dist.get_rank() in ranks:
+            reduced = _reduce([each for r in ranks if (each := entries[r]) is not None])
+            set_computed(metric, reduced.to(module.device))
+
+    def _revive(self, entry: _Entry, module: LightningModule, metric: ResultMetric | None) -> ResultMetric:
+        """Make what this rank would have under a key, had it logged what the others have."""
+        if metric is None:
+            logged = entry.logged | {"reduce_fx": entry.reduction, "dataloader_idx": entry.dataloader_idx}
+            meta = Metadata(**logged, metric_attribute=entry.metric_attribute)
+            meta.sync = make_sync(self.reduce_for(entry.key, module.trainer.strategy.reduce), should=entry.sync)
+            metric = ResultMetric(meta, is_tensor=entry.value is not None)
+        if entry.value is None:
+            assert entry.metric_attribute is not None
+            metric.value = attrgetter(entry.metric_attribute)(module)
+            set_computed(metric, None)
+        count_as_updated(metric)  # other ranks' updates are merged into it: no warning
+        metric.has_reset = False
+        return metric
+
+
+def _entry(key: str, metric: ResultMetric) -> _Entry:
+    meta = metric.meta
+    return _Entry(
+        key=key,
+        logged={name: getattr(meta, name) for name in _LOGGED},
+        reduction=meta.reduce_fx.__name__,
+        dataloader_idx=meta.dataloader_idx,
+        metric_attribute=meta.metric_attribute,
+        sync=meta.sync.should,
+        rank_zero_only=meta.sync.rank_zero_only,
+        value=metric.value.detach().cpu() if metric.is_tensor else None,
+        num_samples=int(metric.cumulated_batch_size) if metric.is_tensor and meta.is_mean_reduction else 0,
+    )
+
+
+def _reduce(entries: list[_Entry]) -> Tensor:
+    values = torch.stack([entry.value for entry in entries if entry.value is not None])
+    reduction = entries[0].reduction
+    if reduction in ("max", "min"):
+        extreme: Tensor = getattr(torch, reduction)(values)
+        return extreme
+    total = values.double().sum()
+    if reduction == "mean":
+        total = total / sum(entry.num_samples for entry in entries)
+    return total.to(values.dtype)
+
+
+def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape behind the first dimension of what a metric collects in lists, as far as it has any."""
+    filled = {name: state[0] for name, state in states_of(metric).items() if isinstance(state, list) and state}
+    return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}
+
+
+def _type_empty_states(module: LightningModule, of_ranks: list[dict[str, Any]]) -> None:
+    # torchmetrics gathers an empty list as an empty fp32 vector, whatever the others gather.
+    for name, metric in module.named_modules():
+        if not isinstance(metric, Metric):
+            continue
+        for of_rank in of_ranks:
+            for state, (dtype, shape) in of_rank.get(name, {}).items():
+                if getattr(metric, state) == []:
+                    setattr(metric, state, [torch.empty(0, *shape, dtype=dtype, device=metric.device)])

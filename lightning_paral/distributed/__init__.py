@@ -1,0 +1,1 @@
+"""Ranks: who is what, process groups, launching, agreement, random states and failures."""

@@ -1,0 +1,80 @@
+"""Lightning's subprocess launcher, with the port checked before any process starts and none left behind on failure."""
+
+import atexit
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+
+from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
+from lightning_paral.distributed.process_group import check_port_is_free
+
+_GRACE_SECONDS = 10.0  # for the other ranks to report what they failed of
+log = logging.getLogger(__name__)
+
+
+class CheckedSubprocessLauncher(SubprocessScriptLauncher):
+    """Starts one process per further local rank by running the user's script again.
+
+    Args:
+        cluster_environment, num_processes, num_nodes: as Lightning's launcher takes them.
+        check: called with the Trainer before any process is started; raises if the run would fail in every process.
+    """
+
+    _children: "Sequence[subprocess.Popen[Any]]" = ()
+    """Processes of a run that failed in this process."""
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        check: Callable[[Trainer], None] | None = None,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._check = check
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other local ranks, then call `function` in this one.
+
+        Raises:
+            ConfigurationError: rank 0 is to be on this host and MASTER_PORT is taken, or options do not fit the module.
+        """
+        environment = self.cluster_environment
+        if not environment.creates_processes_externally and environment.node_rank() == 0:
+            check_port_is_free(environment)
+            if trainer is not None and self._check is not None:
+                self._check(trainer)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            # Lightning's observer kills this process as soon as another one fails. But this process still has to report
+            # its error, and perhaps to save a checkpoint together with the others. If the script catches the error,
+            # they may even go on together, so the others are not ended before this process exits.
+            if self.procs:
+                self._children, self.procs[:] = list(self.procs), []
+                atexit.register(self._end_children)
+            raise
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the processes this launcher started."""
+        for process in (*self.procs, *self._children):
+            process.send_signal(signum)
+
+    def _end_children(self) -> None:
+        """Wait a little for the processes this launcher started, then end those that are left."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
+            for process in self._children:
+                if end is not None and process.poll() is None:
+                    log.info("Ending process %d, which outlived the failure of local rank 0.", process.pid)
+                    end(process)
+            for process in self._children:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            deadline = time.monotonic() + 1.0

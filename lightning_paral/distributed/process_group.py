@@ -1,0 +1,300 @@
+"""The default process group: which backend, joined or made, bound to which device, and how long it stays."""
+
+import atexit
+import hashlib
+import os
+import re
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_paral.compat.torch.aborting import abort_all
+from lightning_paral.compat.torch.process_groups import is_alive
+from lightning_paral.distributed.forked import protect_inherited_objects
+from lightning_paral.errors import ConfigurationError, ProcessGroupError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_PORT_IN_USE = ("EADDRINUSE", "address already in use")
+_TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective operation timeout")
+
+# Rank 0's store outlives the groups made through it: a rank that begins its next fit early would otherwise connect to
+# the store of the fit before, which rank 0 is about to close. Keyed by its address; counts the groups made through it.
+_stores: dict[tuple[str, int, int, int], tuple[Store, int]] = {}
+
+
+_EXIT_PATIENCE = timedelta(seconds=2)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A default group that was made here, and its settings: a later run with the same settings uses it again."""
+
+    group: dist.ProcessGroup
+    store: Store
+    backend: str
+    device: torch.device
+    timeout: timedelta
+
+
+_made: _Made | None = None
+_host_group: dist.ProcessGroup | None = None
+"""A group for host tensors, if the default group was made elsewhere and carries CUDA tensors only."""
+
+
+def made_group() -> dist.ProcessGroup | None:
+    """Return the default process group if it was made by `join_process_group`, else `None`."""
+    current = dist.is_initialized() and _made is not None and dist.group.WORLD is _made.group
+    return _made.group if _made is not None and current else None
+
+
+def release_process_group(*, after_failure: bool = False) -> None:
+    """Destroy the default process group, and all others with it, if it was made here.
+
+    Args:
+        after_failure: whether ranks have failed, so that others may not get here: abort NCCL communicators, since
+            destroying them waits for all ranks.
+    """
+    global _made, _host_group
+    if made_group() is not None:
+        if after_failure and _made is not None and "nccl" in _made.backend:
+            abort_all()
+        else:
+            dist.destroy_process_group()
+    _made, _host_group = None, None
+
+
+def _release_at_exit() -> None:
+    if _made is not None and made_group() is not None and "nccl" in _made.backend:
+        # NCCL's watchdogs ask rank 0's store every second, and print long errors if it ends before they do.
+        rank, others = dist.get_rank(), range(1, dist.get_world_size())
+        with suppress(dist.DistError, RuntimeError):
+            if rank == 0 and others:
+                _made.store.wait([f"exit/{other}" for other in others], _EXIT_PATIENCE)
+            dist.destroy_process_group()
+            if rank > 0:
+                _made.store.set(f"exit/{rank}", "")
+        return
+    release_process_group()
+
+
+def backend_for(device: torch.device, requested: str | None = None) -> str:
+    """Return the backend for tensors on `device` that also carries CPU tensors and objects.
+
+    It is `requested`, with gloo for CPU tensors if it does not carry them: `"nccl"` becomes `"cuda:nccl,cpu:gloo"`.
+
+    Raises:
+        ConfigurationError: a backend that this build of torch lacks or that cannot carry tensors of `device`.
+    """
+    backend = requested or ("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
+    by_device = dict(part.split(":", 1) for part in backend.split(",")) if ":" in backend else {device.type: backend}
+    for name in by_device.values():
+        if not dist.is_backend_available(name):
+            built = [known for known in ("gloo", "nccl", "xccl", "ucc", "mpi") if dist.is_backend_available(known)]
+            raise ConfigurationError(
+                f"process_group_backend={backend!r} needs {name!r}, which this build of torch does not have. "
+                f"It has: {', '.join(built)}."
+            )
+    if device.type not in by_device or (by_device[device.type] == "nccl" and device.type != "cuda"):
+        raise ConfigurationError(
+            f"process_group_backend={backend!r} cannot carry tensors on {device.type!r}. "
+            f"Leave it out to get {backend_for(device)!r}."
+        )
+    if ":" in backend:
+        return backend if "cpu" in by_device else f"{backend},cpu:gloo"
+    carried = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    return backend if "cpu" in carried else f"{device.type}:{backend},cpu:gloo"
+
+
+def check_device(device: torch.device) -> None:
+    """Raise a `ConfigurationError` if this process is to use a device that does not exist or cannot form a group."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"lightning_paral trains on CPU and CUDA, but the accelerator gave {str(device)!r}, for which "
+            "torch.distributed has no backend. Set `accelerator='cpu'` or `accelerator='gpu'` on a CUDA machine."
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"This rank is to use {device}, but it sees {torch.cuda.device_count()} CUDA device(s). "
+            "Lower `devices`, or check CUDA_VISIBLE_DEVICES."
+        )
+
+
+def check_local_rank(local_rank: int, num_devices: int) -> None:
+    """Raise a `ConfigurationError` if more processes were started on this host than the Trainer has devices."""
+    if local_rank >= num_devices:
+        raise ConfigurationError(
+            f"This process was started as local rank {local_rank}, but Trainer(devices=...) gives this host "
+            f"{num_devices} device(s). Start {num_devices} per host or set devices={local_rank + 1} or more."
+        )
+
+
+def check_port_is_free(environment: ClusterEnvironment) -> None:
+    """Raise a `ConfigurationError` if rank 0, about to be started on this host, could not listen on MASTER_PORT."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", environment.main_port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"MASTER_PORT={environment.main_port} cannot be listened on: {error.strerror}. Another run may be "
+                "using it. Choose a free port, or unset MASTER_PORT to have one chosen."
+            ) from None
+
+
+def join_process_group(
+    environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
+) -> None:
+    """Join the default process group if there is one, else make it with all ranks. *Collective* over the world.
+
+    It stays after the run, as under Lightning's `ddp`, and is destroyed when the process ends. One that an earlier run
+    made is used again if this run would make the same, and is replaced otherwise; one made elsewhere is never touched.
+
+    Args:
+        environment: says who this rank is, how many there are and where rank 0 listens.
+        device: this rank's device. With several ranks on CUDA, the group is bound to it, so that NCCL initializes
+            eagerly and barriers use this device.
+        backend: what `torch.distributed.init_process_group` takes; chosen from `device` if `None`.
+        timeout: how long to wait for other ranks, here and in every operation of the group.
+
+    Raises:
+        ConfigurationError: a group exists but is not the one the Trainer describes, or the port is taken.
+        ProcessGroupError: not all ranks arrived in time.
+    """
+    protect_inherited_objects()
+    rank, world_size = environment.global_rank(), environment.world_size()
+    global _made
+    if made_group() is None and dist.is_initialized():
+        _check_fits(rank, world_size)
+        _complete_with_host_group(timeout)
+        return
+    backend = backend_for(device, backend)
+    if made_group() is not None and _made is not None:
+        same_ranks = (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+        if same_ranks and (_made.backend, _made.device, _made.timeout) == (backend, device, timeout):
+            return
+        release_process_group()
+    address, port = environment.main_address, environment.main_port
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    try:
+        store = _next_store(address, port, rank, world_size, timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            # NCCL then initializes eagerly and splits later groups from this one, which can fail with a single rank:
+            # https://github.com/deepspeedai/DeepSpeed/issues/8248
+            device_id=device if device.type == "cuda" and world_size > 1 else None,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise _explained(error, rank, world_size, address, port, timeout) from error
+    group = dist.group.WORLD
+    assert group is not None
+    _made = _Made(group, store, backend, device, timeout)
+    atexit.unregister(_release_at_exit)
+    atexit.register(_release_at_exit)  # runs before functions registered earlier: the group may depend on what they end
+
+
+def carries_host_tensors(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `group`, by default the group of all ranks, has a backend for host tensors."""
+    return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for host tensors; `None` means the default group, if that carries them."""
+    return _host_group if is_alive(_host_group) and not carries_host_tensors() else None
+
+
+def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that carries `tensor`; `None` means the default group."""
+    return host_group() if tensor.device.type == "cpu" else None
+
+
+def check_carries_host_tensors(option: str) -> None:
+    """Raise a `ConfigurationError` if the default group cannot carry the host tensors that `option` leads to."""
+    if dist.get_world_size() > 1 and not carries_host_tensors():
+        raise ConfigurationError(
+            f"{option} reduces gradients on the host, but the process group, made before the run, carries CUDA tensors "
+            f"only (backend {dist.get_backend_config()!r}). Make it by init_process_group('cuda:nccl,cpu:gloo'), or "
+            "let the strategy make the group."
+        )
+
+
+def _complete_with_host_group(timeout: timedelta) -> None:
+    """Make a group for host tensors if the default group carries none. *Collective* in that case."""
+    global _host_group
+    if not carries_host_tensors() and not is_alive(_host_group):
+        _host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def is_first_to_say(message: str) -> bool:
+    """Whether this process is the first of its host to ask this for `message`; true where others cannot be asked."""
+    if not _stores:
+        return True
+    said = re.sub(r"\brank \d+", "rank", message)
+    me = str(os.getpid())
+    key = f"lightning_paral/said/{socket.gethostname()}/{hashlib.sha256(said.encode()).hexdigest()}"
+    try:
+        store, _ = list(_stores.values())[-1]
+        store.set_timeout(timedelta(seconds=5))
+        return bool(store.compare_set(key, "", me) == me.encode())
+    except (dist.DistError, RuntimeError):  # the rank that serves the store has ended
+        return True
+
+
+def name_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
+    """Where `error` says that a collective timed out, add to its message which timeout passed and how to set it."""
+    message = str(error)
+    if error.args and any(sign in message for sign in _TIMED_OUT) and option not in message:
+        error.args = (
+            f"{message}\nA collective did not finish within timeout={timeout}, set by `{option}`: some rank failed, "
+            "hangs, or took longer. Look for the first error among all ranks; if one is just slow, raise the timeout.",
+            *error.args[1:],
+        )
+
+
+def _check_fits(rank: int, world_size: int) -> None:
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ConfigurationError(
+            f"A process group exists in which this process is rank {dist.get_rank()} of {dist.get_world_size()}, but "
+            f"the Trainer's devices and num_nodes make it rank {rank} of {world_size}. Make them agree, or leave it "
+            "to the strategy to make the group."
+        )
+
+
+def _next_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a fresh namespace in the store of the run, made at first use. Rank 0 listens, unless torchrun does."""
+    key = (address, port, rank, world_size)
+    if key in _stores:
+        store, num_groups = _stores[key]
+    else:
+        url = f"tcp://{address}:{port}" if ":" not in address else f"tcp://[{address}]:{port}"
+        store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
+        num_groups = 0
+    store.set_timeout(timeout)
+    _stores[key] = (store, num_groups + 1)
+    return PrefixStore(
+        f"lightning_paral/{world_size}/{num_groups}", store
+    )  # runs of several world sizes may share a server
+
+
+def _explained(error: Exception, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Exception:
+    message = str(error)
+    if any(sign in message for sign in _PORT_IN_USE):
+        return ConfigurationError(
+            f"Rank 0 cannot listen on MASTER_PORT={port}: it is in use on {address}. Choose a free port."
+        )
+    return ProcessGroupError(
+        f"Rank {rank} of {world_size} could not join the others at MASTER_ADDR={address}, MASTER_PORT={port} "
+        f"(timeout={timeout}): {message}\nCheck that all {world_size} ranks were started, that they reach this "
+        "address, and, where a host has several interfaces, that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the "
+        "right one."
+    )

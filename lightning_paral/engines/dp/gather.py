@@ -1,0 +1,132 @@
+"""Putting together what the replicas return."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_paral.engines.dp.scatter import has_tensors, is_named_tuple
+from lightning_paral.errors import ConfigurationError
+
+
+def weigh(values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
+    """Return the mean of `values` (tensors or numbers) by `weights`, tensors on `device`, summed in order.
+
+    Differentiable. With sub-batch sizes for weights, the mean of the replicas' mean losses is the mean loss of the
+    whole batch.
+    """
+    total = sum(weights)
+    if len(values) == 1 or total == 0:
+        return _on(values[0], device)
+    mean = _on(values[0], device) * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean = mean + _on(value, device) * (weight / total)
+    return mean
+
+
+def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
+    """Return what `training_step` would have returned for the whole batch: its loss weighed, the rest gathered.
+
+    Replicas that returned `None`, to skip, are left out; the others weigh as if the batch were theirs alone.
+
+    Raises:
+        ConfigurationError: the replicas returned values of different kinds.
+    """
+    kept = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+    if not kept:
+        return None
+    values, sizes = [output for output, _ in kept], [size for _, size in kept]
+    if all(isinstance(value, Tensor) for value in values):
+        return weigh(values, sizes, device)
+    gathered = gather(values, sizes, device)
+    if isinstance(gathered, Mapping) and all(isinstance(value.get("loss"), Tensor) for value in values):
+        gathered["loss"] = weigh([value["loss"] for value in values], sizes, device)  # type: ignore[index]
+    return gathered
+
+
+def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
+    """Return what one process would have returned for the whole batch, with tensors on `device`.
+
+    Tensors of one dimension or more are concatenated along the first, in the order of the samples, as are lists with an
+    item for each sample. Floating-point scalars are taken for means over the samples, and averaged; whole numbers for
+    counts, and added. Mappings, lists and tuples are gathered item by item. Of anything else, the first replica's.
+
+    Args:
+        outputs: what each replica returned, in order.
+        sizes: how many samples each replica had.
+        device: where gathered tensors go.
+
+    Raises:
+        ConfigurationError: the replicas returned values of different kinds, or mappings with different keys.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if len({type(output) for output in outputs}) > 1:
+        raise ConfigurationError(
+            "The replicas of paral_dp returned values of different kinds from one step: "
+            f"{', '.join(type(output).__name__ for output in outputs)}. Return the same kind for every batch, or use "
+            "paral_ddp."
+        )
+    if isinstance(first, Tensor):
+        return _gather_tensors(outputs, sizes, device)
+    if isinstance(first, Mapping):
+        if any(output.keys() != first.keys() for output in outputs):
+            raise ConfigurationError(
+                f"The replicas of paral_dp returned different keys from one step: "
+                f"{' and '.join(str(sorted(map(str, output))) for output in outputs)}. Return the same keys for every "
+                "batch, or use paral_ddp."
+            )
+        items = {key: gather([output[key] for output in outputs], sizes, device) for key in first}
+        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+    if is_named_tuple(first):
+        return type(first)(*(gather(items, sizes, device) for items in zip(*outputs, strict=True)))
+    if isinstance(first, list | tuple):
+        return _gather_sequences(outputs, sizes, device)
+    if isinstance(first, bool):
+        return first
+    if isinstance(first, int):
+        return sum(outputs)
+    if isinstance(first, float):
+        return weigh(outputs, sizes, device)
+    return first
+
+
+def _gather_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> Tensor:
+    if tensors[0].dim():
+        return torch.cat([tensor.to(device) for tensor in tensors])
+    if tensors[0].is_floating_point() or tensors[0].is_complex():
+        mean: Tensor = weigh(tensors, sizes, device)
+        return mean
+    if tensors[0].dtype is torch.bool:
+        return tensors[0].to(device)
+    return torch.stack([tensor.to(device) for tensor in tensors]).sum()
+
+
+def _gather_sequences(sequences: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
+    kind = type(sequences[0])
+    lengths = [len(sequence) for sequence in sequences]
+    divided_within = all(
+        all(isinstance(item, Tensor) and item.dim() and len(item) == size for item in sequence)
+        for sequence, size in zip(sequences, sizes, strict=True)
+    )
+    per_sample = lengths == list(sizes) and not (divided_within and has_tensors(sequences[0]))
+    if per_sample or len(set(lengths)) > 1:
+        return kind(_moved(item, device) for sequence in sequences for item in sequence)
+    return kind(gather(items, sizes, device) for items in zip(*sequences, strict=True))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return one sample's `value` with its tensors on `device`."""
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    if is_named_tuple(value):
+        return type(value)(*(_moved(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return _on(value, device)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,0 +1,235 @@
+"""Manual optimization in replicas: what changes gradients or parameters happens once, for all replicas together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import LBFGS
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_paral.engines.dp.gather import weigh
+from lightning_paral.engines.dp.rendezvous import Meeting
+from lightning_paral.engines.dp.replicate import Replicas
+from lightning_paral.errors import ConfigurationError
+
+
+class BackwardPermit:
+    """Says whether gradients may flow from the replicas into the master now: when all of them do, not one by one."""
+
+    def __init__(self) -> None:
+        self._granted = False
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` unless granted."""
+        if not self._granted:
+            raise ConfigurationError(
+                "A replica of paral_dp ran a backward pass of its own inside a step. Gradients of all replicas are "
+                "computed together: call self.manual_backward(loss) under manual optimization, and "
+                "torch.autograd.grad(loss, inputs) for gradients with respect to inputs; or use paral_ddp."
+            )
+
+    def grant(self) -> None:
+        """Allow all backward passes from now on: the replicas' part of the step is over."""
+        self._granted = True
+
+    @contextmanager
+    def granted(self) -> Iterator[None]:
+        """Allow backward passes inside this context."""
+        before, self._granted = self._granted, True
+        try:
+            yield
+        finally:
+            self._granted = before
+
+
+@contextmanager
+def steps_for_all(meeting: Meeting) -> Iterator[None]:
+    """Refuse, inside the block, steps of optimizers that a replica takes on its own.
+
+    Raises:
+        ConfigurationError: by such a step.
+    """
+
+    def check(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not meeting.is_acting:
+            raise ConfigurationError(
+                "A replica of paral_dp stepped an optimizer on its own, which would step once per replica. Take the "
+                "optimizer from self.optimizers(); or use paral_ddp."
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class ManualOptimization:
+    """What stands in one replica for the methods of `LightningModule` that optimize.
+
+    Every replica calls them, and each call is carried out once, on the master: with the losses weighed by the sizes of
+    the sub-batches, so that gradients are those of the whole batch.
+
+    Args:
+        master: the module whose parameters the optimizers hold.
+        replica: the replica's number.
+        meeting: of all replicas of the step.
+        replicas: the copies of the master; they get its parameters whenever those have changed.
+        sizes: samples per replica.
+        device: of the master.
+        permit: for the backward pass of all replicas together.
+    """
+
+    def __init__(
+        self,
+        master: LightningModule,
+        replica: int,
+        meeting: Meeting,
+        replicas: Replicas,
+        sizes: Sequence[int],
+        device: torch.device,
+        permit: BackwardPermit,
+    ) -> None:
+        self._replica = replica
+        self._meeting = meeting
+        self._replicas = replicas
+        self._sizes = sizes
+        self._device = device
+        self._permit = permit
+        # The master's own, before this takes their place.
+        self._own: dict[str, Callable[..., Any]] = {name: getattr(master, name) for name in _METHODS}
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Return the methods by the name of those they stand in for."""
+        return {name: getattr(self, name) for name in _METHODS}
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of the weighed losses of all replicas."""
+
+        def act(losses: list[Tensor]) -> None:
+            with self._permit.granted():
+                joint = weigh(losses, self._sizes[: len(losses)], self._device)
+                self._own["manual_backward"](joint, *args, **kwargs)
+
+        self._meeting.meet(self._replica, "self.manual_backward", loss, act)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizers; a step of one is a step for all replicas."""
+        found = self._own["optimizers"](use_pl_optimizer)
+        if isinstance(found, list):
+            return [_Optimizer(optimizer, self, index) for index, optimizer in enumerate(found)]
+        return _Optimizer(found, self, 0)
+
+    def seen_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return parameter groups as this replica sees them: with its own parameters, copies without gradients.
+
+        What is changed in them is changed by replica 0, once for all.
+        """
+        if self._replica == 0:
+            return groups
+        own = self._replicas.of_copy(self._replica - 1)
+        return [group | {"params": [own.get(id(param), param) for param in group["params"]]} for group in groups]
+
+    def lr_schedulers(self) -> Any:
+        """Return the schedulers; a step of one is a step for all replicas."""
+        found = self._own["lr_schedulers"]()
+        if isinstance(found, list):
+            return [_Scheduler(scheduler, self, index) for index, scheduler in enumerate(found)]
+        return None if found is None else _Scheduler(found, self, 0)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only the parameters of `optimizer` require gradients, in all replicas."""
+        self.once("self.toggle_optimizer", self._own["toggle_optimizer"], _unwrapped(optimizer), new_parameters=True)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Let all parameters require gradients again, in all replicas."""
+        own = self._own["untoggle_optimizer"]
+        self.once("self.untoggle_optimizer", own, _unwrapped(optimizer), new_parameters=True)
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip the gradients of the whole batch."""
+        self.once("self.clip_gradients", self._own["clip_gradients"], _unwrapped(optimizer), *args, **kwargs)
+
+    def once(
+        self, subject: str, method: Callable[..., Any], *args: Any, new_parameters: bool = False, **kwargs: Any
+    ) -> Any:
+        """Call `method` once for all replicas and return its result; then copy parameters anew if they changed."""
+
+        def act(_: list[None]) -> Any:
+            result = method(*args, **kwargs)
+            if new_parameters:
+                self._replicas.copy_parameters()
+            return result
+
+        return self._meeting.meet(self._replica, subject, None, act)
+
+
+_METHODS = (
+    "manual_backward",
+    "optimizers",
+    "lr_schedulers",
+    "toggle_optimizer",
+    "untoggle_optimizer",
+    "clip_gradients",
+)
+
+
+class _Optimizer:
+    """An optimizer, as a replica sees it."""
+
+    def __init__(self, optimizer: Any, optimization: ManualOptimization, index: int) -> None:
+        self._wrapped = optimizer
+        self._optimization = optimization
+        self._name = f"optimizer {index}"
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if isinstance(self._wrapped, LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates its closure as often as it likes, which replicas cannot follow under manual "
+                "optimization. Use automatic optimization, or paral_ddp."
+            )
+        result = None if closure is None else closure()
+        self._optimization.once(f"{self._name}.step", self._wrapped.step, new_parameters=True, **kwargs)
+        return result
+
+    @property
+    def optimizer(self) -> "_Optimizer":
+        return self
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimization.seen_groups(self._wrapped.param_groups)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._optimization.once(f"{self._name}.zero_grad", self._wrapped.zero_grad, *args, **kwargs)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        self._optimization.toggle_optimizer(self)
+        yield
+        self._optimization.untoggle_optimizer(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+class _Scheduler:
+    """A learning rate scheduler, as a replica sees it."""
+
+    def __init__(self, scheduler: Any, optimization: ManualOptimization, index: int) -> None:
+        self._scheduler = scheduler
+        self._optimization = optimization
+        self._name = f"scheduler {index}"
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self._optimization.once(f"{self._name}.step", self._scheduler.step, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    return optimizer._wrapped if isinstance(optimizer, _Optimizer) else optimizer

@@ -1,0 +1,156 @@
+"""Copies of a module for a step, one per further device."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_paral.compat.lightning.device_property import set_device
+from lightning_paral.compat.torch.modules import own_buffers, own_children, own_parameters
+from lightning_paral.compat.torch.replicas import copy_without_values
+from lightning_paral.engines.dp.broadcast import broadcast, copy_to
+from lightning_paral.engines.dp.metrics import MetricCopies, is_metric
+from lightning_paral.errors import ConfigurationError
+
+
+class Replicas:
+    """Copies of `master` for one step.
+
+    As with torch's `replicate`, a copy has parameters and buffers of its own and shares every other attribute by
+    reference; what it assigns to an attribute is lost with it. Unlike there, its `parameters()` are not hidden, methods
+    kept as attributes are the copy's own, and metrics are copies (see `MetricCopies`).
+
+    Args:
+        master: the module; its parameters are all on one device.
+        devices: of the copies.
+        metrics: of each copy.
+        before_backward: called before gradients flow back into the master; raises where they must not.
+    """
+
+    def __init__(
+        self,
+        master: Module,
+        devices: Sequence[torch.device],
+        metrics: Sequence[MetricCopies],
+        before_backward: Callable[[], None],
+    ) -> None:
+        self._devices = devices
+        self._before_backward = before_backward
+        self._originals = list(_modules(master))
+        self._copies = [
+            _copy_structure(self._originals, device, of_metrics)
+            for device, of_metrics in zip(devices, metrics, strict=True)
+        ]
+        self._copy_buffers()
+        self.copy_parameters()
+        self.modules: list[Any] = [copies[id(master)] for copies in self._copies]
+
+    def copy_parameters(self) -> None:
+        """Give the copies the master's present parameters."""
+        parameters = _by_id(map(own_parameters, self._originals))
+        self._masters = list(parameters.values())
+        self._memory = [master.data_ptr() for master in self._masters]
+        self._on_devices = broadcast(self._masters, self._devices, self._before_backward)
+        self._frozen = [copy for copies in self._on_devices for copy in copies if not copy.requires_grad]
+        for copies, tensors in zip(self._copies, self._on_devices, strict=True):
+            values = dict(zip(parameters, tensors, strict=True))
+            for original in self._originals:
+                copy = copies[id(original)]
+                own: dict[str, Any] = own_parameters(copy)
+                own.clear()
+                for name, parameter in own_parameters(original).items():
+                    value = None if parameter is None else values[id(parameter)]
+                    # Recurrent layers keep a list of what is assigned to them.
+                    setattr(copy, name, value)
+                    # As an attribute it would hide what `torch.func.functional_call` puts in its place.
+                    copy.__dict__.pop(name, None)
+                    own[name] = value
+
+    def copy_values(self) -> None:
+        """Let the copies' parameters have the master's present values, for the backward pass of a step that ran.
+
+        Where the master was given other memory, the graph of the step has the old, and so have the copies.
+        """
+        for tensors in self._on_devices:
+            for master, copy, memory in zip(self._masters, tensors, self._memory, strict=True):
+                if master.data_ptr() == memory:
+                    copy.data.copy_(master.data)
+
+    def of_copy(self, index: int) -> dict[int, Tensor]:
+        """Return the parameters of copy number `index`, by the ids of the master's."""
+        return {id(master): copy for master, copy in zip(self._masters, self._on_devices[index], strict=True)}
+
+    def check_frozen(self) -> None:
+        """Check that no copy's parameter has come to require a gradient, which would be lost with the copy.
+
+        Raises:
+            ConfigurationError: one has.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ConfigurationError(
+                "A step let a frozen parameter require gradients. Under paral_dp a step runs in replicas, whose "
+                "parameters are copies. Unfreeze in a hook such as on_train_batch_start, or use paral_ddp."
+            )
+
+    def _copy_buffers(self) -> None:
+        buffers = _by_id(map(own_buffers, self._originals))
+        # Those that require gradients, as vector quantizers have, get theirs from all copies, as parameters do.
+        trained = {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
+        plain = {key: buffer for key, buffer in buffers.items() if key not in trained}
+        of_trained = broadcast(list(trained.values()), self._devices, self._before_backward)
+        of_plain = copy_to(self._devices, list(plain.values()))
+        for copies, *tensors in zip(self._copies, of_plain, of_trained, strict=True):
+            values = dict(zip([*plain, *trained], [*tensors[0], *tensors[1]], strict=True))
+            for original in self._originals:
+                own_buffers(copies[id(original)]).update(
+                    {name: values[id(buffer)] for name, buffer in own_buffers(original).items() if buffer is not None}
+                )
+
+
+def _modules(module: Module, seen: set[int] | None = None) -> Iterator[Module]:
+    """Yield `module` and all modules in it once, but for metrics."""
+    seen = set() if seen is None else seen
+    if id(module) in seen or is_metric(module):
+        return
+    seen.add(id(module))
+    yield module
+    for child in own_children(module).values():
+        if child is not None:
+            yield from _modules(child, seen)
+
+
+def _by_id(of_modules: Iterable[Mapping[str, Tensor | None]]) -> dict[int, Tensor]:
+    return {id(tensor): tensor for own in of_modules for tensor in own.values() if tensor is not None}
+
+
+def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: MetricCopies) -> dict[int, Module]:
+    """Return copies without values of the modules `originals`, by the id of the original."""
+    copies: dict[int, Module] = {}
+    for original in originals:
+        copies[id(original)] = _copy_one(original)
+    for original in originals:
+        copy = copies[id(original)]
+        for name, child in own_children(original).items():
+            if child is not None:
+                own_children(copy)[name] = metrics.copy_of(child) if is_metric(child) else copies[id(child)]
+        for name, value in list(copy.__dict__.items()):
+            if type(value) is MethodType and id(value.__self__) in copies:
+                copy.__dict__[name] = MethodType(value.__func__, copies[id(value.__self__)])
+        set_device(copy, device)
+    return copies
+
+
+def _copy_one(original: Any) -> Module:
+    if all("__new__" not in vars(base) for base in type(original).__mro__[:-1]):
+        return copy_without_values(original)
+    # torch calls `original.__new__(cls)`, which may want the arguments that the module was made with.
+    original.__dict__["__new__"] = object.__new__
+    try:
+        copy = copy_without_values(original)
+    finally:
+        del original.__dict__["__new__"]
+    del copy.__dict__["__new__"]
+    return copy

@@ -1,0 +1,161 @@
+"""One step of a `LightningModule` on several devices: scatter, replicate, run, gather."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_paral.engines.dp.executor import run_replicas
+from lightning_paral.engines.dp.gather import gather, join_training_output
+from lightning_paral.engines.dp.logs import LogRecord, merge_logs
+from lightning_paral.engines.dp.manual import BackwardPermit, ManualOptimization, steps_for_all
+from lightning_paral.engines.dp.metrics import MetricCopies
+from lightning_paral.engines.dp.rendezvous import Meeting
+from lightning_paral.engines.dp.replicate import Replicas
+from lightning_paral.engines.dp.scatter import scatter
+from lightning_paral.errors import ConfigurationError
+
+_NO_GRADIENT = (
+    "A step seems to have read parameter.grad. Under paral_dp it runs in replicas, and gradients are in the module "
+    "itself, which is replica 0: in the others parameter.grad is None. Clip with self.clip_gradients(optimizer, ...), "
+    "leave out parameters whose grad is None, or use paral_ddp."
+)
+_FROZEN = (
+    "A step froze or unfroze a parameter. Under paral_dp it runs in replicas, whose parameters are copies. Do so in a "
+    "hook such as on_train_batch_start, or use paral_ddp."
+)
+
+
+def _meaning(error: BaseException) -> str | None:
+    """Return what an error of a replica means, if it comes of its parameters being copies."""
+    if "requires_grad flags of leaf variables" in str(error):
+        return _FROZEN
+    if isinstance(error, AttributeError) and error.obj is None and hasattr(Tensor, str(error.name)):
+        return _NO_GRADIENT
+    if isinstance(error, TypeError) and "'NoneType'" in str(error):
+        return _NO_GRADIENT
+    return None
+
+
+class ParallelStep:
+    """Runs the steps of `master` on `devices`, of which the first is the master's own.
+
+    Replica 0 is the master itself: buffers it updates and attributes it assigns stay. The others are copies for the
+    time of a step.
+
+    Args:
+        master: its parameters are all on `devices[0]`.
+        devices: one per replica.
+        executor: with at least `len(devices) - 1` threads.
+    """
+
+    def __init__(self, master: LightningModule, devices: Sequence[torch.device], executor: Executor) -> None:
+        self._master = master
+        self._devices = list(devices)
+        self._executor = executor
+        self._metrics = [MetricCopies(device) for device in self._devices[1:]]
+        self._replicas: Replicas | None = None
+        self.num_running = 0
+        """Replicas of the step that is running, if it runs in several."""
+
+    def copy_values(self) -> None:
+        """Let the replicas that a backward pass goes through have the master's present parameters."""
+        if self._replicas is not None:
+            self._replicas.copy_values()
+
+    def forget(self) -> None:
+        """Let go of the replicas: their backward pass is over."""
+        self._replicas = None
+
+    def run(self, name: str, batch: Any, *args: Any) -> Any:
+        """Return what the master's method `name` would have returned for `batch`, computed by the replicas.
+
+        Raises:
+            ConfigurationError: the batch cannot be divided, or the results cannot be put together.
+        """
+        self.forget()
+        if len(self._devices) == 1:
+            return getattr(self._master, name)(batch, *args)
+        parts, sizes = scatter(batch, self._devices)
+        if len(parts) == 1:
+            return getattr(self._master, name)(batch, *args)
+        devices, metrics = self._devices[: len(parts)], self._metrics[: len(parts) - 1]
+        permit, meeting = BackwardPermit(), Meeting(len(parts))
+        replicas = Replicas(self._master, devices[1:], metrics, permit.check)
+        modules = [self._master, *replicas.modules]
+        logs = _log_records(sizes, metrics)
+        manual = name == "training_step" and not self._master.automatic_optimization
+
+        stand_ins: list[dict[str, Callable[..., Any]]] = [{"log": record.log} for record in logs]
+        if manual:
+            for index, methods in enumerate(stand_ins):
+                optimization = ManualOptimization(self._master, index, meeting, replicas, sizes, devices[0], permit)
+                methods.update(optimization.methods())
+        for module, methods in zip(modules[1:], stand_ins[1:], strict=True):
+            module.__dict__.update(methods, print=_print_nothing)
+        calls = [
+            partial(_call, module, name, part, args, partial(_meet_at_the_end, meeting, index) if manual else None)
+            for index, (module, part) in enumerate(zip(modules, parts, strict=True))
+        ]
+        self.num_running = len(parts)
+        try:
+            with _standing_in(self._master, stand_ins[0]), steps_for_all(meeting):
+                outputs = run_replicas(self._executor, calls, devices, meeting)
+            replicas.check_frozen()
+        except BaseException as error:
+            for copies in metrics:
+                copies.forget()
+            meaning = _meaning(error)
+            if meaning is not None:
+                raise ConfigurationError(f"{meaning}\nPython: {error}") from error
+            raise
+        finally:
+            self.num_running = 0
+        permit.grant()
+        if name == "training_step":
+            self._replicas = replicas
+
+        for copies in metrics:
+            copies.replay(devices[0])
+        for arguments in merge_logs(logs, devices[0]):
+            self._master.log(**arguments)
+        join = join_training_output if name == "training_step" else gather
+        return join(outputs, sizes, devices[0])
+
+
+def _log_records(sizes: Sequence[int], metrics: Sequence[MetricCopies]) -> list[LogRecord]:
+    of_copies = [LogRecord(size, copies.original_of) for size, copies in zip(sizes[1:], metrics, strict=True)]
+    return [LogRecord(sizes[0], lambda value: value), *of_copies]
+
+
+def _call(module: Any, name: str, part: Any, args: tuple[Any, ...], end: Callable[[], None] | None) -> Any:
+    result = getattr(module, name)(part, *args)
+    if end is not None:
+        end()
+    return result
+
+
+def _meet_at_the_end(meeting: Meeting, replica: int) -> None:
+    meeting.meet(replica, "the end", None, lambda _: None)
+
+
+def _print_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for `self.print`, which replica 0 does for all."""
+
+
+@contextmanager
+def _standing_in(module: LightningModule, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let `methods` hide those of the same name in `module`."""
+    hidden = {name: module.__dict__[name] for name in methods if name in module.__dict__}
+    module.__dict__.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del module.__dict__[name]
+        module.__dict__.update(hidden)

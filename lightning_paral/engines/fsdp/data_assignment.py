@@ -1,0 +1,108 @@
+"""`parameter.data = value` on shards, which torch (2.13) accepts and forgets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_paral.compat.torch.dtensor import adopt, local_of, set_local
+from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
+from lightning_paral.engines.fsdp.local_rows import own_rows
+from lightning_paral.engines.fsdp.view_writes import Part
+from lightning_paral.errors import ConfigurationError
+
+_DATA: Any = Tensor.data
+
+
+class ShardedData:
+    """What `data` is on DTensors while a module is sharded: a descriptor.
+
+    Args:
+        param_of: returns the `FSDPParam` of a sharded parameter, and `None` for any other DTensor.
+    """
+
+    def __init__(self, param_of: Callable[[Any], Any]) -> None:
+        self._param_of = param_of
+
+    def __get__(self, tensor: Any, kind: type | None = None) -> Any:
+        return self if tensor is None else _DATA.__get__(tensor)
+
+    def __set__(self, tensor: Any, value: Tensor) -> None:
+        param = self._param_of(tensor)
+        if param is None:
+            _assign_to_any(tensor, value)
+        else:
+            _assign(param, value)
+
+
+def check_assigned(name: str, before: Any, value: Any) -> None:
+    """Raise a `ConfigurationError` if `value` cannot take the place of what parameter `name` holds `before`."""
+
+    def described(tensor: Tensor) -> str:
+        return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
+
+    if described(before) != described(value):
+        raise ConfigurationError(
+            f"{name}.data was assigned a tensor of {described(value)}, but the parameter is of {described(before)}. "
+            "Under FSDP shape, dtype and device of a parameter stay while it is sharded. Convert the value first, or "
+            "change the module before training."
+        )
+
+
+def _assign(param: Any, value: Any) -> None:
+    target = param.sharded_param
+    check_assigned(str(name_of(param)), target, value)
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        rows = own_rows(target)
+        if rows is None:
+            raise ConfigurationError(
+                f"{name_of(param)}.data was assigned a whole tensor, but its layout {target.placements} is your "
+                "own. Assign a DTensor of that layout."
+            )
+        set_local(value, value[rows].clone())
+    elif (value.device_mesh, value.placements) != (target.device_mesh, target.placements):
+        value = value.redistribute(target.device_mesh, target.placements)
+    _rebind(param, value)
+
+
+def _rebind(param: Any, value: Any) -> None:
+    """Let `param` hold the memory of `value`, as assignment does, and FSDP gather from there."""
+    local = local_of(value)
+    if local.numel() == 0:
+        return
+    size, dim = param.padded_sharded_param_size, param.fsdp_placement.dim
+    padded = _padded_memory(local, size.numel())
+    if padded is None or (param.pin_memory and not local.is_pinned()):
+        memory = local.new_zeros(size)
+        if param.pin_memory:
+            memory = memory.pin_memory()
+        memory.narrow(dim, 0, local.size(dim)).copy_(local)
+        padded = memory.view(-1)
+        # What is written to the value later is written to the parameter.
+        local = memory.narrow(dim, 0, local.size(dim))
+        set_local(value, local)
+    gather_from(param, padded, local)
+
+
+def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
+    """Return the memory of `local` as FSDP gathers it, with what fills up the last shards; `None` if it has less."""
+    storage = local.untyped_storage()
+    fits = storage.nbytes() == num_elements * local.element_size()
+    if not fits or not local.is_contiguous() or local.storage_offset() != 0:
+        return None
+    return torch.as_strided(local, (num_elements,), (1,))
+
+
+def _assign_to_any(tensor: Any, value: Any) -> None:
+    if isinstance(tensor, Part):
+        tensor.__class__ = DTensor  # type: ignore[assignment]  # with other memory it is no view any more
+    if not isinstance(value, DTensor):
+        check_assigned("A sharded tensor", tensor, value)
+        with torch.no_grad():
+            tensor.copy_(value)
+        return
+    _DATA.__set__(tensor, value)
+    adopt(tensor, value)

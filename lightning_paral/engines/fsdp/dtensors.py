@@ -1,0 +1,99 @@
+"""What DTensors do otherwise while a module is sharded, so that user code written for whole tensors stays right."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from lightning_paral.compat.torch.dtensor import operation_handlers
+from lightning_paral.compat.torch.fsdp_param import name_of
+from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.engines.fsdp.data_assignment import ShardedData
+from lightning_paral.engines.fsdp.gathered_ops import CONVERSIONS
+from lightning_paral.engines.fsdp.guards import refuse_hook
+from lightning_paral.engines.fsdp.muon import WholeNewtonSchulz
+from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks
+from lightning_paral.engines.fsdp.sharded_ops import handlers, set_items
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy with memory of its own, for `copy.deepcopy(self.state_dict())`, which torch 2.13 cannot do."""
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError(
+                "Only leaves of the graph can be copied with copy.deepcopy. Use tensor.detach().clone()."
+            )
+        copied = tensor.detach().clone()
+        if isinstance(tensor, Parameter):
+            copied = Parameter(copied, tensor.requires_grad)
+        else:
+            copied.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
+
+
+class DTensorSemantics:
+    """Installed from when a module is sharded to when it is given back.
+
+    While installed, on any DTensor: `tensor.data = value` arrives; random operations draw what one process draws;
+    writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`) arrive in the
+    part that this rank holds; numbers are read from all ranks' parts, and outside of steps operations take whole
+    tensors beside DTensors. Hooks on sharded parameters are called as under DDP, or refused, and Muon orthogonalises
+    whole matrices.
+
+    Args:
+        params: the `FSDPParam`s.
+        in_step: whether a step is running.
+        hooks: takes the hooks of sharded parameters.
+    """
+
+    def __init__(self, params: list[Any], in_step: Callable[[], bool], hooks: ParameterHooks) -> None:
+        self._params = params
+        self._hooks = hooks
+        self._by_id: dict[int, Any] = {}
+        registered = operation_handlers()
+        self._ours = handlers(in_step)
+        self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
+        registered.update(self._ours)
+        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items, "__deepcopy__": _deepcopy}
+        attributes |= CONVERSIONS
+        attributes["register_hook"] = self._registering(DTensor.register_hook)
+        kind = "register_post_accumulate_grad_hook"
+        attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
+        self._end_attributes = replace_attributes(DTensor, attributes)
+        self._newton_schulz = WholeNewtonSchulz()
+
+    def _param_of(self, tensor: Any) -> Any:
+        for _ in range(2):
+            param = self._by_id.get(id(tensor))
+            if param is not None and param.sharded_param is tensor:
+                return param
+            # FSDP2 may have put other objects in their places.
+            self._by_id = {id(param.sharded_param): param for param in self._params}
+        return None
+
+    def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def register_hook(tensor: Any, hook: Any) -> Any:
+            param = self._param_of(tensor)
+            return register(tensor, hook) if param is None else self._hooks.register(param, tensor.requires_grad, hook)
+
+        return register_hook
+
+    def _refusing(self, kind: str, register: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse_for_parameters(tensor: Any, hook: Any) -> Any:
+            param = self._param_of(tensor)
+            if param is not None:
+                refuse_hook(str(name_of(param)), kind)
+            return register(tensor, hook)
+
+        return refuse_for_parameters
+
+    def remove(self) -> None:
+        """Give DTensors back as they were."""
+        registered = operation_handlers()
+        for operation in self._ours:
+            registered.pop(operation, None)
+        registered.update(self._others)
+        self._end_attributes()
+        self._newton_schulz.remove()

@@ -1,0 +1,201 @@
+"""Writes to parameters while they are gathered: they are brought back to the shards before the gathered are let go."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from lightning_paral.compat.checks import check_instance
+from lightning_paral.compat.torch import fsdp_group, fsdp_param
+from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.versions import version_of
+from lightning_paral.engines.fsdp.data_assignment import check_assigned
+from lightning_paral.engines.fsdp.guards import refuse_hook
+from lightning_paral.engines.fsdp.local_rows import like, own_rows
+from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks
+from lightning_paral.errors import ConfigurationError
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+
+
+class GatheredParameter(Parameter):
+    """A parameter while it is whole, which notices writes.
+
+    In-place operations count up its version, and those on what `data` returns the version of that.
+    """
+
+    _name: str
+    _is_of_another: Callable[[Tensor, Tensor], bool]
+    _sharded: Callable[[], Any]
+    _register_hook: Callable[[bool, Any], Any]
+    _gathered: Tensor
+    _seen: int
+    _alias: Tensor | None = None
+    _assigned = False
+
+    @property
+    def data(self) -> Tensor:
+        """Its values, without autograd."""
+        if self._alias is None:
+            self._alias = _DATA.__get__(self)
+        return self._alias.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, DTensor):
+            raise ConfigurationError(
+                f"{self._name}.data was assigned a sharded tensor (a DTensor) where the parameter is gathered: in a "
+                "step, or in a method of its unit. Do it in a hook such as on_train_batch_end, where both are sharded."
+            )
+        check_assigned(self._name, self, value)
+        if self._is_of_another(self, value):
+            raise ConfigurationError(
+                f"{self._name}.data was assigned the memory of another parameter. In one process both would be one "
+                "from then on; under FSDP they cannot be. Copy the values: parameter.data.copy_(...)."
+            )
+        _DATA.__set__(self, value.detach())
+        self._alias, self._assigned = None, True
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient: between a step and its backward pass that of the shard, from the step before."""
+        own: Tensor | None = _GRAD.__get__(self)
+        sharded = self._sharded()
+        return own if own is not None or sharded is None else sharded.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        sharded = self._sharded()
+        if sharded is None:
+            _GRAD.__set__(self, value)
+        elif value is None or isinstance(value, DTensor):
+            sharded.grad = value
+        else:
+            rows = own_rows(sharded)
+            assert rows is not None  # layouts of the user's own are not watched
+            sharded.grad = like(sharded, value, rows)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether its values have been changed since it was gathered, by all that can be known."""
+        aliased = self._alias is not None and version_of(self._alias) > 0
+        return version_of(self) != self._seen or self._assigned or aliased
+
+    def watch_anew(self) -> None:
+        """Take its values for those of the shards."""
+        if self._assigned:
+            _DATA.__set__(self, self._gathered)
+        self._alias, self._assigned, self._seen = None, False, version_of(self)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Register a hook that stays with the parameter after the run."""
+        return self._register_hook(self.requires_grad, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refuse: the `grad` that it would see is not the one that is kept."""
+        refuse_hook(self._name, "register_post_accumulate_grad_hook")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied: Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class WatchedGroup:
+    """Brings writes to the parameters of a unit back, from whenever they are gathered to when they are let go.
+
+    Args:
+        group: the `FSDPParamGroup`.
+        is_of_another: whether a tensor shares memory with a gathered parameter other than that given first.
+        in_hooks: whether hooks run while parameters are gathered: a step has ended, and its backward pass is to come.
+        gradient_hooks: those of parameters.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        is_of_another: Callable[[Tensor, Tensor], bool],
+        in_hooks: Callable[[], bool],
+        gradient_hooks: ParameterHooks,
+    ) -> None:
+        self._group = group
+        self._gradient_hooks = gradient_hooks
+        self._in_hooks = in_hooks
+        self._is_of_another = is_of_another
+        self._watched: list[tuple[Any, GatheredParameter]] = []
+        self._began = False
+        for part in (group, *group.fsdp_params[:1]):
+            check_instance("torch", part)
+        fsdp_group.watch(group, self._when_gathered, self._bring_back)
+
+    def shares_memory(self, param: Tensor, value: Tensor) -> bool:
+        """Whether `value` lies in the memory of a gathered parameter of this unit other than `param`."""
+        start = value.untyped_storage().data_ptr()
+        return start != 0 and any(
+            whole is not param and whole._gathered.untyped_storage().data_ptr() == start for _, whole in self._watched
+        )
+
+    def _when_gathered(self) -> None:
+        if self._began:  # FSDP creates them once
+            return
+        self._began = True
+        params = self._group.fsdp_params
+        self._watched = [(param, self._watch(param)) for param in params if fsdp_param.is_plain(param)]
+        for param in params:
+            self._gradient_hooks.attach(param)
+
+    def _watch(self, param: Any) -> GatheredParameter:
+        whole: Any = fsdp_param.gathered(param)
+        whole.__class__ = GatheredParameter
+        whole._name, whole._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
+        whole._sharded = lambda: param.sharded_param if self._in_hooks() else None
+        whole._register_hook = partial(self._gradient_hooks.register, param)
+        whole._gathered, whole._seen = _DATA.__get__(whole), version_of(whole)
+        watched: GatheredParameter = whole
+        return watched
+
+    def _bring_back(self) -> None:
+        changed = False
+        for param, whole in self._watched:
+            if version_of(whole) == whole._seen and whole._alias is None and not whole._assigned:
+                continue
+            written = whole.was_written
+            try:
+                if param.param_dtype is None:
+                    # Also where it was only read through `data`: what has `data` of `data` leaves no trace.
+                    _copy_own_part(param, whole)
+                    changed = True
+                elif written:
+                    raise ConfigurationError(_too_narrow(param))
+            finally:
+                whole.watch_anew()
+        if changed:
+            fsdp_group.await_writes(self._group)
+
+
+@torch.no_grad()
+def _copy_own_part(param: Any, whole: GatheredParameter) -> None:
+    local = local_of(param.sharded_param)
+    if local.numel() > 0:
+        local.copy_(fsdp_param.own_part(param, whole.detach()))
+    if whole._assigned:  # FSDP reshards it over fewer ranks
+        whole._gathered.copy_(whole.detach())
+
+
+def _too_narrow(param: Any) -> str:
+    kind = str(param.param_dtype).removeprefix("torch.")
+    return (
+        f"{fsdp_param.name_of(param)} was changed where it is gathered, in a step or in a method of its unit. There "
+        f"it is a copy in {kind}, from which its {str(param.orig_dtype).removeprefix('torch.')} values cannot be had. "
+        "Change it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and "
+        "exact, or train with precision='32-true' or 'bf16-true'."
+    )

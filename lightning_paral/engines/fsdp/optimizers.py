@@ -1,0 +1,111 @@
+"""Optimizers have to hold what is trained, the shards, and be able to update them."""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.engines.fsdp.shard import ShardedModule
+from lightning_paral.errors import CheckpointError, ConfigurationError
+
+_CANNOT = {
+    "LBFGS": "it joins all parameters to one vector",
+    "Adafactor": "it changes means over rows in place, which shards do not have",
+}
+_NO_KERNEL = {"fused": ("SGD", "Adagrad"), "foreach": ("Rprop",)}
+"""Kernels of which torch (2.13) has no sharded version."""
+
+
+def check_optimizers(
+    optimizers: Iterable[Optimizer], module: Module, sharded: ShardedModule, device: torch.device
+) -> None:
+    """Raise a `ConfigurationError` if an optimizer was made before `module` was sharded, or cannot update all of it.
+
+    From then on, what torch says of an operation that shards do not have is said with the optimizer's name.
+    """
+    current = set(module.parameters())
+    for optimizer in optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        lost = [name for name, parameter in sharded.original_parameters() if parameter in set(held) - current]
+        if lost:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} was made before {type(module).__name__} was sharded: it holds "
+                f"{', '.join(lost[:3])}{' and others' if len(lost) > 3 else ''}, which are not trained any more. Make "
+                "it inside `configure_optimizers`, from `self.parameters()`."
+            )
+        _check_one_call(optimizer, held, sharded.replicated)
+        _check_kind(optimizer, held, device)
+        _name_in_errors(optimizer, sharded)
+
+
+def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: list[Parameter]) -> None:
+    together = [option for option in ("foreach", "fused") if optimizer.defaults.get(option)]
+    whole = set(replicated) & set(held)
+    if together and whole and len(held) > len(whole):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}({together[0]}=True) would update shards and the {len(whole)} 0-dimensional "
+            "or empty parameter(s), which are not sharded, in one call; torch cannot. Leave the option out, or give "
+            "the parameters that have `dim() == 0` the shape [1]."
+        )
+
+
+def _check_kind(optimizer: Optimizer, held: list[Parameter], device: torch.device) -> None:
+    if not any(isinstance(parameter, DTensor) for parameter in held):
+        return
+    kind: Any = next(
+        (base for base in type(optimizer).__mro__ if f"{base.__module__}.".startswith("torch.optim.")), None
+    )
+    name = "" if kind is None or kind.step is not type(optimizer).step else kind.__name__
+    if name in _CANNOT:
+        raise ConfigurationError(
+            f"{name} cannot update sharded parameters: {_CANNOT[name]}, and torch cannot do that with DTensors. Train "
+            "with paral_ddp, or with another optimizer."
+        )
+    for option, kinds in _NO_KERNEL.items():
+        chosen = any(group.get(option) for group in optimizer.param_groups)
+        default = option == "foreach" and device.type != "cpu"
+        if name in kinds and (
+            chosen or (default and any(group.get(option) is None for group in optimizer.param_groups))
+        ):
+            raise ConfigurationError(
+                f"{name}({option}=True{'' if chosen else ', the default on CUDA'}) cannot update sharded parameters: "
+                f"torch has no such kernel for DTensors. Use {name}({option}=False)."
+            )
+
+
+def _name_in_errors(optimizer: Optimizer, sharded: ShardedModule) -> None:
+    step = optimizer.step
+    closures: list[BaseException] = []
+
+    def watched(closure: Callable[..., Any]) -> Callable[..., Any]:
+        def run() -> Any:
+            try:
+                return closure()
+            except BaseException as error:
+                closures.append(error)
+                raise
+
+        return run
+
+    @wraps(step)
+    def named(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(watched(value) if callable(value) else value for value in args)
+        kwargs = {key: watched(value) if callable(value) else value for key, value in kwargs.items()}
+        try:
+            return step(*args, **kwargs)
+        except RuntimeError as error:
+            if error in closures or isinstance(error, CheckpointError):  # the fit is over: these are not DTensors
+                raise
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} does something in `step` that fails with sharded parameters (DTensors): "
+                f"{str(error).splitlines()[0][:300]} Train with paral_ddp, or with another optimizer."
+            ) from error
+        finally:
+            closures.clear()
+
+    optimizer.step = MethodType(named, optimizer)  # type: ignore[method-assign]

@@ -1,0 +1,73 @@
+"""`parameter.register_hook` under FSDP2: hooks see the gradient of this rank's batch, whole, as under DDP."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_paral.compat.torch.fsdp_param import gathered, name_of, places_of
+from lightning_paral.compat.torch.tensor_hooks import gradient_hooks
+from lightning_paral.engines.fsdp.guards import refuse_hook
+
+
+class ParameterHooks:
+    """Keeps hooks on the original parameters, and calls them when the gathered parameters get their gradients.
+
+    So hooks that were registered before the run are called during it, hooks registered during the run stay on the
+    parameters after it, and handles remove them at any time.
+
+    Args:
+        originals: of each `FSDPParam`, the parameter that it was made of.
+        lost: parameters that have been replaced since the user's code could reach them, by name.
+    """
+
+    def __init__(self, originals: dict[Any, Parameter], lost: Iterable[tuple[str, Parameter]]) -> None:
+        self._originals = originals
+        self._attached: set[Any] = set()
+        for name, parameter in lost:
+            if gradient_hooks(parameter):
+                refuse_hook(name, "register_hook (while the parameter had no values yet)")
+
+    def register(self, param: Any, requires_grad: bool, hook: Any) -> RemovableHandle:
+        """Register a hook of `param`, an `FSDPParam`, as `torch.Tensor.register_hook` does."""
+        original = self._originals[param]
+        if isinstance(original, DTensor):  # sharded by the user
+            refuse_hook(str(name_of(param)), "register_hook")
+        original.requires_grad_(requires_grad)  # torch refuses hooks on frozen parameters
+        handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
+        self.attach(param)
+        return handle
+
+    def attach(self, param: Any) -> None:
+        """Make the hooks of `param`, if it has any, be called, once it has been gathered for the first time."""
+        whole: Tensor | None = gathered(param)
+        original = self._originals[param]
+        if whole is None or param in self._attached or not gradient_hooks(original):
+            return
+        if not isinstance(whole, Parameter) or isinstance(original, DTensor) or whole.is_inference():
+            refuse_hook(str(name_of(param)), "register_hook")
+        self._attached.add(param)
+        trained = whole.requires_grad
+        whole.requires_grad_(True)
+        Tensor.register_hook(whole, partial(_call, original))  # type: ignore[no-untyped-call]
+        whole.requires_grad_(trained)
+
+
+def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
+    hooks = gradient_hooks(original)
+    seen = gradient.to(original.dtype)  # a parameter that is gathered in 16 bits gets a 16-bit gradient
+    changed = False
+    for hook in tuple(hooks.values()):
+        result = hook(seen)
+        if result is not None:
+            seen, changed = result, True
+    return seen.to(gradient.dtype) if changed else None
+
+
+def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
+    """Return what `params`, `FSDPParam`s, were made of; `original(module, name)` tells."""
+    return {param: original(*places_of(param)[0]) for param in params}

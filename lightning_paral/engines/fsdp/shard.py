@@ -1,0 +1,298 @@
+"""Shard a module unit by unit, in place."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torchmetrics import Metric
+
+from lightning_paral.compat.lightning.device_property import set_device_everywhere
+from lightning_paral.compat.torch.fsdp_param import keep_dtype
+from lightning_paral.compat.torch.fsdp_state import groups_of, initialize
+from lightning_paral.compat.torch.iteration import reset_iteration
+from lightning_paral.compat.torch.modules import own_buffers, own_parameters
+from lightning_paral.compat.torch.normalization import BatchNorm, InstanceNorm
+from lightning_paral.compat.torch.sharded_classes import prepare_class
+from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
+from lightning_paral.engines.fsdp.gathered_writes import WatchedGroup
+from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
+from lightning_paral.engines.fsdp.guards import Registrations
+from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, originals_of
+from lightning_paral.engines.fsdp.precision import match_inputs
+from lightning_paral.engines.fsdp.replicated_tensors import (
+    AveragedGradients,
+    share_on,
+    unshardable,
+    watch_assignments,
+)
+from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, Belongings, Gather
+from lightning_paral.engines.fsdp.unshard import RootCalls, UnitCalls, public_methods
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.units import Unit, Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How units are sharded."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int | None = None
+    prefetch: int | None = None
+    offload: bool = False
+
+
+class ShardedModule:
+    """A module from before it is sharded until it is given back.
+
+    Args:
+        units: the module's.
+        sharding: how.
+        deferred: where values come from that the module does not have yet.
+    """
+
+    def __init__(self, units: Units, sharding: Sharding, deferred: DeferredConstruction | None) -> None:
+        self.root = units.root.module
+        self.units = units
+        self._sharding = sharding
+        self._deferred = deferred
+        self._belongings = Belongings(self.root)
+        self._sharded: list[Any] = []
+        self._averaged: AveragedGradients | None = None
+        self._semantics: DTensorSemantics | None = None
+        self._end_assignments: Callable[[], None] = lambda: None
+        self._registrations: Registrations | None = None
+        self._originals = list(self.root.named_parameters())
+
+    def shard(self) -> None:
+        """Shard, unit by unit. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: parameters of several dtypes in one unit.
+        """
+        try:
+            self._shard_all()
+        finally:
+            self._belongings.seal()
+
+    def _shard_all(self) -> None:
+        units, sharding = self.units, self._sharding
+        names = {parameter: name for name, parameter in self._originals}
+        for unit in units.bottom_up:
+            _check_dtypes(unit, names)
+        self._fill_what_is_sharded()
+        for unit in units.bottom_up:
+            if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
+                self._sharded.append(unit.module)
+            elif unit is units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
+                self._shard(unit)
+        if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
+            match_inputs(self.root)
+        self.replicated = unshardable(self.root)
+        if dist.get_world_size() > 1:
+            self._averaged = AveragedGradients(self.replicated)
+        _move_what_is_no_parameter(self.root, sharding.device)
+        self._install_communication()
+        inner = {unit.module for unit in units.inner}
+        calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
+        initialize(self.root)
+        for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
+            keep_dtype(param)
+        self.calls = RootCalls(self._sharded[-1], calls, inner)
+        self._watch_writes()
+
+    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield names and parameters as they were before; while the module is sharded, they hold nothing."""
+        yield from self._originals
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, whole."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.root.parameters())
+
+    def set_gradient_sync(self, reduce: bool, all_reduce: bool) -> None:
+        """Let the coming backward passes reduce gradients inside the shard group, and across replicas, or not."""
+        root: Any = self.root
+        root.set_requires_gradient_sync(reduce)
+        root.set_requires_all_reduce(all_reduce)
+
+    def reshard(self) -> None:
+        """Reshard what a failed step has left gathered."""
+        if isinstance(self.root, FSDPModule):
+            reset_iteration(self.root)
+
+    def restore(self, gather: Gather | str) -> dict[Parameter, Parameter]:
+        """Give the module back as it was. *Collective* over the group of `gather`.
+
+        A string in place of it says why that cannot be; the module stays sharded.
+
+        Returns:
+            dict[Parameter, Parameter]: by sharded parameter, the module's own.
+        """
+        if self._averaged is not None:
+            self._averaged.remove()
+        self._end_assignments()
+        if self._semantics is not None:
+            self._semantics.remove()
+        if self._registrations is not None:
+            self._registrations.remove()
+        self.reshard()
+        return self._belongings.restore(gather)
+
+    def _watch_writes(self) -> None:
+        """Let what user code writes to parameters arrive, sharded or gathered."""
+        groups = [group for module in self._sharded for group in groups_of(module)]
+        watched: list[WatchedGroup] = []
+
+        def is_of_another(param: Tensor, value: Tensor) -> bool:
+            return any(group.shares_memory(param, value) for group in watched)
+
+        params = [param for group in groups for param in group.fsdp_params]
+        originals = originals_of(params, self._belongings.original)
+        present = {*originals.values(), *self.root.parameters()}
+        hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
+        watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward, hooks) for group in groups]
+        self._end_assignments = watch_assignments(self.replicated)
+        self._semantics = DTensorSemantics(params, lambda: self.calls.are_running, hooks)
+        self._registrations = Registrations(self.root, params)
+
+    def _fill_what_is_sharded(self) -> None:
+        """Give what the user sharded in `configure_model` its values, module by module."""
+        if self._deferred is None:
+            return
+        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
+            parts = list(module.modules())
+            self._deferred.fill(parts)
+            self._belongings.note(parts)
+
+    def _shard(self, unit: Unit) -> None:
+        module = unit.module
+        parts = _own_parts(module)
+        if self._deferred is not None:
+            self._deferred.fill(parts)
+            self._belongings.note(parts)
+        if dist.get_world_size() > 1:
+            share_on(self._sharding.device, _own_tensors(parts))
+        replicated = set(unshardable(module))
+        for whole in replicated:
+            whole.data = whole.data.to(self._sharding.device)
+        for part in parts:
+            for parameter in own_parameters(part).values():
+                if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                    parameter.data = parameter.data.contiguous()
+        if self._sharding.policy.param_dtype is not None:
+            for part in parts:
+                if _normalizes_in_full(part) and next(part.parameters(), None) is not None and part is not module:
+                    self._fully_shard(part, MixedPrecisionPolicy(), replicated)
+        policy = MixedPrecisionPolicy() if _normalizes_in_full(module) else self._sharding.policy
+        self._fully_shard(module, policy, replicated)
+        self._belongings.release(parts)
+
+    def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
+        sharding = self._sharding
+        prepare_class(module)
+        offload = CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda") if sharding.offload else OffloadPolicy()
+        fully_shard(
+            module,
+            mesh=sharding.mesh,
+            reshard_after_forward=sharding.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+        assert isinstance(module, FSDPModule)
+        self._sharded.append(module)
+
+    def _install_communication(self) -> None:
+        if self._sharding.device.type == "cpu":
+            for module in self._sharded:
+                module.set_custom_reduce_scatter(DirectReduceScatter())
+        if self._sharding.prefetch is not None:
+            in_order: list[Any] = [module for module in self.root.modules() if module in self._sharded[:-1]]
+            for number, module in enumerate(in_order):
+                ahead, behind = number + 1, max(0, number - self._sharding.prefetch)
+                module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._sharding.prefetch])
+                module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
+
+
+def check_module(module: Module) -> None:
+    """Raise a `ConfigurationError` if something in `module` was wrapped by FSDP1, or is left from an earlier run."""
+    if hasattr(module, LEFT_SHARDED):
+        raise ConfigurationError(
+            f"{type(module).__name__} was left sharded by an earlier run, which could not bring it together: "
+            f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise ConfigurationError(
+                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which does "
+                "not mix with FSDP2. Leave the module unwrapped, the strategy shards it; or use fully_shard."
+            )
+
+
+def _normalizes_in_full(module: Module) -> bool:
+    """Whether the kernels of `module` need parameters of the dtype of running statistics and of full-precision inputs.
+
+    Autocast does not cast their parameters: under DDP these are fp32.
+    """
+    return isinstance(module, BatchNorm | InstanceNorm)
+
+
+def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
+    """Let `root.device` and the states of metrics be on `device`; `root.to` would move offloaded shards as well."""
+    set_device_everywhere(root, device)
+    for part in root.modules():
+        if isinstance(part, Metric):
+            part.to(device)
+
+
+def _own_parts(module: Module) -> list[Module]:
+    """Return `module` and what is in it, without what has been sharded already and what is in that."""
+    parts: dict[Module, None] = {}
+
+    def visit(part: Module) -> None:
+        parts[part] = None
+        for child in part.children():
+            if child not in parts and not isinstance(child, FSDPModule):
+                visit(child)
+
+    visit(module)
+    return list(parts)
+
+
+def _own_tensors(parts: list[Module]) -> list[Tensor]:
+    tensors: dict[int, Tensor] = {}
+    for part in parts:
+        for tensor in (*own_parameters(part).values(), *own_buffers(part).values()):
+            if tensor is not None and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                tensors[id(tensor)] = tensor
+    return list(tensors.values())
+
+
+def _check_dtypes(unit: Unit, names: dict[Any, str]) -> None:
+    trained: dict[torch.dtype, str] = {}
+    for parameter in unit.parameters:
+        if parameter.requires_grad and parameter.dim() > 0 and parameter.numel() > 0:
+            trained.setdefault(parameter.dtype, names[parameter])
+    if len(trained) > 1:
+        found = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in trained.items())
+        raise ConfigurationError(
+            f"Trained parameters of one unit have to be of one dtype, but in {unit.name or 'the root'} there are "
+            f"{found}. Convert them, or choose units=[...] so that they are in different ones."
+        )

@@ -1,0 +1,240 @@
+"""Operations on shards that torch does otherwise than on one tensor, or not at all: as `aten` operation and handler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_paral.compat.torch.dispatch import schema_of
+from lightning_paral.compat.torch.dtensor import local_of, operation_handlers
+from lightning_paral.engines.fsdp import gathered_ops as whole_values
+from lightning_paral.engines.fsdp.local_rows import as_whole, in_place_of, is_replicated, like, own_chunk
+from lightning_paral.engines.fsdp.view_writes import Part, mark_parts
+from lightning_paral.errors import ConfigurationError
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+aten = torch.ops.aten
+
+
+def _by_default(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what torch does."""
+    handlers = operation_handlers()
+    ours = handlers.pop(operation)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        handlers[operation] = ours
+
+
+def _chunk(tensor: Any) -> tuple[slice, ...] | None:
+    return own_chunk(tensor) if isinstance(tensor, DTensor) else None
+
+
+def _whole_values(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: as_whole(value) for key, value in kwargs.items()}
+
+
+def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw what one process would, of which a rank keeps its own part; torch lets each rank draw its own (2.13)."""
+    target, *others = args
+    chunk = _chunk(target)
+    if chunk is None:
+        return _refuse_draw(operation, args, kwargs)
+    whole = in_place_of(target, chunk, filled=False)
+    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    local_of(target).copy_(whole[chunk])
+    return target
+
+
+def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    model, *others = args
+    chunk = _chunk(model)
+    if chunk is None:
+        return _refuse_draw(operation, args, kwargs)
+    whole = in_place_of(model, chunk, filled=False)
+    return like(model, operation(whole, *map(as_whole, others), **_whole_values(kwargs)), chunk)
+
+
+def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw with probabilities, means or other numbers that are sharded themselves. *Collective*."""
+    model = next(value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
+    chunk = own_chunk(model)
+    if chunk is None:
+        return _refuse_draw(operation, args, kwargs)
+    whole = operation(*map(as_whole, args), **_whole_values(kwargs))
+    if whole.shape == model.shape:
+        return like(model, whole, chunk)
+    mesh = model.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if all(is_replicated(value) for value in (*args, *kwargs.values()) if isinstance(value, DTensor)):
+        return _by_default(operation, args, kwargs)
+    raise ConfigurationError(
+        f"{operation} on a sharded tensor (a DTensor) would draw other numbers than one process. Draw in the step, "
+        "where what belongs to the root is whole, or draw with torch.rand_like or torch.randn_like and apply that."
+    )
+
+
+def _refuse_where_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse what draws in training only, or with a probability above 0 only."""
+    arguments = schema_of(operation).arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    switches = {argument.name: argument.default_value for argument in arguments if argument.name in _SWITCHES}
+    draws = all(given.get(name, default) != 0 for name, default in switches.items())
+    return (_refuse_draw if draws else _by_default)(operation, args, kwargs)
+
+
+_SWITCHES = ("train", "training", "dropout_p")
+
+
+def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write elements at given places: each rank those it holds. *Collective* where values or indices are sharded."""
+    target, *others = args
+    chunk = _chunk(target)
+    if chunk is None:
+        return _by_default(operation, args, kwargs)
+    whole = in_place_of(target, chunk)
+    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    local_of(target).copy_(whole[chunk])
+    return target
+
+
+def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy a whole tensor, of which a rank needs its own part."""
+    target, source = args[:2]
+    chunk = _chunk(target)
+    if chunk is None or isinstance(source, DTensor):
+        return _by_default(operation, args, kwargs)
+    local_of(target).copy_(source.expand(target.shape)[chunk])
+    return target
+
+
+def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = kwargs["out"]
+    chunk = _chunk(target)
+    if chunk is None:
+        return _by_default(operation, args, kwargs)
+    whole = in_place_of(target, chunk, filled=False)
+    operation(*map(as_whole, args), **_whole_values({**kwargs, "out": whole}))
+    local_of(target).copy_(whole[chunk])
+    return target
+
+
+def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill a tensor. One rank's part of a sum has the number, the others nothing: torch (2.13) adds up all of them."""
+    target, value = args
+    sums = [number for number, placement in enumerate(target.placements) if placement.is_partial("sum")]
+    is_first = all(target.device_mesh.get_local_rank(number) == 0 for number in sums)
+    return _by_default(operation, (target, value if is_first else 0), kwargs)
+
+
+def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _by_default(operation, args, kwargs)
+    return mark_parts(result, operation, args, kwargs)
+
+
+def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View a tensor in another shape; gathered where torch (2.13) cannot do it on uneven parts. *Collective* then."""
+    try:
+        return _by_default(operation, args, kwargs)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("unevenly sharded", "sharded dimension")):
+            raise
+    origin, *others = args
+    whole = origin.redistribute(placements=[Replicate()] * origin.device_mesh.ndim)
+    return mark_parts(_by_default(operation, (whole, *others), kwargs), operation, args, kwargs)
+
+
+_NAMES: dict[Handler, tuple[str, ...]] = {
+    _draw_in_place: (
+        "normal_.default", "uniform_.default", "bernoulli_.float", "bernoulli_.Tensor", "exponential_.default",
+        "random_.default", "random_.from", "random_.to", "log_normal_.default", "cauchy_.default", "geometric_.default",
+    ),
+    _draw_like: (
+        "randn_like.default", "rand_like.default", "randint_like.default", "randint_like.low_dtype", "bernoulli.p",
+        "randn_like.generator", "rand_like.generator", "randint_like.generator", "randint_like.low_generator_dtype",
+        "cauchy.default", "exponential.default", "geometric.default", "log_normal.default", "normal_functional.default",
+        "random.default", "random.from", "random.to", "uniform.default",
+    ),
+    _draw_from: (
+        "bernoulli.default", "bernoulli.Tensor", "multinomial.default", "poisson.default", "binomial.default",
+        "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", "_standard_gamma.default",
+        "_sample_dirichlet.default", "randint_like.Tensor", "randint_like.Tensor_generator",
+    ),
+    _refuse_where_drawn: (
+        "native_dropout.default", "_fused_dropout.default", "rrelu_with_noise.default", "rrelu_with_noise_.default",
+        "rrelu_with_noise_functional.default", "rrelu_with_noise.out", "native_dropout.out", "_fused_dropout.out",
+        "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_cudnn_attention.default",
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+        "_scaled_dot_product_fused_attention_overrideable.default",
+    ),
+    _write_at_indices: (
+        "index_put_.default", "index_fill_.int_Scalar", "index_fill_.int_Tensor", "index_add_.default",
+        "index_copy_.default", "scatter_.src", "scatter_.value", "scatter_.reduce", "scatter_.value_reduce",
+        "scatter_add_.default", "scatter_reduce_.two", "fill_diagonal_.default", "fill_.Tensor", "tril_.default",
+        "triu_.default",
+    ),
+    _copy: ("copy_.default",),
+    _fill: ("fill_.Scalar",),
+    _write_out: (
+        "eye.m_out", "eye.out", "bernoulli.out", "bernoulli.Tensor_out", "bernoulli.float_out", "cauchy.out",
+        "exponential.out", "geometric.out", "log_normal.out", "normal.out", "normal.float_float_out",
+        "normal.Tensor_float_out", "normal.float_Tensor_out", "normal.Tensor_Tensor_out", "uniform.out", "random.out",
+        "random.from_out", "random.to_out", "poisson.out", "binomial.out", "multinomial.out", "_standard_gamma.out",
+        "rand.out", "rand.generator_out", "randn.out", "randn.generator_out", "randint.out", "randint.generator_out",
+        "randint.low_out", "randint.low_generator_out", "randperm.out", "randperm.generator_out",
+    ),
+    _flatten: (
+        "view.default", "_unsafe_view.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default",
+    ),
+    _view: (
+        "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default", "diagonal.default", "unfold.default",
+    ),
+}  # fmt: skip
+
+
+_WRITES = (_write_at_indices, _copy)
+
+
+def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
+    """Return the handlers by operation; `in_step` says whether a step is running."""
+    found = whole_values.handlers(_by_default, in_step)
+    takes_plain = whole_values.for_plain_targets(in_step)
+    for handler, names in _NAMES.items():
+        for name in names:
+            operation, overload = name.split(".")
+            packet = getattr(aten, operation)
+            if overload in packet.overloads():
+                found[getattr(packet, overload)] = takes_plain(handler) if handler in _WRITES else handler
+    return found
+
+
+def set_items(target: Any, index: Any, value: Any) -> None:
+    """Do `target[index] = value` on a DTensor: each rank writes what it holds.
+
+    *Collective* where `index` or `value` is sharded, unless `index` is a mask laid out like `target` and `value` a
+    number.
+    """
+    chunk = own_chunk(target)
+    if chunk is None or (torch.is_grad_enabled() and target.requires_grad):
+        torch.Tensor.__setitem__(target, index, value)
+        return
+    if isinstance(target, Part):
+        target.refresh()
+    local = local_of(target)
+    with torch.no_grad():
+        masked = isinstance(index, DTensor) and index.dtype == torch.bool and index.shape == target.shape
+        if masked and index.placements == target.placements and not isinstance(value, Tensor):
+            local[local_of(index)] = value
+        else:
+            whole = in_place_of(target, chunk)
+            whole[as_whole(index)] = as_whole(value)
+            local.copy_(whole[chunk])
+    torch.autograd.graph.increment_version(target)
+    if isinstance(target, Part):
+        target.write_back()

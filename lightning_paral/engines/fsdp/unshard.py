@@ -1,0 +1,189 @@
+"""Where parameters are gathered: around the outermost call of a unit's methods, and around each step of the root."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from lightning_paral.compat.torch.fsdp_state import ForwardHooks, groups_of
+from lightning_paral.compat.torch.iteration import pre_forward
+from lightning_paral.engines.fsdp.explain_errors import MIXED
+
+_NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
+
+
+class UnitCalls:
+    """Lets any public method of a sharded unit be called, as `forward` can.
+
+    FSDP2 gathers around `forward` alone, and lets go as soon as a nested call ends. Here the outermost call counts.
+    """
+
+    def __init__(self, module: Any, methods: list[str]) -> None:
+        self._module = module
+        self._hooks = ForwardHooks(module)
+        self._entered = False
+        self._module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._module.register_forward_hook(self._after_forward)
+        self._in_forward = 0
+        for name in methods:
+            setattr(self._module, name, self._around(getattr(self._module, name)))
+
+    def reset(self) -> None:
+        """Forget calls that an exception ended."""
+        self._entered, self._in_forward = False, 0
+
+    def _before_forward(self, module: Module, args: Any, kwargs: Any) -> Any:
+        if self._entered:
+            self._in_forward += 1
+            return args, kwargs
+        self._entered = True
+        return pre_forward(self._hooks.state, module, args, kwargs)
+
+    def _after_forward(self, module: Module, args: Any, output: Any) -> Any:
+        if self._in_forward:
+            self._in_forward -= 1
+            return output
+        self._entered = False
+        return self._hooks.after(output)
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._entered:
+                return method(*args, **kwargs)
+            self._entered = True
+            try:
+                args, kwargs = pre_forward(self._hooks.state, self._module, args, kwargs)
+                output = method(*args, **kwargs)
+            finally:
+                self._entered = False
+            return self._hooks.after(output)
+
+        return call
+
+
+def public_methods(module: Module) -> list[str]:
+    """Return the names of the methods, `forward` aside, that the author of `module` gave it to be called."""
+    names: dict[str, None] = {}
+    for base in type(module).__mro__:
+        if base.__module__.partition(".")[0] in _NOT_THE_USERS or base is object:
+            continue
+        for name, value in vars(base).items():
+            public = not name.startswith("_") and not hasattr(Module, name)
+            if public and isinstance(value, FunctionType) and not inspect.isgeneratorfunction(value):
+                names[name] = None
+    return list(names)
+
+
+class RootCalls:
+    """Gathers what belongs to the root while a step runs, and while the module is called outside of steps.
+
+    Between calls, every parameter is sharded: what hooks and callbacks see and change is what is trained.
+    """
+
+    def __init__(self, root: Any, units: list[UnitCalls], inner: set[Module]) -> None:
+        self._root = root
+        self._units = units
+        self._hooks = ForwardHooks(root)
+        self._depth = 0
+        self._in_manual_step = False
+        self.await_backward = False
+        """Whether a step of automatic optimization has ended whose backward pass is to come."""
+        for module in (self._root, *(child for child in self._root.children() if child not in inner)):
+            module.register_forward_pre_hook(self._before_call, prepend=True)
+            module.register_forward_hook(self._after_call, always_call=True)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            setattr(self._root, name, self._then_gather_anew(getattr(self._root, name)))
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a step or a call of the module is running."""
+        return self._depth > 0
+
+    def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a training step of automatic optimization: its backward pass comes after it."""
+        self._enter()
+        pre_forward(self._hooks.state, self._root)
+        output = step(*args, **kwargs)
+        if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
+            raise RuntimeError(MIXED)
+        output = self._hooks.after(output)
+        self._depth = 0
+        self.await_backward = output is not None
+        if output is None:
+            self._root.reshard()
+        return output
+
+    def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a training step that itself calls backward passes and optimizers."""
+        self._enter()
+        self._in_manual_step = True
+        self._root.unshard()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._depth, self._in_manual_step = 0, False
+            self._root.reshard()
+
+    def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a step without a backward pass."""
+        self._enter()
+        pre_forward(self._hooks.state, self._root)
+        output = self._hooks.after(step(*args, **kwargs))
+        self._depth = 0
+        self._root.reshard()
+        return output
+
+    def before_backward(self, loss: Tensor) -> None:
+        """In a manual step, see to it that the root's gradients are reduced though no unit has a part in `loss`."""
+        if loss.requires_grad:
+            loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+        if self._in_manual_step:
+            self._hooks.expect_backward(loss)
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        self.await_backward = False
+
+    def after_backward(self) -> None:
+        """In a manual step, gather anew what the backward pass let go: the step goes on."""
+        if self._in_manual_step:
+            self._root.unshard()
+
+    def before_optimizer(self) -> None:
+        """Let go what the optimizer is about to change."""
+        if self._in_manual_step:
+            self._root.reshard()
+
+    after_optimizer = after_backward
+
+    def _then_gather_anew(self, toggle: Callable[..., None]) -> Callable[..., None]:
+        """Let what is gathered for the step follow `requires_grad` of the shards, which optimizers hold."""
+
+        def toggle_then_gather(*args: Any, **kwargs: Any) -> None:
+            toggle(*args, **kwargs)
+            self.before_optimizer()
+            self.after_optimizer()
+
+        return toggle_then_gather
+
+    def _enter(self) -> None:
+        self._depth = 1
+        for unit in self._units:
+            unit.reset()
+
+    def _before_call(self, module: Module, args: Any) -> None:
+        if self._depth == 0:
+            pre_forward(self._hooks.state, self._root)
+        elif not all(group.is_unsharded for group in groups_of(self._root)):
+            self._root.unshard()  # `state_dict` and `load_state_dict` in a step let go
+        self._depth += 1
+
+    def _after_call(self, module: Module, args: Any, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth == 0:
+            output = self._hooks.after(output)
+            self._root.reshard()
+        return output

@@ -1,0 +1,137 @@
+"""Parts of sharded tensors that torch gathers where one tensor gives a view: what is written to them is written back.
+
+`p.data[0].zero_()` would otherwise change a copy, and nothing would say so.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.foreach import writes_in_place
+from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.compat.torch.versions import version_of
+from lightning_paral.engines.fsdp.local_rows import in_place_of, is_replicated, own_chunk
+from lightning_paral.errors import ConfigurationError
+
+
+class Part(DTensor):
+    """A gathered copy of some elements of a sharded tensor, or a view of such a copy.
+
+    Whatever uses it gathers it anew, as a view shows what its tensor holds now, and whatever writes to it writes to
+    where the elements come from. *Collective*.
+    """
+
+    _origin: Any
+    _take: Callable[[Any], Any] | None
+    """Takes the elements from the origin, or from a whole tensor of its shape; `None` for a view of the origin."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            name = func.__name__
+            parts = [] if name in _HARMLESS else list(_parts_in((*args, *kwargs.values())))
+            if name != "__get__":
+                for part in parts:
+                    part.refresh()
+            before = [version_of(part) for part in parts]
+            result = func(*args, **kwargs)
+            written = list(_parts_in(args[:1])) if writes_in_place(name) else []
+            written += [part for part, version in zip(parts, before, strict=True) if version_of(part) != version]
+            for part in written:
+                part.write_back()
+            for part in parts:
+                _mark_views(result, part)
+        return result
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Return the elements as an ordinary tensor."""
+        self.refresh()
+        whole: Tensor = super().full_tensor(**options)
+        return whole
+
+    def refresh(self) -> None:
+        """Gather the elements anew."""
+        if self._take is None:
+            self._origin.refresh()
+        else:
+            if isinstance(self._origin, Part):
+                self._origin.refresh()
+            with torch.no_grad():
+                local_of(self).copy_(local_of(self._take(self._origin)))
+
+    def write_back(self) -> None:
+        """Write the elements to where they come from: each rank those it holds."""
+        origin = self._origin
+        if self._take is None:
+            origin.write_back()
+            return
+        chunk = own_chunk(origin)
+        if chunk is None or not is_replicated(self):
+            raise ConfigurationError(
+                "A part of a sharded parameter was changed in place, which cannot be brought back to it. Assign to "
+                "the parameter by index instead: parameter.data[...] = value."
+            )
+        with torch.no_grad():
+            whole = in_place_of(origin, chunk)
+            self._take(whole).copy_(local_of(self))
+            local_of(origin).copy_(whole[chunk])
+        torch.autograd.graph.increment_version(origin)
+        if isinstance(origin, Part):
+            origin.write_back()
+
+
+_HARMLESS = {
+    "size", "dim", "numel", "nelement", "stride", "is_contiguous", "__len__", "is_floating_point", "is_complex",
+    "element_size", "data_ptr", "__hash__", "requires_grad_", "__set__",
+}  # fmt: skip
+
+
+def _parts_in(values: Any) -> Iterator[Part]:
+    for value in values:
+        if isinstance(value, Part):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parts_in(value)
+
+
+def _mark_views(result: Any, part: Part) -> None:
+    """Let what shows the memory of `part` know it."""
+    for value in result if isinstance(result, list | tuple) else [result]:
+        if type(value) is DTensor and _memory(value) == _memory(part):
+            value.__class__ = Part
+            value._origin, value._take = part, None  # type: ignore[attr-defined]
+
+
+def _memory(tensor: Any) -> int:
+    pointer: int = local_of(tensor).untyped_storage().data_ptr()
+    return pointer
+
+
+def mark_parts(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let `result`, of a view operation, know what it is a part of, if it is a copy."""
+    origin, *others = args
+    if not isinstance(origin, DTensor):
+        return result
+    several = isinstance(result, list | tuple)
+    for number, part in enumerate(result if several else [result]):
+        if type(part) is not DTensor or not is_replicated(part):
+            continue
+        if isinstance(origin, Part) and _memory(part) == _memory(origin):
+            part.__class__ = Part
+            part._origin, part._take = origin, None  # type: ignore[attr-defined]
+        elif isinstance(origin, Part) or not is_replicated(origin):
+
+            def take(tensor: Any, number: int = number) -> Any:
+                view = operation(tensor, *others, **kwargs)
+                return view[number] if several else view
+
+            part.__class__ = Part
+            part._origin, part._take = origin, take  # type: ignore[attr-defined]
+    return result

@@ -1,0 +1,1 @@
+"""The strategy's options, and the DeepSpeed configuration made of them."""

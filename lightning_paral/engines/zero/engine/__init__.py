@@ -1,0 +1,1 @@
+"""DeepSpeed's engines around a module: construction, steps, hooks and precision."""

@@ -1,0 +1,176 @@
+"""Building the model of stage 3 partitioned, so that no rank ever holds it whole; and a word to those who do not."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+
+from lightning_paral.compat.deepspeed import zero_init
+from lightning_paral.compat.deepspeed.linear import linear_as_before
+from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.engines.zero.parameters.partition import is_partitioned, make_contiguous, scalars_as_bytes
+from lightning_paral.model.pretrained import is_loading, was_loaded
+
+
+@contextmanager
+def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator[None]:
+    """Let each rank keep its part only of parameters that are made in this context, as soon as they have values.
+
+    *Collective* over the world.
+
+    Args:
+        config: DeepSpeed's.
+        module: what it is made for. Parameters that it gains and that are whole at the end, as those that
+            `from_pretrained` loads, are partitioned then.
+    """
+    import deepspeed
+
+    with torch.device("meta"):  # torch notes at the first call which functions such a context changes
+        torch.empty(0)
+    constructors = zero_init.plain_constructors()
+    before = set() if module is None else set(module.parameters())
+    with linear_as_before():  # `zero.Init` replaces it permanently
+        # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
+        device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
+        init = _divisible(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
+        zero_init.keep_decorated_constructors(init)
+        with init, _FirstValues():
+            _stand_aside_while_loading(init, constructors)
+            yield
+        if module is not None:
+            gained = {name: parameter for name, parameter in module.named_parameters() if parameter not in before}
+            warn_of_other_draws(gained, init.local_device)
+            _partition(init, gained.values())
+
+
+def _divisible(init: Any) -> Any:
+    """Let `zero.Init` take parameters of any layout, dimension and dtype, and convert them to that of the weights."""
+
+    def divide_any(divide: Callable[[Parameter], None], parameter: Parameter) -> None:
+        if init.dtype != torch.float32 and parameter.is_floating_point():
+            parameter.data = parameter.data.to(init.dtype)
+        make_contiguous(parameter)
+        with scalars_as_bytes():
+            divide(parameter)
+
+    zero_init.divide_parameters_by(init, divide_any)
+    return init
+
+
+def _stand_aside_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
+    """Let `from_pretrained` build on the meta device, as it does in one process, until `init` is left.
+
+    `zero.Init` would build all of it with memory, drawn and divided, before the values of the files come.
+
+    Args:
+        init: a `zero.Init` that has been entered.
+        constructors: torch's own.
+    """
+
+    def divide_if_it_stays(divide: Callable[[Module], None], module: Module) -> None:
+        if not is_loading():
+            divide(module)
+
+    zero_init.divide_modules_by(init, divide_if_it_stays)
+    zero_init.choose_constructors(constructors, is_loading)
+
+
+@torch.no_grad()
+def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
+    """Partition what is whole, one by one. Rank 0's values count."""
+    for parameter in parameters:
+        if hasattr(parameter, "ds_id"):
+            continue
+        if dist.get_rank() > 0:
+            # It may lie in a private map of a file, where received values would stay in memory as long as the map.
+            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        zero_init.divide_whole(init, parameter)
+
+
+def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
+    """Warn if `parameters` were drawn on the host though one process, with the same seed, draws on `device`.
+
+    `from_pretrained` draws weights that are not in the folder on the device in whose context it runs. Here there is
+    none, or it would put the whole model there.
+    """
+    if device.type == "cpu":
+        return
+    drawn = [
+        name
+        for name, parameter in parameters.items()
+        if not hasattr(parameter, "ds_id") and parameter.device.type == "cpu" and not was_loaded(parameter)
+    ]
+    if drawn:
+        rank_zero_warn(
+            f"{', '.join(drawn)}: drawn on the host, the same on all ranks, but with other numbers than one process "
+            f"draws on {device.type} from this seed. It is so with weights that `from_pretrained` does not find in "
+            "the folder. To compare with one process, save the model with them and load that folder in both."
+        )
+
+
+def warn_of_whole(module: Module) -> None:
+    """Warn if parameters of `module` were not built partitioned."""
+    whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
+    if whole:
+        size_mb = sum(parameter.numel() * parameter.element_size() for parameter in whole) / 1e6
+        rank_zero_warn(
+            f"{type(module).__name__} was built outside `configure_model`: every rank holds all parameters "
+            f"({size_mb:,.1f} MB) on the host until they are partitioned, and again at the end of the fit. Build "
+            "them in `configure_model` to have them partitioned one by one."
+        )
+
+
+class _FirstValues(TorchFunctionMode):
+    """A context for `configure_model` in which partitioned parameters are whole while code touches them.
+
+    `zero.Init` partitions a module's parameters as soon as its constructor ends. Code that then sets their first
+    values, `nn.init.normal_(self.head.weight)`, would write into an empty tensor: without an error, and without effect.
+    *Collective* over the world: all ranks run the same `configure_model`. A parameter that was touched stays whole
+    until another one is, so that its `.data` can be written, too; rank 0's values count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: Any = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            touched = [
+                value for value in (*args, *kwargs.values()) if isinstance(value, Parameter) and is_partitioned(value)
+            ]
+            if touched:
+                self._gather(touched)
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._release()
+
+    def _gather(self, parameters: list[Parameter]) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        self._release()
+        with DisableTorchFunctionSubclass(), scalars_as_bytes():
+            self._whole = GatheredParameters(parameters, modifier_rank=0)
+            self._whole.__enter__()
+
+    def _release(self) -> None:
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            with DisableTorchFunctionSubclass(), scalars_as_bytes():
+                whole.__exit__(None, None, None)
+
+
+_HARMLESS = {
+    getattr(Tensor, attribute).__get__
+    for attribute in ("requires_grad", "device", "dtype", "is_leaf", "grad", "layout")
+} | {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]

@@ -1,0 +1,151 @@
+"""Precision under ZeRO: autocast over fp32 weights, or low-precision weights; backward and step go to the engine."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+
+from lightning_paral.compat.lightning.loops import is_accumulating
+from lightning_paral.compat.lightning.precision import after_closure
+from lightning_paral.engines.zero.gradients.loss_scale import DynamicLossScale, scale_losses
+from lightning_paral.engines.zero.gradients.partitioned import PartitionedGradients
+from lightning_paral.engines.zero.state.joint import JointGradients
+from lightning_paral.errors import ConfigurationError
+
+_DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
+
+
+class ZeROPrecision(DeepSpeedPrecision):
+    """What `Trainer(precision=...)` says, as every other strategy understands it.
+
+    Unlike Lightning's `DeepSpeedPrecision`, mixed precision is autocast: weights and inputs stay as they are.
+    """
+
+    device_type = "cpu"
+    gradients: PartitionedGradients | JointGradients | None = None
+    """Those of the current fit."""
+    loss_scale: DynamicLossScale | None = None
+    """That of the last fit, under fp16 autocast."""
+
+    def start_fit(self, gradients: PartitionedGradients | JointGradients) -> PartitionedGradients | JointGradients:
+        """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
+        self.loss_scale = None
+        if self.precision == "16-mixed":
+            self.loss_scale = DynamicLossScale()
+            for each in gradients.each:
+                scale_losses(each.engine, self.loss_scale)
+        self.gradients = gradients
+        return gradients
+
+    def end_fit(self) -> None:
+        """Let go of the gradients. The loss scale stays: checkpoints may be saved after the fit."""
+        self.gradients = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale, empty where there is none."""
+        return {} if self.loss_scale is None else self.loss_scale.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the loss scale of a checkpoint."""
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state_dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the forward computes in, where it may."""
+        return _DTYPES[self.precision[:2]]
+
+    @property
+    def is_low(self) -> bool:
+        """Whether weights are in low precision."""
+        return not self.is_mixed and self.dtype != torch.float32
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the forward runs under autocast."""
+        return self.precision.endswith("-mixed")
+
+    def convert_module(self, module: Module) -> Module:
+        """Cast parameters and buffers for low-precision weights; leave them as they are otherwise."""
+        return module.to(dtype=self.dtype) if self.is_low else module
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point inputs for low-precision weights; leave them as they are otherwise."""
+        return HalfPrecision(self.precision).convert_input(data) if self.is_low else data  # type: ignore[arg-type]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Run steps under autocast, or with the default dtype of the weights."""
+        if self.is_mixed:
+            return torch.autocast(self.device_type, self.dtype)
+        return HalfPrecision(self.precision).forward_context() if self.is_low else nullcontext()  # type: ignore[arg-type]
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
+        if self.gradients is None:
+            self._leave_out_backward(model)
+            return
+        if isinstance(self.gradients, JointGradients):
+            self.gradients.backward(tensor, lambda loss: model.backward(loss, *args, **kwargs))
+            return
+        engine = self.gradients.engine
+        automatic = model.automatic_optimization
+        self.gradients.before_backward(
+            ends_window=automatic and not is_accumulating(model.trainer), by_hand=not automatic
+        )
+        if is_overridden("backward", model):
+            needs_scale = engine.optimizer.needs_scaler()
+            model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
+            self.gradients.take_back_empty_pass()
+        else:
+            engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
+        self.gradients.after_backward()
+
+    def _leave_out_backward(self, model: LightningModule) -> None:
+        # There is no optimizer. Nothing would use the gradients, and at stage 3 they have no place.
+        if not model.automatic_optimization:
+            raise ConfigurationError(
+                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are divided "
+                "for an optimizer, and are not in parameter.grad: return the optimizer, or train with paral_ddp."
+            )
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run `closure`, the hooks, then the step of the partitioned optimizer. *Collective*."""
+        if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
+            raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
+        closure_result = closure()
+        if self.gradients is None:
+            after_closure(self, model, optimizer)
+            return closure_result
+        gradients = self.gradients.of(optimizer)
+        gradients.end_window()
+        after_closure(self, model, optimizer)
+        gradients.step(closure_result, kwargs)
+        if self.loss_scale is not None:
+            self.loss_scale.grow()
+        return closure_result
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip by value now, or by the global norm in the step that follows. *Collective*."""
+        if clip_val is None or clip_val <= 0 or self.gradients is None:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.gradients.of(optimizer).clip_by_value(float(clip_val))
+        else:
+            self.gradients.of(optimizer).clip_by_norm(float(clip_val))

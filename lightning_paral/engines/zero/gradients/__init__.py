@@ -1,0 +1,1 @@
+"""Partitioned gradients: which parameters take part, norms, clipping and loss scales."""

@@ -1,0 +1,1 @@
+"""Offload to the host and to NVMe: what it compiles, checks and stores."""

@@ -1,0 +1,1 @@
+"""The user's optimizers, and what DeepSpeed is given in their place."""

@@ -1,0 +1,192 @@
+"""Parameters under ZeRO as code of the user's meets them: whole, and with what it writes noticed.
+
+DeepSpeed keeps what is trained elsewhere: fp32 master copies at stages 1 and 2, each rank's part at stage 3. What hooks
+and steps write to a parameter would be overwritten by the next step, or go to the empty tensor that stage 3 leaves in
+the place of a parameter that is not in use.
+
+The classes here take the place of `torch.nn.Parameter` while a run lasts. They have no memory of their own, and cost
+nothing where nothing but modules' forwards uses a parameter.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.engines.zero.gradients.hidden import refuse_gradient, refuse_new_gradient
+from lightning_paral.engines.zero.parameters.callers import is_users
+
+if TYPE_CHECKING:
+    from lightning_paral.engines.zero.parameters.writes import Writes
+
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
+
+# What says nothing of a parameter's values.
+_HARMLESS = {
+    getattr(Tensor, attribute).__get__
+    for attribute in ("requires_grad", "device", "dtype", "is_leaf", "layout", "is_cuda", "is_meta")
+} | {
+    *(Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex),  # type: ignore[attr-defined]
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+}
+_OF_SHAPE = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim")} | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
+    *(Tensor.element_size, torch.numel),
+}
+
+
+class Whole:
+    """Mixin of a parameter that has its values here."""
+
+    _writes: "Writes"
+    kind: type[Parameter]
+    """The class in the place of which this one is."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an ordinary parameter: one that code of the user's makes is not of the model."""
+        return cls.kind(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """The values, which may be written to."""
+        if is_users():
+            return self._writes.lend(self)
+        return plain_data(self)  # type: ignore[arg-type]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if is_users():
+            self._writes.assign(self, values)
+            return
+        with DisableTorchFunctionSubclass():
+            _data.__set__(self, values)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient; an error for code of the user's, where the parameter is trained."""
+        if self.requires_grad and self._writes.hides_gradients and is_users():  # type: ignore[attr-defined]
+            refuse_gradient(self._writes.name_of(self))
+        with DisableTorchFunctionSubclass():
+            gradient: Tensor | None = _grad.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if self._writes.hides_gradients and is_users():
+            refuse_new_gradient(self._writes.name_of(self))
+        with DisableTorchFunctionSubclass():
+            _grad.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with DisableTorchFunctionSubclass():
+            _grad.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = Parameter(self._writes.copy_of(self), self.requires_grad)  # type: ignore[attr-defined]
+        copied: Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Parameter(self._writes.copy_of(self), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined, no-untyped-call]
+
+
+class WholeOfStage3(Whole):
+    """Mixin of a parameter of stage 3 that has its values here, at the moment."""
+
+    @property
+    def ds_status(self) -> Any:
+        """Whether DeepSpeed has the parameter whole, on its way, or only this rank's part."""
+        return self.__dict__["ds_status"]
+
+    @ds_status.setter
+    def ds_status(self, status: Any) -> None:
+        self.__dict__["ds_status"] = status
+        _, whole, partitioned = _classes(self.kind)
+        self.__class__ = whole if status.name == "AVAILABLE" else partitioned
+
+
+class Partitioned(WholeOfStage3):
+    """Mixin of a parameter of stage 3 of which this rank has its part only.
+
+    An operation on it gathers it first, and sees all of it. *Collective* over the world.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _HARMLESS or not is_users():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        parameters = partitioned_in((args, kwargs))
+        if func in _OF_SHAPE:
+            return func(*replaced(args, _as_shape), **replaced(kwargs, _as_shape))
+        return parameters[0]._writes.run(func, parameters, args, kwargs)
+
+
+def partitioned_in(values: Any) -> list[Any]:
+    """Return the partitioned parameters in nested lists, tuples and dicts, each once, in order."""
+    found: dict[int, Any] = {}
+
+    def visit(value: Any) -> Any:
+        found.setdefault(id(value), value)
+        return value
+
+    replaced(values, visit)
+    return list(found.values())
+
+
+def replaced(values: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return nested lists, tuples and dicts with `replace(parameter)` in the place of partitioned parameters."""
+    if isinstance(values, Partitioned):
+        return replace(values)
+    if isinstance(values, dict):
+        return {key: replaced(value, replace) for key, value in values.items()}
+    if isinstance(values, list) or type(values) is tuple:
+        return type(values)(replaced(value, replace) for value in values)
+    return values
+
+
+def _as_shape(parameter: Any) -> Tensor:
+    return torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
+
+
+@cache
+def _classes(kind: type[Parameter]) -> tuple[type, type, type]:
+    """Return the classes that take the place of `kind`: whole below stage 3, whole and partitioned at stage 3."""
+    mixins = (Whole, WholeOfStage3, Partitioned)
+    about = {"__module__": kind.__module__, "kind": kind}
+    whole, of_stage3, partitioned = (type(kind.__name__, (mixin, kind), dict(about)) for mixin in mixins)
+    return whole, of_stage3, partitioned
+
+
+def watch(parameter: Any, writes: "Writes") -> None:
+    """Let `writes` know what code of the user's does to `parameter`."""
+    kind: type[Parameter] = type(parameter)
+    whole, of_stage3, partitioned = _classes(kind)
+    parameter._writes = writes
+    if not hasattr(parameter, "ds_id"):
+        parameter.__class__ = whole
+    else:
+        parameter.__class__ = of_stage3 if parameter.ds_status.name == "AVAILABLE" else partitioned
+
+
+def unwatch(parameter: Any) -> None:
+    """Give `parameter` its own class back."""
+    parameter.__class__ = parameter.kind
+    del parameter._writes
+
+
+def plain_data(parameter: Parameter) -> Tensor:
+    """Return the values that are here, whoever asks."""
+    with DisableTorchFunctionSubclass():
+        values: Tensor = _data.__get__(parameter)
+    return values

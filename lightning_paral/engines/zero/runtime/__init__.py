@@ -1,0 +1,1 @@
+"""DeepSpeed in this process: its release, accelerator, process group and environment."""

@@ -1,0 +1,147 @@
+"""DeepSpeed as a runtime: which release, for which accelerator, on whose process group, and without its chatter."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from lightning_paral.compat.checks import check_instance, check_names
+from lightning_paral.compat.deepspeed.backend import current_backend, make_backend, use_backend, use_new_names
+from lightning_paral.compat.deepspeed.counters import read_counters, set_counters
+from lightning_paral.compat.deepspeed.forward_stack import forget_forwards
+from lightning_paral.compat.deepspeed.linear import restore_linear
+from lightning_paral.compat.deepspeed.operators import check_shared_memory_left_out, leave_out_shared_memory
+from lightning_paral.compat.deepspeed.process_groups import release_groups
+from lightning_paral.compat.deepspeed.remains import forget_autocast, forget_contexts, forget_modules
+from lightning_paral.engines.zero.runtime.environment import variables_as_before
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
+
+_LOGGER = "DeepSpeed"
+_RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def check_installed() -> None:
+    """Raise a `ConfigurationError` if DeepSpeed is missing or too old. Does not import it."""
+    try:
+        installed = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        raise ConfigurationError(
+            "The paral_zero strategies need DeepSpeed, which is not installed: "
+            f"pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
+        ) from None
+    if Version(installed) < Version(oldest_tested("deepspeed")):
+        raise ConfigurationError(
+            f"The paral_zero strategies need DeepSpeed {oldest_tested('deepspeed')} or later, but {installed} is "
+            f"installed: pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
+        )
+
+
+def choose_accelerator(device: torch.device) -> None:
+    """Make DeepSpeed use the Trainer's kind of device, whatever else this machine has. Imports it.
+
+    Raises:
+        ConfigurationError: DeepSpeed was imported before and has settled on another kind.
+    """
+    check_accelerator(device)
+    with variables_as_before(["DS_ACCELERATOR"]):
+        os.environ["DS_ACCELERATOR"] = _kind(device)  # read once, and remembered
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator()
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def check_accelerator(device: torch.device) -> None:
+    """Check that DeepSpeed can use the Trainer's kind of device. Does not import it.
+
+    Raises:
+        ConfigurationError: DeepSpeed was imported before and has settled on another kind.
+    """
+    wanted = _kind(device)
+    settled = _settled_accelerator()
+    if settled is not None and settled != wanted:
+        raise ConfigurationError(
+            f"The Trainer's device is {str(device)!r}, but DeepSpeed was imported before and has settled on "
+            f"{settled!r}, for the whole process. Make the Trainer before anything imports deepspeed, or set "
+            f"DS_ACCELERATOR={wanted} in the environment."
+        )
+
+
+def _settled_accelerator() -> str | None:
+    if "deepspeed" not in sys.modules:
+        return None
+    from deepspeed.accelerator import get_accelerator
+
+    return str(get_accelerator().device_name())  # fixed when DeepSpeed is imported
+
+
+@contextmanager
+def quiet_deepspeed(level: int) -> Iterator[None]:
+    """Let DeepSpeed log at `level` and above only. It prints, too; what it prints while importing goes to the log."""
+    logger = logging.getLogger(_LOGGER)
+    logger.setLevel(level)
+    yield
+    # Its import sets the level anew.
+    logger.setLevel(level)
+
+
+def rank_variables_as_before() -> AbstractContextManager[None]:
+    """Give the environment's variables for launched ranks, which DeepSpeed needs, their old values at the end."""
+    # Lightning takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
+    return variables_as_before(_RANK_VARIABLES)
+
+
+def join_deepspeed(level: int, device: torch.device) -> None:
+    """Let DeepSpeed use the default process group, for `device`. *Collective* over the group."""
+    with quiet_deepspeed(level):
+        choose_accelerator(device)
+        import deepspeed
+        from deepspeed.ops import op_builder  # noqa: F401
+
+        check_names("deepspeed")
+    leave_out_shared_memory()
+    leave_deepspeed()
+    if dist.get_backend() == "gloo":
+        from lightning_paral.engines.zero.runtime.gloo import GlooBackend
+
+        use_backend(make_backend(GlooBackend, "gloo"))
+    else:
+        deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+    check_shared_memory_left_out(current_backend())
+    check_instance("deepspeed", current_backend())
+    use_new_names(current_backend())
+    _agree_on_counters()
+
+
+def _agree_on_counters() -> None:
+    # Stage 3 numbers modules and parameters from counters of the process, and compares the numbers between ranks. Ranks
+    # with another past, of a smaller world or a failed run, would not agree.
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    counters = torch.tensor(read_counters(), device=device)
+    dist.all_reduce(counters, op=dist.ReduceOp.MAX)
+    set_counters(counters.tolist())
+
+
+def leave_deepspeed() -> None:
+    """Reset what DeepSpeed keeps of a run in global variables: process groups, modules, contexts left by a failure."""
+    if "deepspeed" not in sys.modules:
+        return
+    if hasattr(current_backend(), "abandon"):
+        current_backend().abandon()
+    use_backend(None)
+    release_groups()
+    forget_contexts()
+    forget_forwards()
+    restore_linear()
+    forget_modules()
+    forget_autocast()

@@ -1,0 +1,1 @@
+"""Shards of weights, gradients and optimizer state: for checkpoints, readers and averages."""
