@@ -131,9 +131,7 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
         ("all_reduce", []),
         ("reduce_scatter_tensor", ["async_op", "group", "input_tensor", "op", "output_tensor"]),
         ("all_gather_into_tensor", ["async_op", "group", "input_tensor", "output_tensor"]),
-    ], (
-        "DeepSpeed calls its backend in another way: GlooBackend of engines/zero/runtime/gloo.py would not be used"
-    )
+    ], "DeepSpeed calls its backend in another way: GlooBackend of engines/zero/runtime/gloo.py would not be used"
 
 
 def test_shared_memory_is_left_out() -> None:
