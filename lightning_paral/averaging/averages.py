@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_paral.averaging.buffers import share_averaged_buffers
 from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.lazy_tensor import read_into
-from lightning_paral.checkpoint.shards import is_divided
-from lightning_paral.checkpoint.state.weights import held_state_dict
+from lightning_paral.checkpoint.shards import is_sharded
+from lightning_paral.checkpoint.state.weights import sharded_state_dict
 from lightning_paral.errors import ConfigurationError
 
 
@@ -149,12 +149,12 @@ class Averages:
             number = numbers[id(parameter)]
             return shards.as_saved(number, values[number].detach())
 
-        return held_state_dict(self._module, held, self._save_frozen)
+        return sharded_state_dict(self._module, held, self._save_frozen)
 
     def _with_averaged_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
         buffers = {_place(own): average for own, average in self._buffers()}
         for name, value in state.items():
-            if isinstance(value, Tensor) and not is_divided(value) and value.numel():
+            if isinstance(value, Tensor) and not is_sharded(value) and value.numel():
                 state[name] = buffers.get(_place(value), value)
         return state
 

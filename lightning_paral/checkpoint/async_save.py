@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_paral.checkpoint.io.staging import Staging
-from lightning_paral.distributed.agreement import Ranks, all_ranks
+from lightning_paral.distributed.agreement import RankGroup, all_ranks
 
 
 class BackgroundSaver:
@@ -26,7 +26,7 @@ class BackgroundSaver:
         self._save: Future[None] | None = None
         self._later: list[Future[None]] = []
 
-    def start(self, write: Callable[[Ranks], None]) -> None:
+    def start(self, write: Callable[[RankGroup], None]) -> None:
         """Call `write` in the background, when the save before has ended.
 
         Raises:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.formats.full import write_all, write_skeleton
-from lightning_paral.checkpoint.io.atomic import Draft
+from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.checksums import BlockChecksums, FileRecord, reader_of
-from lightning_paral.checkpoint.io.writeback import Flushing
+from lightning_paral.checkpoint.io.writeback import BackgroundFsync
 from lightning_paral.checkpoint.lazy_tensor import stretches
 from lightning_paral.checkpoint.manifest import Manifest, embed
-from lightning_paral.checkpoint.save_plan import CURRENT_KEY, OF_WEIGHTS, Entry, tensors_in, view_of
+from lightning_paral.checkpoint.save_plan import CURRENT_KEY, OF_WEIGHTS, WriteItem, tensors_in, view_of
 from lightning_paral.checkpoint.shards import NOTHING, bytes_of
 from lightning_paral.errors import CheckpointError
 
@@ -69,13 +69,13 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
     pairs = entries_of(checkpoint)
     check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
     entries = [entry for entry, _ in pairs]
-    draft = Draft(out, folder=False)
+    draft = AtomicPath(out, folder=False)
     try:
         offsets = write_skeleton(checkpoint, entries, draft.path)
         checksums = BlockChecksums()
         with open(draft.path, "r+b") as file:
             read, write = reader_of(file.fileno()), partial(write_all, file.fileno())
-            with Flushing(file.fileno()) as flushing:
+            with BackgroundFsync(file.fileno()) as flushing:
                 for offset, (entry, tensor) in sorted(zip(offsets, pairs, strict=True), key=itemgetter(0)):
                     checksums.catch_up(read, offset)
                     for values in stretches(tensor, STEP_BYTES):
@@ -97,17 +97,17 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
         raise
 
 
-def entries_of(checkpoint: dict[str, Any]) -> list[tuple[Entry, Tensor]]:
+def entries_of(checkpoint: dict[str, Any]) -> list[tuple[WriteItem, Tensor]]:
     """Return weights and optimizer states, tied ones once, with where they stand and their values."""
-    found: dict[Any, tuple[Entry, Tensor]] = {}
+    found: dict[Any, tuple[WriteItem, Tensor]] = {}
     large = {key: checkpoint[key] for key in (*OF_WEIGHTS, "optimizer_states") if key in checkpoint}
     for path, value in _tensors_and_casts(large):
         tensor = value.tensor if isinstance(value, Cast) else value
         key = _identity(tensor)
         if key in found:
-            found[key][0].twins.append(path)
+            found[key][0].aliases.append(path)
         else:
-            found[key] = (Entry(path, tuple(tensor.shape), value.dtype, NOTHING), tensor)
+            found[key] = (WriteItem(path, tuple(tensor.shape), value.dtype, NOTHING), tensor)
     return list(found.values())
 
 

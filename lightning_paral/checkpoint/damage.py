@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_paral.checkpoint.io.checksums import FileRecord
 from lightning_paral.checkpoint.io.storage import Folder, folder_at, is_remote
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError, ParalError
 
 
@@ -36,7 +36,7 @@ def _place(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]
     return folder_at(path), {name: name for name in manifest.files}
 
 
-def verify_share(path: str | Path, manifest: Manifest, ranks: Ranks) -> None:
+def verify_share(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:
     """Check this rank's share of all files' blocks.
 
     Raises:
@@ -47,7 +47,7 @@ def verify_share(path: str | Path, manifest: Manifest, ranks: Ranks) -> None:
         raise CheckpointError(f"The checkpoint is damaged, nothing was loaded: {'; '.join(faults[:5])}.")
 
 
-def faults_of(path: str | Path, manifest: Manifest, ranks: Ranks) -> Iterator[str]:
+def faults_of(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Iterator[str]:
     """Return what is wrong with this rank's share of the files, as the manifest has them.
 
     A share is a stretch of all blocks, in the order of the ranks that wrote them: at the same world size it is what

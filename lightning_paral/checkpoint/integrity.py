@@ -9,12 +9,12 @@ from torch import Tensor
 from lightning_paral.checkpoint.damage import faults_of, naming
 from lightning_paral.checkpoint.io.storage import is_remote
 from lightning_paral.checkpoint.layout import coverage_fault
-from lightning_paral.checkpoint.lazy_tensor import StoredPiece, StoredTensor
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
 from lightning_paral.checkpoint.load import open_checkpoint
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.resolve import read_manifest, read_present
 from lightning_paral.checkpoint.save_plan import tensors_in
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 
@@ -39,7 +39,7 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
 
     def read(here: str | Path) -> Manifest | None:
         manifest = read_manifest(here)
-        faults = [] if manifest is None else list(faults_of(here, manifest, Ranks()))
+        faults = [] if manifest is None else list(faults_of(here, manifest, RankGroup()))
         with naming(here):
             if not faults:
                 checkpoint = open_checkpoint(here, weights_only=weights_only, manifest=manifest)
@@ -49,7 +49,7 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
             raise DamagedError(faults)
         return manifest
 
-    return read_present(path, Ranks(), read)
+    return read_present(path, RankGroup(), read)
 
 
 def verify(path: str | Path) -> list[str]:
@@ -65,19 +65,19 @@ def verify(path: str | Path) -> list[str]:
 
 def _faults_of_tensors(checkpoint: dict[str, Any], *, read: bool) -> Iterator[str]:
     for name, tensor in named_tensors(checkpoint):
-        if not isinstance(tensor, StoredTensor):
+        if not isinstance(tensor, LazyTensor):
             continue
-        fault = coverage_fault(tensor.shape, [piece.box for piece in tensor.pieces])
+        fault = coverage_fault(tensor.shape, [piece.chunk for piece in tensor.pieces])
         if fault is not None:
             yield f"{name}: {fault}"
         if read:
-            distinct = {(piece.place, piece.box.sizes): piece for piece in tensor.pieces}
+            distinct = {(piece.place, piece.chunk.sizes): piece for piece in tensor.pieces}
             fault = next(filter(None, map(_unreadable, distinct.values())), None)
             if fault is not None:
                 yield f"{name}: {fault}"
 
 
-def _unreadable(piece: StoredPiece) -> str:
+def _unreadable(piece: StoredChunk) -> str:
     try:
         piece.values()
     except CheckpointError as error:

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.layout import Box, boxes_of_run, intersection, run_of_box, whole
-from lightning_paral.checkpoint.shards import box_of_dtensor, flat
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, intersection, run_of_box, whole
+from lightning_paral.checkpoint.shards import chunk_of_dtensor, flat
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class StoredChunk:
     """A box of a tensor in one file."""
 
-    box: Box
+    chunk: Chunk
 
     values: Callable[[], Tensor]
     """Returns the box's elements in its shape; mapped from the file, not read, where the file is local."""
@@ -28,18 +28,18 @@ class StoredPiece:
     """The file and the offset there: pieces of tied tensors have the same."""
 
 
-class StoredTensor(Tensor):
+class LazyTensor(Tensor):
     """A tensor of a checkpoint, in pieces, with shape and dtype but no memory.
 
     Any operation reads all of it and works on the values; renaming and deleting entries of a `state_dict` reads none.
     """
 
-    pieces: list[StoredPiece]
+    pieces: list[StoredChunk]
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[StoredPiece], device: torch.device | None = None
-    ) -> "StoredTensor":
+        cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[StoredChunk], device: torch.device | None = None
+    ) -> "LazyTensor":
         """Make the tensor without reading it; `device`, the host if `None`, is where it is read to."""
         stored = without_memory(cls, shape, dtype, device)
         stored.pieces = pieces
@@ -62,7 +62,7 @@ class StoredTensor(Tensor):
         )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,41 +70,41 @@ class StoredTensor(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        if func is torch.ops.aten.copy_.default and isinstance(args[1], StoredTensor):
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], LazyTensor):
             target = args[0]
             if target.shape == args[1].shape:
                 read_box(args[1], whole(target.shape), target)
                 return target
-        args, kwargs = tree_map_only(StoredTensor, read_whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, read_whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def read_whole(stored: Tensor) -> Tensor:
     """Return all of `stored` as an ordinary tensor on its device, of its own dtype."""
-    if not isinstance(stored, StoredTensor):
+    if not isinstance(stored, LazyTensor):
         return stored
     values = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
     read_box(stored, whole(stored.shape), values)
     return values
 
 
-def read_box(stored: Tensor, box: Box, target: Tensor) -> None:
+def read_box(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
     """Copy a box of `stored` into `target`, a tensor of the box's sizes and of any dtype and device."""
-    if not isinstance(stored, StoredTensor):
-        target.copy_(stored[box.index])
+    if not isinstance(stored, LazyTensor):
+        target.copy_(stored[chunk.index])
         return
     for piece in stored.pieces:
-        common = intersection(piece.box, box)
+        common = intersection(piece.chunk, chunk)
         if common is not None:
-            target[common.seen_from(box).index].copy_(piece.values()[common.seen_from(piece.box).index])
+            target[common.seen_from(chunk).index].copy_(piece.values()[common.seen_from(piece.chunk).index])
 
 
 def read_run(stored: Tensor, start: int, target: Tensor) -> None:
     """Copy elements `[start, start + len(target))` of flattened `stored` into `target`, 1-dimensional."""
     position = 0
-    for box in boxes_of_run(stored.shape, start, start + target.numel()):
-        read_box(stored, box, target[position : position + box.numel].view(box.sizes))
-        position += box.numel
+    for chunk in chunks_of_flat_range(stored.shape, start, start + target.numel()):
+        read_box(stored, chunk, target[position : position + chunk.numel].view(chunk.sizes))
+        position += chunk.numel
 
 
 def stretches(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
@@ -130,11 +130,11 @@ def stretches(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
 
 def _runs(stored: Tensor) -> list[Callable[[], Tensor]] | None:
     """Return how to read the pieces of `stored` one after the other, if that gives its elements in their order."""
-    if not isinstance(stored, StoredTensor):
+    if not isinstance(stored, LazyTensor):
         return [lambda: stored]
     position, ordered = 0, []
-    for piece in sorted(stored.pieces, key=lambda piece: piece.box.offsets):
-        run = run_of_box(stored.shape, piece.box)
+    for piece in sorted(stored.pieces, key=lambda piece: piece.chunk.offsets):
+        run = run_of_box(stored.shape, piece.chunk)
         if run is not None and run[0] == position:
             position = run[1]
             ordered.append(piece.values)
@@ -145,8 +145,8 @@ def read_into(stored: Tensor, target: Tensor) -> None:
     """Fill `target`, whole or a DTensor of which this rank has a part, with what `stored` holds of it."""
     with torch.no_grad():
         if isinstance(target, DTensor):
-            box = box_of_dtensor(target)
-            if box is not None and box.numel:
-                read_box(stored, box, target.to_local())
+            chunk = chunk_of_dtensor(target)
+            if chunk is not None and chunk.numel:
+                read_box(stored, chunk, target.to_local())
         elif target.numel():
             read_box(stored, whole(stored.shape), target)

@@ -11,18 +11,18 @@ from lightning_paral.checkpoint.formats.deepspeed import find_folder, read_deeps
 from lightning_paral.checkpoint.formats.full import read_full
 from lightning_paral.checkpoint.formats.sharded import META, METADATA
 from lightning_paral.checkpoint.formats.sharded_reader import read_meta, read_tree
-from lightning_paral.checkpoint.io.storage import LocalFolder, folder_at
+from lightning_paral.checkpoint.io.storage import LocalStorage, folder_at
 from lightning_paral.checkpoint.lazy_tensor import read_whole
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.resolve import read_manifest, read_present
 from lightning_paral.checkpoint.save_plan import CURRENT_KEY, is_large
 from lightning_paral.checkpoint.state.optimizer import BESIDE_KEY, by_number
-from lightning_paral.checkpoint.state.weights import OWN_KEY
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 
-def load(path: str | Path, ranks: Ranks, *, weights_only: bool = True) -> dict[str, Any]:
+def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> dict[str, Any]:
     """Return the checkpoint at `path`, verified, with tensors that are read when they are used. *Collective*.
 
     Args:
@@ -55,7 +55,7 @@ def look(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | Non
         manifest = read_manifest(here)
         return manifest, open_checkpoint(here, weights_only=weights_only, manifest=manifest)
 
-    return read_present(path, Ranks(), read)
+    return read_present(path, RankGroup(), read)
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _is_state(state: Any) -> bool:
 
 def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:
     folder = folder_at(path)
-    if isinstance(folder, LocalFolder):
+    if isinstance(folder, LocalStorage):
         if folder.path.is_file():
             checkpoint = read_full(folder.path, weights_only)
             if "state_dict" not in checkpoint:
@@ -104,7 +104,7 @@ def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> di
     if folder.size(names.get(METADATA, METADATA)) is None:
         raise CheckpointError(f"{path} is no checkpoint: it has no file {METADATA}.")
     checkpoint = read_meta(folder, names.get(META, META), weights_only)
-    if OWN_KEY in checkpoint and manifest is None:
+    if PACKAGE_STATE_KEY in checkpoint and manifest is None:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
     if any(not isinstance(key, str) for key in checkpoint):
         raise CheckpointError(f"{folder.name(META)} is damaged: its keys are no names.")

@@ -31,19 +31,19 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
     Raises:
         CheckpointError: the folder is no checkpoint, is damaged, or holds code and is not trusted.
     """
-    from lightning_paral.checkpoint.lazy_tensor import StoredTensor
+    from lightning_paral.checkpoint.lazy_tensor import LazyTensor
     from lightning_paral.checkpoint.load import load  # takes long to import
-    from lightning_paral.distributed.agreement import Ranks
+    from lightning_paral.distributed.agreement import RankGroup
 
-    checkpoint = load(os.fspath(path), Ranks(), weights_only=weights_only is not False)
+    checkpoint = load(os.fspath(path), RankGroup(), weights_only=weights_only is not False)
     device = _device(map_location)
     if device.type == "cpu":
         return checkpoint
 
-    def moved(stored: StoredTensor) -> StoredTensor:
-        return StoredTensor(stored.shape, stored.dtype, stored.pieces, device)
+    def moved(stored: LazyTensor) -> LazyTensor:
+        return LazyTensor(stored.shape, stored.dtype, stored.pieces, device)
 
-    moved_tensors: dict[str, Any] = tree_map_only(StoredTensor, moved, checkpoint)
+    moved_tensors: dict[str, Any] = tree_map_only(LazyTensor, moved, checkpoint)
     return moved_tensors
 
 

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.io.checksums import checksum
-from lightning_paral.checkpoint.save_plan import Path, copies_in
+from lightning_paral.checkpoint.save_plan import TreePath, copies_in
 from lightning_paral.checkpoint.shards import bytes_of, flat
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 
 _CHUNK = 2**22  # elements of 8 bytes; of a tensor on CUDA, as many are multiplied at a time
 
 
 def find_differing(
-    tree: Mapping[str, Any], ranks: Ranks, replicated: set[int], averages_later: bool, what: str
-) -> set[Path]:
+    tree: Mapping[str, Any], ranks: RankGroup, replicated: set[int], averages_later: bool, what: str
+) -> set[TreePath]:
     """Return the paths of tensors that ranks hold whole, and not alike; warn of them. *Collective*.
 
     Shards of which several ranks have a replica are compared, too; of those one replica is written in any case.
@@ -35,7 +35,7 @@ def find_differing(
     """
     if ranks.world_size == 1:
         return set()
-    mine: dict[Any, dict[Path, int]] = {}
+    mine: dict[Any, dict[TreePath, int]] = {}
 
     def sum_up() -> dict[Any, int]:
         copies = list(copies_in(tree, replicated))
@@ -47,9 +47,9 @@ def find_differing(
     told = ranks.agree(what, sum_up)
     if all(len({of_rank[place] for of_rank in told if place in of_rank}) == 1 for of_rank in told for place in of_rank):
         return set()
-    differing: dict[Path, None] = {}
-    all_sums: list[dict[Any, dict[Path, int]]] = ranks.gather(mine)
-    first: dict[tuple[Any, Path], int] = {}
+    differing: dict[TreePath, None] = {}
+    all_sums: list[dict[Any, dict[TreePath, int]]] = ranks.gather(mine)
+    first: dict[tuple[Any, TreePath], int] = {}
     for of_rank in all_sums:
         for place, of_paths in of_rank.items():
             for path, total in of_paths.items():
@@ -59,7 +59,7 @@ def find_differing(
     return set(differing)
 
 
-def _warn(differing: list[Path], averages_later: bool) -> None:
+def _warn(differing: list[TreePath], averages_later: bool) -> None:
     if not differing:
         return  # of other names; `check_same` says so
     if averages_later:

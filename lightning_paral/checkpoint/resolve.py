@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from lightning_paral.checkpoint.io.atomic import present
 from lightning_paral.checkpoint.io.storage import (
     COPY_NAME,
-    LocalFolder,
-    RemoteFolder,
+    FsspecStorage,
+    LocalStorage,
     folder_at,
     get_file,
     is_remote,
@@ -18,7 +18,7 @@ from lightning_paral.checkpoint.io.storage import (
 )
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.safe_load.archive import check_regular
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError, MissingCheckpointError
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _ATTEMPTS = 10
 
 
-def read_present(path: str | Path, ranks: Ranks, read: Callable[[str | Path], T]) -> T:
+def read_present(path: str | Path, ranks: RankGroup, read: Callable[[str | Path], T]) -> T:
     """Call `read` with where the checkpoint `path` is, and again if a save replaced it meanwhile. *Collective*.
 
     `read` is given a local copy of a file behind a URL, for it is mapped: the copy is gone when nothing of it is used
@@ -73,11 +73,11 @@ def read_manifest(path: str | Path) -> Manifest | None:
     if not is_remote(path) and Path(path).is_file():
         return extract(path)
     folder = folder_at(path)
-    if isinstance(folder, LocalFolder) and os.path.lexists(folder.path):
+    if isinstance(folder, LocalStorage) and os.path.lexists(folder.path):
         check_regular(path, folder.path.stat().st_mode)
     size = folder.size(FILE_NAME)
     if size is None:
-        if isinstance(folder, RemoteFolder) or not folder.path.is_dir():
+        if isinstance(folder, FsspecStorage) or not folder.path.is_dir():
             raise MissingCheckpointError(f"Checkpoint file not found: {path}. There is no checkpoint at {path}.")
         return None
     if size > MAX_BYTES:

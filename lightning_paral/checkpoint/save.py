@@ -21,19 +21,27 @@ from lightning_paral.checkpoint.formats.sharded import (
     serialized,
     write_rank_file,
 )
-from lightning_paral.checkpoint.io.atomic import Draft, remove
+from lightning_paral.checkpoint.io.atomic import AtomicPath, remove
 from lightning_paral.checkpoint.io.checksums import record_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
-from lightning_paral.checkpoint.io.storage import Folder, LocalFolder, RemoteFolder, file_system, is_remote, put_file
+from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at, found_at
 from lightning_paral.checkpoint.replicas import find_differing
 from lightning_paral.checkpoint.safe_load.unpickle import warn_of_refused
-from lightning_paral.checkpoint.save_plan import OF_WEIGHTS, Entry, check_same, is_large, plan, replace, tensors_in
-from lightning_paral.checkpoint.save_plan import Path as TreePath
-from lightning_paral.checkpoint.shards import is_divided
+from lightning_paral.checkpoint.save_plan import (
+    OF_WEIGHTS,
+    TreePath,
+    WriteItem,
+    check_same,
+    is_large,
+    plan,
+    replace,
+    tensors_in,
+)
+from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.optimizer import BESIDE_KEY, beside_state, by_name
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form
 
@@ -48,7 +56,7 @@ class Save:
     """What is written as tensors where they are, divided among the ranks; for the full form, everything."""
     rest: dict[str, Any]
     """For the sharded form, what goes to `meta.pt`."""
-    entries: list[Entry]
+    entries: list[WriteItem]
     objects: dict[TreePath, bytes]
     about: dict[str, Any]
     is_first_of_run: bool = True
@@ -58,7 +66,7 @@ class Save:
         checkpoint: Mapping[str, Any],
         path: object,
         form: Form,
-        ranks: Ranks,
+        ranks: RankGroup,
         replicated: set[int],
         strategy: str,
         averages_later: bool = False,
@@ -94,7 +102,7 @@ class Save:
         entries.sort(key=lambda entry: entry.part.place)  # what lies together is read together: from NVMe, it is once
         if form == "sharded":
             rest = {key: tree.pop(key) for key in list(tree) if not is_large(key)}
-            rest = replace(rest, {where: None for entry in entries for where in (entry.path, *entry.twins)})
+            rest = replace(rest, {where: None for entry in entries for where in (entry.path, *entry.aliases)})
 
             def serialize() -> dict[TreePath, bytes]:
                 leaves = {p: v for p, v in flatten(tree).items() if not isinstance(v, torch.Tensor)}
@@ -114,10 +122,10 @@ class Save:
         """Copy what this rank writes, so that training can go on before it is written."""
         self._check_target()
         staging.stage(self.entries)
-        holes = {path: None for entry in self.entries for path in (entry.path, *entry.twins)}
+        holes = {path: None for entry in self.entries for path in (entry.path, *entry.aliases)}
         self.tree, self.rest = copied_to_host((replace(self.tree, holes), self.rest))
 
-    def write(self, ranks: Ranks) -> None:
+    def write(self, ranks: RankGroup) -> None:
         """Write and commit. *Collective*.
 
         Raises:
@@ -129,7 +137,7 @@ class Save:
             self._write_locally(ranks)
         elif self.form == "sharded":
             save_id = ranks.on_first(f"Saving {self.path}", lambda: uuid4().hex[:12])
-            self._write_folder(RemoteFolder(self.path), ranks, save_id)
+            self._write_folder(FsspecStorage(self.path), ranks, save_id)
         else:
             self._upload(ranks)
 
@@ -140,14 +148,14 @@ class Save:
         else:
             check_replaceable_at(*file_system(self.path), self.path, folder=folder)
 
-    def _write_locally(self, ranks: Ranks) -> None:
+    def _write_locally(self, ranks: RankGroup) -> None:
         target = Path(self.path)
         what = f"Saving {target}"
-        draft: Draft | None = None
+        draft: AtomicPath | None = None
 
         def begin() -> str:
             nonlocal draft
-            draft = Draft(target, folder=self.form == "sharded")
+            draft = AtomicPath(target, folder=self.form == "sharded")
             return str(draft.path)
 
         try:
@@ -156,7 +164,7 @@ class Save:
                 write_full(self.tree, self.entries, path, ranks, self.about, what)
                 ranks.on_first(what, lambda: self._warn_of_types(path))
             else:
-                self._write_folder(LocalFolder(path), ranks)
+                self._write_folder(LocalStorage(path), ranks)
             ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
             draft = None
         finally:
@@ -168,7 +176,7 @@ class Save:
             for file in files:
                 warn_of_refused(file)
 
-    def _upload(self, ranks: Ranks) -> None:
+    def _upload(self, ranks: RankGroup) -> None:
         # Written to a local file first, for a file behind a URL cannot be written in parts. Closing it commits it.
         what = f"Saving {self.path}"
         folder = ranks.on_first(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
@@ -181,12 +189,12 @@ class Save:
             if ranks.is_first:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _write_folder(self, folder: Folder, ranks: Ranks, save_id: str = "") -> None:
+    def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> None:
         """Write the files of a folder, its manifest last. With `save_id`, into names that no earlier save has."""
         what = f"Saving {self.path}"
 
         def write_mine() -> Any:
-            if isinstance(folder, LocalFolder) and not folder.path.is_dir():
+            if isinstance(folder, LocalStorage) and not folder.path.is_dir():
                 raise CheckpointError(
                     "this rank does not see the folder that rank 0 made. A sharded checkpoint needs a file system that "
                     "all hosts share; checkpoint='full' does not."
@@ -204,7 +212,7 @@ class Save:
                 files[names.get(name, name)] = record_bytes(data)
                 _write(folder, names.get(name, name), data)
             _write(folder, FILE_NAME, Manifest(files=files, names=names, **self.about).to_json().encode())
-            if isinstance(folder, RemoteFolder):
+            if isinstance(folder, FsspecStorage):
                 for name, data in contents.items():  # for other tools
                     _write(folder, name, data)
                 folder.keep({*files, *contents, FILE_NAME})
@@ -217,7 +225,7 @@ def _without_extra_states(state_dict: Mapping[str, Any], key: str) -> tuple[dict
     extra = {
         name: value
         for name, value in state_dict.items()
-        if not isinstance(value, torch.Tensor) and not any(is_divided(tensor) for _, tensor in tensors_in(value))
+        if not isinstance(value, torch.Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
     }
     tensors = {name: value for name, value in state_dict.items() if name not in extra}
     return tensors, {(key, name): value for name, value in extra.items()}

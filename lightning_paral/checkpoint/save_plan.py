@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.io.checksums import checksum
-from lightning_paral.checkpoint.layout import share_of
-from lightning_paral.checkpoint.shards import NOTHING, Part, is_divided, part_of, run_of
+from lightning_paral.checkpoint.layout import balanced_range
+from lightning_paral.checkpoint.shards import NOTHING, Part, is_sharded, part_of, run_of
 from lightning_paral.compat.torch.pytree import tree_leaves
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
-Path = tuple[str | int, ...]
+TreePath = tuple[str | int, ...]
 
 
 CURRENT_KEY = "current_model_state"
@@ -28,16 +28,16 @@ OF_WEIGHTS = ("state_dict", CURRENT_KEY)
 
 
 @dataclass
-class Entry:
+class WriteItem:
     """A tensor of the checkpoint and this rank's part of it. All ranks have the same entries, in the same order."""
 
-    path: Path
+    path: TreePath
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: Part
-    twins: list[Path] = field(default_factory=list)
+    aliases: list[TreePath] = field(default_factory=list)
     """Where the same tensor stands again: tied parameters."""
-    written_by: Literal["holders", "all", "first"] = "first"
+    writers: Literal["holders", "all", "first"] = "first"
     """Who has a part: the ranks that hold it, all ranks, or rank 0."""
 
     @property
@@ -51,7 +51,9 @@ def is_large(key: str) -> bool:
     return key in (*OF_WEIGHTS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 
-def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int], differing: Collection[Path] = ()) -> list[Entry]:
+def plan(
+    tree: Mapping[str, Any], ranks: RankGroup, replicated: set[int], differing: Collection[TreePath] = ()
+) -> list[WriteItem]:
     """Decide which rank writes which part of the tensors in `tree`.
 
     What is divided is written by those who hold it, wherever in the checkpoint it is. What all ranks hold is divided
@@ -62,22 +64,22 @@ def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int], differing:
     Raises:
         CheckpointError: a divided tensor is in a container other than dicts and lists.
     """
-    entries: dict[Any, Entry] = {}
-    shared: list[tuple[Entry, Tensor]] = []
+    entries: dict[Any, WriteItem] = {}
+    shared: list[tuple[WriteItem, Tensor]] = []
     for path, value in _planned(tree):
         key = view_of(value)
         if key in entries:
-            entries[key].twins.append(path)
+            entries[key].aliases.append(path)
             continue
-        entry = entries[key] = Entry(path, tuple(value.shape), value.dtype, NOTHING)
-        if is_divided(value):
-            entry.part, entry.written_by = part_of(value), "holders"
+        entry = entries[key] = WriteItem(path, tuple(value.shape), value.dtype, NOTHING)
+        if is_sharded(value):
+            entry.part, entry.writers = part_of(value), "holders"
         elif _is_replicated(path, value, replicated) and path not in differing:
-            entry.written_by = "all"
+            entry.writers = "all"
             shared.append((entry, value))
         elif ranks.is_first:
             entry.part = part_of(value)
-    if any(is_divided(leaf) and id(leaf) not in entries for leaf in tree_leaves(tree)):
+    if any(is_sharded(leaf) and id(leaf) not in entries for leaf in tree_leaves(tree)):
         raise CheckpointError(
             "A tensor of which ranks hold parts is in a tuple or a container of another type, and cannot be saved from "
             "there. Put it into a dict or a list."
@@ -85,13 +87,13 @@ def plan(tree: Mapping[str, Any], ranks: Ranks, replicated: set[int], differing:
     nbytes = sum(entry.nbytes for entry, _ in shared)
     position = 0
     for entry, value in shared:
-        start, stop = share_of(ranks.rank, ranks.world_size, nbytes, position, entry.dtype.itemsize)
+        start, stop = balanced_range(ranks.rank, ranks.world_size, nbytes, position, entry.dtype.itemsize)
         entry.part = run_of(value, start, stop)
         position += entry.nbytes
     return list(entries.values())
 
 
-def copies_in(tree: Mapping[str, Any], replicated: set[int]) -> Iterator[tuple[Path, Tensor]]:
+def copies_in(tree: Mapping[str, Any], replicated: set[int]) -> Iterator[tuple[TreePath, Tensor]]:
     """Return what ranks hold that others hold, too: tensors that `plan` divides, and DTensors that are replicated."""
     seen = set()
     for path, value in _planned(tree):
@@ -102,28 +104,28 @@ def copies_in(tree: Mapping[str, Any], replicated: set[int]) -> Iterator[tuple[P
         if isinstance(value, DTensor):
             if any(placement.is_replicate() for placement in value.placements):
                 yield path, value
-        elif not is_divided(value) and _is_replicated(path, value, replicated):
+        elif not is_sharded(value) and _is_replicated(path, value, replicated):
             yield path, value
 
 
-def _is_replicated(path: Path, value: Tensor, replicated: set[int]) -> bool:
+def _is_replicated(path: TreePath, value: Tensor, replicated: set[int]) -> bool:
     return path[0] not in OF_WEIGHTS or value.untyped_storage().data_ptr() in replicated
 
 
-def _planned(tree: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+def _planned(tree: Mapping[str, Any]) -> Iterator[tuple[TreePath, Tensor]]:
     for key, value in tree.items():
         for path, tensor in tensors_in(value, (key,)):
-            if is_large(key) or is_divided(tensor):
+            if is_large(key) or is_sharded(tensor):
                 yield path, tensor
 
 
-def check_same(entries: list[Entry], ranks: Ranks) -> None:
+def check_same(entries: list[WriteItem], ranks: RankGroup) -> None:
     """Check that all ranks have planned to write the same tensors. *Collective*.
 
     Raises:
         CheckpointError: they have not; on all ranks. Written like that, tensors would get each other's bytes.
     """
-    mine = [(entry.path, entry.twins, entry.shape, str(entry.dtype), entry.written_by) for entry in entries]
+    mine = [(entry.path, entry.aliases, entry.shape, str(entry.dtype), entry.writers) for entry in entries]
     sums = ranks.gather(checksum(repr(mine).encode()))
     if len(set(sums)) == 1:
         return
@@ -137,7 +139,7 @@ def check_same(entries: list[Entry], ranks: Ranks) -> None:
     )
 
 
-def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tensor]]:
     """Return the tensors in nested dicts and lists, with their paths."""
     if isinstance(tree, Tensor):
         yield path, tree
@@ -149,7 +151,7 @@ def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from tensors_in(value, (*path, number))
 
 
-def replace(tree: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+def replace(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
     """Return a copy of nested dicts and lists in which what stands at the paths of `values` is replaced."""
     if path in values:
         return values[path]
@@ -166,6 +168,6 @@ def replace(tree: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
 
 def view_of(value: Tensor) -> Any:
     """Return a key that is the same for tensors that are the same view of the same memory."""
-    if is_divided(value) or value.numel() == 0:
+    if is_sharded(value) or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg()

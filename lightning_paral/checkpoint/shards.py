@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.layout import Box, boxes_of_run, whole
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, whole
 from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
@@ -19,14 +19,14 @@ from lightning_paral.errors import CheckpointError
 class Part:
     """What one rank writes of a tensor."""
 
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
     """Where it lies in the tensor; none if this rank writes nothing of it."""
 
     values: Callable[[], Tensor]
     """Returns the elements of the boxes, one after the other: 1-dimensional, contiguous, on any device."""
 
     place: int = 0
-    """The `place` of a TensorRun."""
+    """The `place` of a FlatShard."""
 
 
 NOTHING = Part((), lambda: torch.empty(0))
@@ -44,7 +44,7 @@ _ELEMENTWISE = {
 }
 
 
-class TensorRun(Tensor):
+class FlatShard(Tensor):
     """A tensor of which this rank holds the run `[start, start + numel)` of its flattened elements.
 
     It has the true shape. Casts, copies and scaling work on the run; anything else would need the other ranks.
@@ -72,7 +72,7 @@ class TensorRun(Tensor):
         numel: int,
         read: Callable[[], Tensor],
         place: int = 0,
-    ) -> "TensorRun":
+    ) -> "FlatShard":
         """Make the tensor without memory of its own."""
         run = without_memory(cls, shape, dtype)
         run.start = start
@@ -86,14 +86,14 @@ class TensorRun(Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         held = f"[{self.start}, {self.start + self.held})"
-        return f"TensorRun(shape={tuple(self.shape)}, dtype={self.dtype}, held={held})"
+        return f"FlatShard(shape={tuple(self.shape)}, dtype={self.dtype}, held={held})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         values = partial(same, self.read().detach().cpu().clone())
-        return TensorRun, (tuple(self.shape), self.dtype, self.start, self.held, values, self.place)
+        return FlatShard, (tuple(self.shape), self.dtype, self.start, self.held, values, self.place)
 
-    def __deepcopy__(self, memo: Any) -> "TensorRun":
-        copy: TensorRun = self.clone()  # type: ignore[assignment]
+    def __deepcopy__(self, memo: Any) -> "FlatShard":
+        copy: FlatShard = self.clone()  # type: ignore[assignment]
         return copy
 
     @classmethod
@@ -102,7 +102,7 @@ class TensorRun(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         run = args[0]
-        if func not in _ELEMENTWISE or not isinstance(run, TensorRun) or any(_has_dims(other) for other in args[1:]):
+        if func not in _ELEMENTWISE or not isinstance(run, FlatShard) or any(_has_dims(other) for other in args[1:]):
             raise CheckpointError(
                 f"{func} was called on a tensor of which this rank holds a part only, as is the case for weights and "
                 "optimizer states under ZeRO in on_save_checkpoint, and for optimizer states after a fit under ZeRO or "
@@ -112,7 +112,7 @@ class TensorRun(Tensor):
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = run.read, args[1:]
         dtype = kwargs.get("dtype") or func(torch.empty(1, dtype=run.dtype), *rest, **kwargs).dtype
-        return TensorRun(run.shape, dtype, run.start, run.held, lambda: func(read(), *rest, **kwargs), run.place)
+        return FlatShard(run.shape, dtype, run.start, run.held, lambda: func(read(), *rest, **kwargs), run.place)
 
 
 def _has_dims(value: object) -> bool:
@@ -121,8 +121,10 @@ def _has_dims(value: object) -> bool:
 
 def part_of(value: Tensor) -> Part:
     """Return what this rank holds of `value`; nothing for the second and later replicas of a DTensor."""
-    if isinstance(value, TensorRun):
-        return Part(tuple(boxes_of_run(value.shape, value.start, value.start + value.held)), value.read, value.place)
+    if isinstance(value, FlatShard):
+        return Part(
+            tuple(chunks_of_flat_range(value.shape, value.start, value.start + value.held)), value.read, value.place
+        )
     if isinstance(value, DTensor):
         return _part_of_dtensor(value)
     return Part((whole(value.shape),) if value.numel() else (), lambda: flat(value))
@@ -131,7 +133,7 @@ def part_of(value: Tensor) -> Part:
 def run_of(value: Tensor, start: int, stop: int) -> Part:
     """Return elements `[start, stop)` of a whole tensor."""
     start, stop = min(start, value.numel()), min(stop, value.numel())
-    return Part(tuple(boxes_of_run(value.shape, start, stop)), lambda: flat(value)[start:stop])
+    return Part(tuple(chunks_of_flat_range(value.shape, start, stop)), lambda: flat(value)[start:stop])
 
 
 def same(values: Tensor) -> Tensor:
@@ -152,12 +154,12 @@ def bytes_of(value: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def is_divided(value: Tensor) -> bool:
+def is_sharded(value: Tensor) -> bool:
     """Whether this rank may hold a part only."""
-    return isinstance(value, TensorRun | DTensor)
+    return isinstance(value, FlatShard | DTensor)
 
 
-def box_of_dtensor(value: DTensor) -> Box | None:
+def chunk_of_dtensor(value: DTensor) -> Chunk | None:
     """Return where this rank's local tensor lies; `None` if it is outside the mesh.
 
     Raises:
@@ -168,14 +170,14 @@ def box_of_dtensor(value: DTensor) -> Box | None:
     if any(not (placement.is_shard() or placement.is_replicate()) for placement in value.placements):
         raise CheckpointError(f"A DTensor with placements {value.placements} cannot be saved: redistribute it first.")
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return Box(tuple(offsets), tuple(sizes))
+    return Chunk(tuple(offsets), tuple(sizes))
 
 
 def _part_of_dtensor(value: DTensor) -> Part:
-    box = box_of_dtensor(value)
+    chunk = chunk_of_dtensor(value)
     coordinate = value.device_mesh.get_coordinate()
-    if box is None or coordinate is None or box.numel == 0:
+    if chunk is None or coordinate is None or chunk.numel == 0:
         return NOTHING
     if any(index for index, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()):
         return NOTHING
-    return Part((box,), lambda: flat(value.to_local()))
+    return Part((chunk,), lambda: flat(value.to_local()))

@@ -19,7 +19,7 @@ from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.output_path import check_outside
 from lightning_paral.checkpoint.resolve import read_manifest, read_present
 from lightning_paral.checkpoint.state.prefix import as_prefix, without_prefix
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,9 +37,9 @@ def consolidate(arguments: list[str]) -> None:
         if out.exists() and Path(here).exists() and out.samefile(here):
             raise ConfigurationError(f"{out} is the checkpoint itself. Write elsewhere.")
         check_outside(out, here)
-        return load(here, Ranks(), weights_only=not options.trust), read_manifest(here)
+        return load(here, RankGroup(), weights_only=not options.trust), read_manifest(here)
 
-    found, manifest = read_present(options.checkpoint, Ranks(), read)
+    found, manifest = read_present(options.checkpoint, RankGroup(), read)
     kept = select(found, weights_only=options.weights_only or not as_checkpoint, dtype=_DTYPES.get(options.dtype))
     prefix = None if options.strip_prefix is None else as_prefix(options.strip_prefix)
     write = _Writer(out, max_shard_bytes)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """This rank, and the process group whose members all call the same functions."""
 
     rank: int = 0
@@ -69,11 +69,11 @@ class Ranks:
         return self.agree(what, lambda: action() if self.is_first else None)[0]  # type: ignore[return-value]
 
 
-def all_ranks(group: Any = None) -> Ranks:
+def all_ranks(group: Any = None) -> RankGroup:
     """Return the ranks of `group`, or of the run; this process alone where there is no process group."""
     if not dist.is_initialized():
-        return Ranks()
-    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
+        return RankGroup()
+    return RankGroup(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def explain(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 
 CUDA = "cuda"
 """Key of the states of this rank's own CUDA devices, in their order."""
@@ -34,7 +34,7 @@ def current_states(devices: Sequence[torch.device]) -> dict[str, Any]:
     return states
 
 
-def restore_states(states: list[dict[str, Any]], ranks: Ranks, devices: Sequence[torch.device]) -> None:
+def restore_states(states: list[dict[str, Any]], ranks: RankGroup, devices: Sequence[torch.device]) -> None:
     """Continue this rank's random numbers where they were. At another world size there is nothing to continue.
 
     Args:

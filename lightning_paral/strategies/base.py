@@ -36,7 +36,7 @@ from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import ActivationCheckpointing, Sampling
-from lightning_paral.strategies.checkpoint_mixin import PortableCheckpoint
+from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.noise import RESUMED_INSIDE_EPOCH, NoiseLeftOut
 from lightning_paral.strategies.start_line import print_start_line
@@ -44,8 +44,8 @@ from lightning_paral.strategies.start_line import print_start_line
 _DATA_STATE = "lightning_paral.data"
 
 
-class PortableStrategy(Collectives, PortableCheckpoint, ParallelStrategy):
-    """Mixin, placed before the Lightning base: `class ParalDDPStrategy(PortableStrategy, DDPStrategy)`.
+class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
+    """Mixin, placed before the Lightning base: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
     It keeps the sampler injection and the averages of weights of the current run, and reads what the Lightning bases
     hold.

@@ -19,32 +19,32 @@ from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import without_scheme
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.save_plan import tensors_in
-from lightning_paral.checkpoint.shards import is_divided
+from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.state.hyper_parameters import with_whole_modules
 from lightning_paral.checkpoint.state.optimizer import group_names, load_state, place_state, state_of
 from lightning_paral.checkpoint.state.weights import (
-    OWN_KEY,
-    addresses_of_whole,
-    held_state_dict,
+    PACKAGE_STATE_KEY,
     load_weights,
-    own_state,
+    package_state,
+    replicated_storages,
+    sharded_state_dict,
 )
 from lightning_paral.compat.lightning.strategies import averages_models
-from lightning_paral.distributed.agreement import Ranks, all_ranks
+from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
 from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import CheckpointOptions, Form
-from lightning_paral.strategies.full_reads import FullReads
+from lightning_paral.strategies.full_reads import FullTensorReaders
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
 # that of its DDP, too.
 _LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
 
 
-class PortableCheckpoint(FullReads):
+class CheckpointMixin(FullTensorReaders):
     """Mixin, placed before the Lightning base. Strategies that divide tensors say what a rank holds of them."""
 
     _checkpoint_options: CheckpointOptions
@@ -93,7 +93,7 @@ class PortableCheckpoint(FullReads):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of true shapes, of which this rank may hold a part."""
         assert self.lightning_module is not None
-        return held_state_dict(self.lightning_module, self._held, self._checkpoint_options.save_frozen)
+        return sharded_state_dict(self.lightning_module, self._held, self._checkpoint_options.save_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as torch does, with the names of the parameters in the groups."""
@@ -102,7 +102,7 @@ class PortableCheckpoint(FullReads):
             optimizer = optimizer.optimizer
         return state_of(optimizer, self._ended.names(optimizer, self.lightning_module))
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
         return all_ranks()
 
@@ -138,7 +138,7 @@ class PortableCheckpoint(FullReads):
         checkpoint = dict(checkpoint)  # hooks keep the one that they were given
         ranks, world_size = self._ranks(), getattr(self, "world_size", 1)
         if ranks.world_size != world_size:  # after the run, without its process group
-            if any(is_divided(tensor) for _, tensor in tensors_in(checkpoint)):
+            if any(is_sharded(tensor) for _, tensor in tensors_in(checkpoint)):
                 raise CheckpointError(
                     f"Saving {filepath} failed: each of {world_size} ranks holds a part "
                     "of the state, and their process group has ended, after a failure or for a run of another world "
@@ -146,17 +146,19 @@ class PortableCheckpoint(FullReads):
                 )
             if not self.is_global_zero:
                 return
-            ranks = Ranks()  # rank 0 holds all there is
+            ranks = RankGroup()  # rank 0 holds all there is
         state = checkpoint.get(type(self.precision_plugin).__qualname__)
         if _is_loss_scale(state):
             checkpoint.setdefault("MixedPrecision", state)
         states = None if self._is_running and self._is_fit else self._states_of_fit
         states = states or current_states(self._own_devices)
-        checkpoint[OWN_KEY] = own_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, states)
+        checkpoint[PACKAGE_STATE_KEY] = package_state(
+            self.lightning_module, self._checkpoint_options.save_frozen, ranks, states
+        )
         if self._default_form == "sharded":
             with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
-        replicated = addresses_of_whole(self.lightning_module)
+        replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
         save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
@@ -183,7 +185,7 @@ class PortableCheckpoint(FullReads):
 
         if self._saves_users_way:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-            self._own_state = checkpoint.pop(OWN_KEY, {})
+            self._own_state = checkpoint.pop(PACKAGE_STATE_KEY, {})
             return checkpoint
         ranks = all_ranks()
         if weights_only is None:
@@ -192,7 +194,7 @@ class PortableCheckpoint(FullReads):
         if self.precision_plugin.precision == "16-mixed":
             for name in filter(lambda name: _is_loss_scale(checkpoint.get(name)), _LOSS_SCALES):
                 checkpoint.setdefault(type(self.precision_plugin).__qualname__, checkpoint[name])
-        self._own_state = checkpoint.pop(OWN_KEY, {})
+        self._own_state = checkpoint.pop(PACKAGE_STATE_KEY, {})
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
         elif "optimizer_states" not in checkpoint and self._is_fit:
@@ -209,10 +211,10 @@ class PortableCheckpoint(FullReads):
         Otherwise they are restored before it, as under DDP, and callbacks have their states in `on_fit_start`.
         """
         if self._restores_after_setup is None:
-            return self._default_form == "sharded" and self._is_divided()
+            return self._default_form == "sharded" and self._module_is_sharded()
         return self._restores_after_setup
 
-    def _is_divided(self) -> bool:
+    def _module_is_sharded(self) -> bool:
         """Whether ranks hold parts of the module before `setup`, or nothing."""
         assert self.lightning_module is not None
         parameters = self.lightning_module.parameters()

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
-from lightning_paral.distributed.agreement import Ranks, all_ranks
+from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import Meeting, meet, new_run_name
 from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
@@ -89,7 +89,7 @@ class Collectives(ParallelStrategy):
             self._meeting = meet(self._run, self.timeout)
         return self._meeting
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
         return all_ranks(self._meet().group)
 

@@ -38,14 +38,14 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_averaged
 from lightning_paral.option_types import as_timeout, check_at_least, checked_options
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
-from lightning_paral.strategies.base import PortableStrategy
+from lightning_paral.strategies.base import ParalStrategy
 
 AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
 
 _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
 
 
-class ParalDDPStrategy(PortableStrategy, DDPStrategy):
+class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     """One process per device, each with the whole model; gradients are averaged while the backward pass still runs.
 
     Selected by name, `Trainer(strategy="paral_ddp")`, or as an object where options are wanted,
@@ -143,7 +143,7 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
         self._reduced: ReducedParameters | None = None
         self._undo = ExitStack()
 
-    # Process group: `PortableStrategy`.
+    # Process group: `ParalStrategy`.
 
     # Model wrapping
 
@@ -320,9 +320,9 @@ class ParalDDPStrategy(PortableStrategy, DDPStrategy):
             # Shared already. A rank without a batch would not take part in DDP's own broadcast, in the first step.
             self.model.require_forward_param_sync = False
 
-    # Sampler injection: `PortableStrategy`.
+    # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file, of which each rank writes an equal part.
+    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file, of which each rank writes an equal part.
 
     def teardown(self) -> None:
         """Unwrap the model, and stop reducing."""

@@ -21,11 +21,11 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.user_hooks import has_hook
 from lightning_paral.option_types import checked_options
 from lightning_paral.options import CheckpointOptions, as_checkpoint_options
-from lightning_paral.strategies.checkpoint_mixin import PortableCheckpoint
+from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.start_line import print_start_line
 
 
-class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
+class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
@@ -235,7 +235,7 @@ class ParalDPStrategy(PortableCheckpoint, ParallelStrategy):
         check_draws_all(dataloader)
         return dataloader
 
-    # Checkpoint: `PortableCheckpoint`. One ordinary Lightning file; the module is not wrapped, so its keys are its own.
+    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file; the module is not wrapped, so its keys are its own.
 
     def teardown(self) -> None:
         """Undo the setup, and end the threads."""

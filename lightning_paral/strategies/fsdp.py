@@ -55,10 +55,10 @@ from lightning_paral.options import (
     as_checkpoint_options,
     check_unit_choice,
 )
-from lightning_paral.strategies.base import PortableStrategy
+from lightning_paral.strategies.base import ParalStrategy
 
 
-class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
+class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     """One process per device, each with a part of every parameter; a unit's parameters are gathered while it computes.
 
     Selected by name, `Trainer(strategy="paral_fsdp")`, or as an object where options are wanted,
@@ -344,9 +344,9 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         self._sharded.calls.after_optimizer()
         return result
 
-    # Sampler injection: `PortableStrategy`.
+    # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes its part of the DTensors.
+    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its part of the DTensors.
 
     _default_form = "sharded"
 
@@ -361,12 +361,12 @@ class ParalFSDPStrategy(PortableStrategy, ModelParallelStrategy):
         super().load_model_state_dict(checkpoint, strict)
         self._load_averages(checkpoint, strict)
 
-    def _is_divided(self) -> bool:
+    def _module_is_sharded(self) -> bool:
         module = self.lightning_module
         assert module is not None
         # What `from_pretrained` has mapped from files takes no memory, until it is loaded into.
         is_mapped = is_overridden("configure_model", module) and any(map(was_loaded, module.parameters()))
-        return self._deferred is not None or is_mapped or super()._is_divided()
+        return self._deferred is not None or is_mapped or super()._module_is_sharded()
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain what FSDP raised."""

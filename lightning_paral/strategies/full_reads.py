@@ -5,13 +5,13 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.checkpoint.shards import TensorRun
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.checkpoint.state.ended_optimizers import read_whole_run
 from lightning_paral.engines.fsdp.gradients import gradient_norm
 from lightning_paral.engines.fsdp.whole import whole
 
 
-class FullReads(Strategy):
+class FullTensorReaders(Strategy):
     """Mixin: gradients, parameters and optimizer state in their own shapes.
 
     It reads tensors that a rank holds whole or as a DTensor. All ranks that read get the same values.
@@ -43,7 +43,7 @@ class FullReads(Strategy):
         """
         for optimizer in self.optimizers:
             value = optimizer.state.get(parameter, {}).get(key)
-            if isinstance(value, TensorRun):  # after the run
+            if isinstance(value, FlatShard):  # after the run
                 return read_whole_run(value, self.root_device)
             if value is not None:
                 return whole(torch.as_tensor(value))

@@ -39,7 +39,7 @@ from lightning_paral.engines.zero.engine.build import (
 from lightning_paral.engines.zero.engine.construction import built_partitioned, warn_of_whole
 from lightning_paral.engines.zero.engine.explain_errors import explanation
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
-from lightning_paral.engines.zero.engine.root_hooks import OutermostCallOnly, hooks_of, new_hooks
+from lightning_paral.engines.zero.engine.root_hooks import RootHooksOnce, hooks_of, new_hooks
 from lightning_paral.engines.zero.engine.several import build_engines, check_several, drop_gradients_of_others
 from lightning_paral.engines.zero.gradients.partitioned import PartitionedGradients
 from lightning_paral.engines.zero.offload.checks import check_offload, check_space, load_async_io
@@ -65,9 +65,14 @@ from lightning_paral.engines.zero.runtime.deepspeed import (
     rank_variables_as_before,
 )
 from lightning_paral.engines.zero.state.averaged_shards import WeightRuns, averaging_obstacle
-from lightning_paral.engines.zero.state.checkpoint_state import Holdings
-from lightning_paral.engines.zero.state.full_tensors import WholeReads
-from lightning_paral.engines.zero.state.joint import JointGradients, JointHoldings, join_gradients, join_holdings
+from lightning_paral.engines.zero.state.checkpoint_state import ZeroCheckpointState
+from lightning_paral.engines.zero.state.full_tensors import ZeroFullTensorReaders
+from lightning_paral.engines.zero.state.joint import (
+    JointCheckpointState,
+    JointGradients,
+    join_checkpoint_states,
+    join_gradients,
+)
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
@@ -77,10 +82,10 @@ from lightning_paral.model.foreign_parameters import check_averaged
 from lightning_paral.model.host_room import lack_of_room
 from lightning_paral.option_types import as_timeout, checked_options
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
-from lightning_paral.strategies.base import PortableStrategy
+from lightning_paral.strategies.base import ParalStrategy
 
 
-class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
+class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy):
     """One process per device, each with its part of optimizer state, gradients and parameters; DeepSpeed's ZeRO.
 
     Selected by name, `Trainer(strategy="paral_zero2")`, or as an object where options are wanted,
@@ -190,7 +195,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._belongings: Belongings | None = None
         self._gradients: PartitionedGradients | JointGradients | None = None
         self._users_optimizers: list[UsersOptimizer] = []
-        self._holdings: Holdings | JointHoldings | None = None
+        self._holdings: ZeroCheckpointState | JointCheckpointState | None = None
         self._writes: Writes | None = None
         self._fixed: FixedParameters | None = None
         self._folders = RunFolders()
@@ -290,7 +295,7 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
             self._setup_training()
         else:
             self._setup_evaluation()
-        set_forward_redirection(self, OutermostCallOnly(new_hooks(self.lightning_module, hooks)))
+        set_forward_redirection(self, RootHooksOnce(new_hooks(self.lightning_module, hooks)))
         self.barrier()
 
     def _setup_training(self) -> None:
@@ -308,8 +313,8 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         self._users_optimizers = users
         optimizers = [each.optimizer for each in users]
         self.model, engines = self._make_engines(module, users)
-        holdings = [Holdings(engine, module, of) for engine, of in zip(engines, users, strict=True)]
-        self._holdings = join_holdings(holdings, optimizers)
+        holdings = [ZeroCheckpointState(engine, module, of) for engine, of in zip(engines, users, strict=True)]
+        self._holdings = join_checkpoint_states(holdings, optimizers)
         self._writes = Writes(module, self._holdings.adopt, hides_gradients=True)
         gradients = []
         for engine, of, parts in zip(engines, users, holdings, strict=True):
@@ -438,9 +443,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
         with explained(partial(explanation, stage=self.stage)):
             return super().backward(closure_loss, *args, **kwargs)
 
-    # Sampler injection: `PortableStrategy`.
+    # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `PortableCheckpoint`. A folder to which each rank writes the runs of the tensors that it holds.
+    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes the runs of the tensors that it holds.
 
     _default_form = "sharded"
 
@@ -450,9 +455,9 @@ class ParalZeROStrategy(WholeReads, PortableStrategy, DeepSpeedStrategy):
     def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
         return fill(parameter, stored) if self._holdings is None else self._holdings.fill(parameter, stored)
 
-    def _is_divided(self) -> bool:
+    def _module_is_sharded(self) -> bool:
         # Low-precision weights restored before `setup` would lose digits that the master copies have.
-        return self._zero_precision.is_low or super()._is_divided()
+        return self._zero_precision.is_low or super()._module_is_sharded()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of true shapes, of which this rank may hold a run."""

@@ -23,7 +23,7 @@ import lightning_paral  # noqa: F401
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from tests.checkpoint_models import fit
 
 STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy}
@@ -49,7 +49,7 @@ def visible(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    return int(load(path, Ranks())["global_step"])
+    return int(load(path, RankGroup())["global_step"])
 
 
 def newest(folder: Path) -> Path | None:

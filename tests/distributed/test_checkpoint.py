@@ -27,7 +27,7 @@ from lightning_paral import (
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.storage import folder_at
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import Ranks, all_ranks
+from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
 from tests.models import Regression, quiet_trainer, regression_data
 
@@ -44,7 +44,7 @@ def make(label: str, **options: Any) -> Any:
 
 
 def contents(path: str | Path) -> dict[str, Any]:
-    return load(path, Ranks())
+    return load(path, RankGroup())
 
 
 # Hooks and options
@@ -462,7 +462,7 @@ def test_damage_behind_a_url_is_named_by_the_url() -> None:
     memory.pipe("/damage/x.ckpt", memory.cat("/damage/x.ckpt")[:-10])
     assert url in verify(url)[0]
     with pytest.raises(CheckpointError, match=url) as raised:
-        load(url, Ranks())
+        load(url, RankGroup())
     assert "lightning_paral_" not in str(raised.value)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_paral import ParalDDPStrategy
 from lightning_paral.checkpoint.load import load
 from lightning_paral.cli import main
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from tests.checkpoint_models import fit
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def consolidate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in load(path, Ranks())["state_dict"].items()}
+    return {name: value.clone() for name, value in load(path, RankGroup())["state_dict"].items()}
 
 
 def read_by_index(index: Path) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from lightning_paral import (
 )
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from tests.checkpoint_models import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
 from tests.models import quiet_trainer
 
@@ -83,7 +83,7 @@ def test_ranks_that_save_different_tensors_are_told(
 @pytest.mark.parametrize("form", FORMS)
 def test_rank_0_alone_may_add_to_what_is_beside_the_weights(on_ranks, tmp_path: Path, form: str) -> None:
     on_ranks(2, save_changed, str(tmp_path / "x.ckpt"), "fsdp", form, "")
-    assert load(tmp_path / "x.ckpt", Ranks())["note"].tolist() == [0, 1, 2]
+    assert load(tmp_path / "x.ckpt", RankGroup())["note"].tolist() == [0, 1, 2]
 
 
 # Callbacks that keep what is divided
@@ -216,7 +216,7 @@ def test_tensors_of_all_kinds_come_back(tmp_path: Path, form: Any, in_background
     expected = {name: value.clone() for name, value in module.odd.named_buffers(prefix="odd")}
     strategy = ParalDPStrategy(checkpoint=CheckpointOptions(form, async_save=in_background))
     fit(strategy, 1, save_to=tmp_path / "x.ckpt", module=module)
-    found = load(tmp_path / "x.ckpt", Ranks())["state_dict"]
+    found = load(tmp_path / "x.ckpt", RankGroup())["state_dict"]
     for name, value in expected.items():
         torch.testing.assert_close(found[name].clone(), value, rtol=0, atol=0)
 

@@ -18,7 +18,7 @@ from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.checksums import record_bytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from tests.checkpoint_models import Resumable, fit
 
 
@@ -87,7 +87,7 @@ def test_damage_is_named_by_verify_and_by_loading(
         (fault, *_) = verify(path)
         assert str(file) in fault
         with pytest.raises(CheckpointError) as raised:
-            load(path, Ranks())
+            load(path, RankGroup())
         assert str(file) in str(raised.value)
 
 
@@ -323,7 +323,7 @@ def test_trust_reaches_what_lies_among_tensors(tmp_path: Path) -> None:
 def test_users_types_are_named_and_load_once_they_are_trusted(tmp_path: Path, sound: Path) -> None:
     torch.save(torch.load(sound / "full") | {"settings": Settings()}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=r"test_checkpoint_damage\.Settings.*add_safe_globals\(\[Settings\]\)"):
-        load(tmp_path / "x.ckpt", Ranks())
+        load(tmp_path / "x.ckpt", RankGroup())
     with torch.serialization.safe_globals([Settings]):
-        assert load(tmp_path / "x.ckpt", Ranks())["settings"].depth == 3
-    assert load(tmp_path / "x.ckpt", Ranks(), weights_only=False)["settings"].depth == 3
+        assert load(tmp_path / "x.ckpt", RankGroup())["settings"].depth == 3
+    assert load(tmp_path / "x.ckpt", RankGroup(), weights_only=False)["settings"].depth == 3

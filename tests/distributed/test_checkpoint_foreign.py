@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from lightning_paral import CheckpointError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.consolidate import write_file
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.options import CheckpointOptions
 from tests.checkpoint_models import Resumable, fit, mean_losses
 
@@ -183,7 +183,7 @@ def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: 
     assert_same_losses(on_ranks(2, resume_in_model_parallel, path), expected)
     dcp_to_torch_save(path, tmp_path / "converted.pt")
     converted = torch.load(tmp_path / "converted.pt", weights_only=True)
-    write_file(load(path, Ranks()), tmp_path / "consolidated.ckpt", ABOUT, lambda nbytes: None)
+    write_file(load(path, RankGroup()), tmp_path / "consolidated.ckpt", ABOUT, lambda nbytes: None)
     consolidated = Resumable.load_from_checkpoint(tmp_path / "consolidated.ckpt", scalar=False).state_dict()
     assert consolidated.keys() == converted["state_dict"].keys()
     for name, value in consolidated.items():
@@ -258,7 +258,7 @@ def test_weights_of_a_deepspeed_folder_are_its_masters(on_ranks, tmp_path: Path,
     path = str(tmp_path / "theirs.ckpt")
     expected = on_ranks(2, save_with_deepspeed, path, precision, options)[0][0]
 
-    found = load(path, Ranks())["state_dict"]
+    found = load(path, RankGroup())["state_dict"]
     (theirs,) = on_ranks(1, read_by_deepspeed, path)
     trained = [name for name in expected if not name.startswith(("frozen", "norm"))]
     assert found.keys() == expected.keys() >= theirs.keys() >= set(trained)
@@ -293,7 +293,7 @@ def test_deepspeed_folder_that_lacks_a_rank_is_refused(on_ranks, tmp_path: Path)
     on_ranks(2, save_with_deepspeed, str(path), "bf16-true", {"stage": 1})
     (path / "checkpoint" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match="optimizer states of 1 of 2 ranks"):
-        load(path, Ranks())
+        load(path, RankGroup())
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io import atomic as commit
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import remove_at
-from lightning_paral.distributed.agreement import Ranks, all_ranks
+from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from tests.checkpoint_models import SAVED_AFTER, Resumable, fit
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_what_was_removed_does_not_come_back(target: Path, other) -> None:
     other.wait(timeout=30)
     remove_at(str(target))
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
-        load(target, Ranks())
+        load(target, RankGroup())
     save_another(target)
     assert os.listdir(target.parent) == ["y.ckpt"]
 
@@ -102,7 +102,7 @@ def test_removal_that_was_cut_short_does_not_come_back(target: Path, monkeypatch
     remove_at(str(target))
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
-        load(target, Ranks())
+        load(target, RankGroup())
     save_another(target)
     assert os.listdir(target.parent) == ["y.ckpt"]
 
@@ -133,7 +133,7 @@ def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.M
 
     def save() -> None:
         while not done.wait(0.05):
-            draft = commit.Draft(target, folder=True)
+            draft = commit.AtomicPath(target, folder=True)
             shutil.copytree(copy, draft.path, dirs_exist_ok=True)
             draft.commit()
 
@@ -141,7 +141,7 @@ def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.M
     thread.start()
     try:
         for _ in range(100):
-            assert load(target, Ranks())["global_step"] == SAVED_AFTER // 2
+            assert load(target, RankGroup())["global_step"] == SAVED_AFTER // 2
             assert verify(target) == []
     finally:
         done.set()
@@ -149,10 +149,10 @@ def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.M
 
 
 def test_what_was_loaded_stays_as_it_was_when_it_is_replaced(target: Path) -> None:
-    loaded = load(target, Ranks())
-    expected = {name: value.clone() for name, value in load(target, Ranks())["state_dict"].items()}
+    loaded = load(target, RankGroup())
+    expected = {name: value.clone() for name, value in load(target, RankGroup())["state_dict"].items()}
     torch.manual_seed(4)
     fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target, module=Resumable())
     weight = "first.weight"
-    assert not torch.equal(load(target, Ranks())["state_dict"][weight].clone(), expected[weight])
+    assert not torch.equal(load(target, RankGroup())["state_dict"][weight].clone(), expected[weight])
     assert all(torch.equal(value.clone(), expected[name]) for name, value in loaded["state_dict"].items())

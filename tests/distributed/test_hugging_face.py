@@ -15,7 +15,7 @@ import transformers
 
 from lightning_paral.checkpoint.load import load
 from lightning_paral.cli import main
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from tests.hugging_face_models import config_of, fit_and_save, made, outputs, tokens
 
 KINDS = (
@@ -125,7 +125,7 @@ def test_dtype_is_that_of_the_config(fitted, consolidate, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     model = reload(tmp_path / "out", "GPT2LMHeadModel")
     assert model.dtype == torch.bfloat16
-    expected = load(path, Ranks())["state_dict"]
+    expected = load(path, RankGroup())["state_dict"]
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[f"model.{name}"].bfloat16())
 

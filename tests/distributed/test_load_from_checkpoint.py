@@ -127,6 +127,6 @@ def test_missing_checkpoint_raises_what_lightning_raises(tmp_path: Path, strateg
 
 
 def test_assigning_unread_tensors_is_refused() -> None:
-    tensor = stored.StoredTensor((2,), torch.float32, [])
+    tensor = stored.LazyTensor((2,), torch.float32, [])
     with pytest.raises(RuntimeError, match="assign=True"):
         nn.Linear(2, 2).load_state_dict({"weight": tensor, "bias": tensor}, strict=False, assign=True)

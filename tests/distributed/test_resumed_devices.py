@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_paral import ParalDPStrategy, ParalFSDPStrategy
 from lightning_paral.checkpoint.state.optimizer import place_state
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.distributed.rng_state import current_states, restore_states, without_devices
 from tests.models import Regression, quiet_trainer, regression_data
 
@@ -102,9 +102,9 @@ def test_the_random_state_of_a_ranks_own_device_is_restored_wherever_it_is_now(m
     assert [state["cuda"][0].item() for state in states] == list(range(10, 18))
 
     seen = Generators(monkeypatch, 0)  # one device is visible to each process
-    restore_states(states, Ranks(5, 8), cuda(0))
+    restore_states(states, RankGroup(5, 8), cuda(0))
     assert seen.numbers == [15]
-    restore_states([without_devices(states[0])] * 8, Ranks(5, 8), cuda(0))
+    restore_states([without_devices(states[0])] * 8, RankGroup(5, 8), cuda(0))
     assert seen.numbers == [15]
 
 
@@ -114,12 +114,12 @@ def test_random_states_of_all_visible_devices_in_earlier_checkpoints_are_restore
     old["torch.cuda"] = [torch.tensor([20 + index], dtype=torch.uint8) for index in range(8)]
     seen = Generators(monkeypatch, 0, 1)
 
-    restore_states([old], Ranks(), cuda(1))
+    restore_states([old], RankGroup(), cuda(1))
     assert seen.numbers == [0, 21]
     old["torch.cuda"] = old["torch.cuda"][:1]
-    restore_states([old], Ranks(), cuda(1))
+    restore_states([old], RankGroup(), cuda(1))
     assert seen.numbers == [0, 21]
-    restore_states([old], Ranks(), [torch.device("cpu")])
+    restore_states([old], RankGroup(), [torch.device("cpu")])
     assert seen.numbers == [0, 21]
 
 
@@ -131,5 +131,5 @@ def test_all_devices_of_one_process_have_their_random_states_saved(monkeypatch) 
 
     assert [state.item() for state in states["cuda"]] == [5, 3]
     seen = Generators(monkeypatch, 0)
-    restore_states([states], Ranks(), cuda(0))
+    restore_states([states], RankGroup(), cuda(0))
     assert seen.numbers == [5]

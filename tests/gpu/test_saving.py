@@ -14,7 +14,7 @@ from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import Save
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
 from lightning_paral.options import Form
 from tests.gpu.test_ddp import NUM_GPUS
@@ -61,7 +61,7 @@ def test_what_is_saved_is_what_was_computed_last(tmp_path: Path, form: Form, sta
     weight += torch.arange(30_000_000, device="cuda")
     half.t().copy_(torch.arange(3000, device="cuda").expand(1000, 3000))
     checkpoint = {"state_dict": {"weight": weight, "half": half.t()}, "callbacks": {"seen": seen}}
-    save = Save.prepare(checkpoint, tmp_path / "saved", form, Ranks(), set(), "Test")
+    save = Save.prepare(checkpoint, tmp_path / "saved", form, RankGroup(), set(), "Test")
     staging = Staging(pin=True)
     if staged:
         before = torch.cuda.memory_allocated()
@@ -70,9 +70,9 @@ def test_what_is_saved_is_what_was_computed_last(tmp_path: Path, form: Form, sta
         assert torch.cuda.max_memory_allocated() <= before + half.nbytes  # which is transposed
         for value in (weight, half, seen):
             value.fill_(-1.0)
-    save.write(Ranks())
+    save.write(RankGroup())
 
-    loaded = load(str(tmp_path / "saved"), Ranks(), weights_only=True)
+    loaded = load(str(tmp_path / "saved"), RankGroup(), weights_only=True)
     assert torch.equal(loaded["state_dict"]["weight"].clone(), torch.arange(30_000_000).float())
     assert torch.equal(loaded["state_dict"]["half"].clone(), torch.arange(3000).expand(1000, 3000).bfloat16())
     assert not loaded["callbacks"]["seen"].any()

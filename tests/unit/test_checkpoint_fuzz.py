@@ -42,7 +42,7 @@ from lightning_paral.checkpoint.lazy_tensor import read_whole
 from lightning_paral.checkpoint.load import look
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.save import Save
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 
 SEED = 20
 MAX_SECONDS = 2.0
@@ -73,7 +73,7 @@ def make_all(folder: Path) -> None:
     """Write a sound checkpoint of each form, of our own writers and of torch's."""
     for form in ("full", "sharded"):
         own = contents() | {"lightning_paral": {"frozen": [], "random_states": []}}
-        Save.prepare(own, folder / form, form, Ranks(), set(), "Test").write(Ranks())  # type: ignore[arg-type]
+        Save.prepare(own, folder / form, form, RankGroup(), set(), "Test").write(RankGroup())  # type: ignore[arg-type]
     plain = contents()
     torch.save(plain, folder / "lightning.ckpt")
     tensors = {"state_dict": plain.pop("state_dict"), "optimizer_0": plain.pop("optimizer_states")[0]}

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_paral.checkpoint.io.atomic import Draft, _beside, _id_of_save, present, remove, remove_leftovers
+from lightning_paral.checkpoint.io.atomic import AtomicPath, _beside, _id_of_save, present, remove, remove_leftovers
 
 ROOT = Path(__file__).parents[2]
 
 
 def write(target: Path, content: str, *, folder: bool = True) -> None:
     """Save what is taken for a checkpoint, a folder or a file."""
-    draft = Draft(target, folder=folder)
+    draft = AtomicPath(target, folder=folder)
     if folder:
         (draft.path / "__0_0.distcp").write_text(content)
     else:
@@ -49,7 +49,7 @@ def test_draft_takes_the_place_of_anything(tmp_path: Path, folder: bool, before:
 
 
 def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
-    first, second = Draft(tmp_path / "x.ckpt", folder=True), Draft(tmp_path / "x.ckpt", folder=False)
+    first, second = AtomicPath(tmp_path / "x.ckpt", folder=True), AtomicPath(tmp_path / "x.ckpt", folder=False)
     assert first.path.is_dir()
     assert second.path.is_file()
     first.discard()
@@ -60,7 +60,7 @@ def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
 def test_lightning_does_not_take_a_draft_for_a_checkpoint(tmp_path: Path) -> None:
     for name in ("last.ckpt", "hpc_ckpt_2.ckpt"):
         write(tmp_path / name, "complete")
-    drafts = [Draft(tmp_path / name, folder=True) for name in ("last.ckpt", "hpc_ckpt_3.ckpt")]
+    drafts = [AtomicPath(tmp_path / name, folder=True) for name in ("last.ckpt", "hpc_ckpt_3.ckpt")]
     connector = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")._checkpoint_connector
     assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_2.ckpt")
     assert connector.hpc_save_path(tmp_path) == str(tmp_path / "hpc_ckpt_3.ckpt")
@@ -70,7 +70,7 @@ def test_lightning_does_not_take_a_draft_for_a_checkpoint(tmp_path: Path) -> Non
 
 
 def test_nothing_is_closed_twice(tmp_path: Path) -> None:
-    draft = Draft(tmp_path / "x.ckpt", folder=True)
+    draft = AtomicPath(tmp_path / "x.ckpt", folder=True)
     draft.commit()
     with open(tmp_path / "y", "w") as another:  # gets the number of the lock's file
         draft.discard()
@@ -111,7 +111,7 @@ def test_lock_that_was_taken_for_a_leftover_before_it_was_held_is_made_anew(
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock_late)
-    draft = Draft(tmp_path / "x.ckpt", folder=True)
+    draft = AtomicPath(tmp_path / "x.ckpt", folder=True)
     remove_leftovers(tmp_path)
     assert len(os.listdir(tmp_path)) == 2
     draft.commit()
@@ -162,7 +162,7 @@ def test_without_locks_leftovers_go_after_a_day(tmp_path: Path, monkeypatch: pyt
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", no_flock)
-    dead = Draft(tmp_path / "x.ckpt", folder=True)
+    dead = AtomicPath(tmp_path / "x.ckpt", folder=True)
     write(tmp_path / "x.ckpt", "new")
     assert dead.path.exists()
     age(next(tmp_path.glob(".*lock*")))
@@ -196,7 +196,7 @@ def test_files_of_similar_names_stay(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_draft_under_another_name_stays(tmp_path: Path) -> None:
-    draft = Draft(tmp_path / "x.ckpt", folder=True)
+    draft = AtomicPath(tmp_path / "x.ckpt", folder=True)
     copy = draft.path.with_name(draft.path.name.replace("tpkc.x", "tpkc.y"))
     copy.mkdir()
     draft.discard()

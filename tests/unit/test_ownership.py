@@ -20,7 +20,7 @@ from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
 from lightning_paral.checkpoint.io.staging import Staging
 from lightning_paral.checkpoint.load import look
 from lightning_paral.checkpoint.save import Save, remove_at
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.options import Form
 
 FORMS: list[Form] = ["full", "sharded"]
@@ -28,11 +28,11 @@ FORMS: list[Form] = ["full", "sharded"]
 
 def prepared(path: object, form: Form) -> Save:
     checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
-    return Save.prepare(checkpoint, path, form, Ranks(), set(), "Test")
+    return Save.prepare(checkpoint, path, form, RankGroup(), set(), "Test")
 
 
 def save(path: object, form: Form) -> None:
-    prepared(path, form).write(Ranks())
+    prepared(path, form).write(RankGroup())
 
 
 def tree(folder: Path) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def test_what_came_there_while_it_was_written_is_not_replaced(tmp_path: Path, mo
 
     monkeypatch.setattr(saving, "_write_folder", write_slowly)
     with pytest.raises(CheckpointError, match=r"thesis\.tex"):
-        saving.write(Ranks())
+        saving.write(RankGroup())
     assert os.listdir(tmp_path) == ["last.ckpt"]
     assert os.listdir(path) == ["thesis.tex"]
 

@@ -13,7 +13,7 @@ from torch.utils.serialization import config
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import Save
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.options import Form
 
 
@@ -104,13 +104,13 @@ def test_a_save_through_buffers_writes_the_same_bytes(
 
     def save(path: Path) -> None:
         checkpoint = {"epoch": 0, "global_step": 1, "state_dict": dict(states), "callbacks": {"mean": weight[0]}}
-        Save.prepare(checkpoint, path, form, Ranks(), set(), "Test").write(Ranks())
+        Save.prepare(checkpoint, path, form, RankGroup(), set(), "Test").write(RankGroup())
 
     save(tmp_path / "plain")
     request.getfixturevalue("through_buffers")
     save(tmp_path / "buffered")
 
-    loaded = load(str(tmp_path / "buffered"), Ranks(), weights_only=True)["state_dict"]
+    loaded = load(str(tmp_path / "buffered"), RankGroup(), weights_only=True)["state_dict"]
     for name, value in states.items():
         assert torch.equal(loaded[name].clone(), value), name
     if form == "sharded":  # files of the full form contain names that differ
@@ -124,11 +124,11 @@ def test_a_save_through_buffers_writes_the_same_bytes(
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_an_error_while_tensors_are_read_is_told(tmp_path: Path, form: Form) -> None:
-    save = Save.prepare({"state_dict": {"a": torch.ones(3)}}, tmp_path / "saved", form, Ranks(), set(), "Test")
+    save = Save.prepare({"state_dict": {"a": torch.ones(3)}}, tmp_path / "saved", form, RankGroup(), set(), "Test")
 
     def fail() -> Tensor:
         raise RuntimeError("the GPU has gone")
 
-    save.entries[0].part = type(save.entries[0].part)(save.entries[0].part.boxes, fail)
+    save.entries[0].part = type(save.entries[0].part)(save.entries[0].part.chunks, fail)
     with pytest.raises(Exception, match="the GPU has gone"):
-        save.write(Ranks())
+        save.write(RankGroup())

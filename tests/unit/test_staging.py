@@ -15,7 +15,7 @@ from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena
 from lightning_paral.checkpoint.io.host_memory import fresh_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.layout import whole
-from lightning_paral.checkpoint.save_plan import Entry
+from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import NOTHING, Part, flat, same
 
 DTYPES = [
@@ -24,9 +24,9 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def entry_of(value: Tensor, dtype: torch.dtype | None = None) -> Entry:
+def entry_of(value: Tensor, dtype: torch.dtype | None = None) -> WriteItem:
     part = Part((whole(value.shape),), partial(same, flat(value)))
-    return Entry(("state_dict", "x"), tuple(value.shape), dtype or value.dtype, part)
+    return WriteItem(("state_dict", "x"), tuple(value.shape), dtype or value.dtype, part)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -69,7 +69,7 @@ def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
 
 def test_a_part_that_is_cast_on_its_way_takes_the_room_of_what_is_written() -> None:
     staging, value = Staging(), torch.rand(1000)
-    entries = [entry_of(value, torch.bfloat16), Entry(("state_dict", "y"), (7,), torch.float32, NOTHING)]
+    entries = [entry_of(value, torch.bfloat16), WriteItem(("state_dict", "y"), (7,), torch.float32, NOTHING)]
 
     staging.stage(entries)
 

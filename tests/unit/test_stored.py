@@ -1,27 +1,27 @@
 import pytest
 import torch
 
-from lightning_paral.checkpoint.layout import Box
-from lightning_paral.checkpoint.lazy_tensor import StoredPiece, StoredTensor, stretches
+from lightning_paral.checkpoint.layout import Chunk
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk, stretches
 
-ROWS = [Box((0, 0), (1, 6)), Box((1, 0), (3, 6))]
-COLUMNS = [Box((0, 0), (4, 2)), Box((0, 2), (4, 4))]
+ROWS = [Chunk((0, 0), (1, 6)), Chunk((1, 0), (3, 6))]
+COLUMNS = [Chunk((0, 0), (4, 2)), Chunk((0, 2), (4, 4))]
 
 
 @pytest.mark.parametrize("boxes", [ROWS, ROWS[::-1], COLUMNS], ids=["rows", "unordered", "columns"])
 @pytest.mark.parametrize("max_bytes", [4, 28, 1000])
-def test_stretches_are_the_elements_in_their_order(boxes: list[Box], max_bytes: int) -> None:
+def test_stretches_are_the_elements_in_their_order(chunks: list[Chunk], max_bytes: int) -> None:
     values = torch.arange(24.0).view(4, 6)
-    pieces = [StoredPiece(box, lambda box=box: values[box.index]) for box in boxes]
-    found = [part.clone() for part in stretches(StoredTensor((4, 6), torch.float32, pieces), max_bytes)]
+    pieces = [StoredChunk(chunk, lambda chunk=chunk: values[chunk.index]) for chunk in chunks]
+    found = [part.clone() for part in stretches(LazyTensor((4, 6), torch.float32, pieces), max_bytes)]
     assert torch.equal(torch.cat(found), values.flatten())
     assert all(part.nbytes <= max_bytes for part in found)
 
 
 def test_stretches_of_runs_are_not_copied() -> None:
     values = torch.arange(24.0).view(4, 6)
-    pieces = [StoredPiece(box, lambda box=box: values[box.index]) for box in ROWS]
-    first, second = stretches(StoredTensor((4, 6), torch.float32, pieces), 1000)
+    pieces = [StoredChunk(chunk, lambda chunk=chunk: values[chunk.index]) for chunk in ROWS]
+    first, second = stretches(LazyTensor((4, 6), torch.float32, pieces), 1000)
     assert (first.data_ptr(), second.data_ptr()) == (values.data_ptr(), values[1:].data_ptr())
 
 

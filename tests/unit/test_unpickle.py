@@ -26,7 +26,7 @@ from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load, look
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save import Save
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 
 
 def tagged() -> nn.Parameter:
@@ -205,12 +205,12 @@ def test_compressed_tensors_are_named(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
-    Save.prepare(checkpoint, tmp_path / "x.ckpt", "sharded", Ranks(), set(), "Test").write(Ranks())
+    Save.prepare(checkpoint, tmp_path / "x.ckpt", "sharded", RankGroup(), set(), "Test").write(RankGroup())
     return tmp_path / "x.ckpt"
 
 
 def refused(path: Path, reason: str) -> None:
-    for read in (look, lambda path: load(path, Ranks())):
+    for read in (look, lambda path: load(path, RankGroup())):
         with pytest.raises(CheckpointError, match=reason):
             read(path)
     assert reason in " ".join(verify(path))
@@ -240,8 +240,8 @@ def test_links_to_a_checkpoint_and_inside_it_are_followed(folder: Path, tmp_path
     (folder / "__0_0.distcp").symlink_to("moved")
     full = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
     (tmp_path / "elsewhere").mkdir()
-    Save.prepare(full, tmp_path / "elsewhere" / "y.ckpt", "full", Ranks(), set(), "Test").write(Ranks())
+    Save.prepare(full, tmp_path / "elsewhere" / "y.ckpt", "full", RankGroup(), set(), "Test").write(RankGroup())
     (tmp_path / "link.ckpt").symlink_to("elsewhere/y.ckpt")
     for name in ("last.ckpt", "link.ckpt"):
-        assert load(tmp_path / name, Ranks())["global_step"] == 1
+        assert load(tmp_path / name, RankGroup())["global_step"] == 1
         assert verify(tmp_path / name) == []

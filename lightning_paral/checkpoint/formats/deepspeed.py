@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.damage import naming
-from lightning_paral.checkpoint.io.storage import LocalFolder
-from lightning_paral.checkpoint.layout import boxes_of_run
-from lightning_paral.checkpoint.lazy_tensor import StoredPiece, StoredTensor
+from lightning_paral.checkpoint.io.storage import LocalStorage
+from lightning_paral.checkpoint.layout import chunks_of_flat_range
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.errors import CheckpointError
 
@@ -32,7 +32,7 @@ def find_folder(path: Path) -> Path | None:
     Raises:
         CheckpointError: what names that folder leads out of `path`, or is no name.
     """
-    root = LocalFolder(path)
+    root = LocalStorage(path)
     size = root.size("latest")
     tag = "checkpoint"
     if size is not None:
@@ -143,11 +143,11 @@ def _of_runs(folder: Path, name: str, shape: tuple[int, ...], runs: list[tuple[i
     pieces = []
     for start, values in runs:
         position = 0
-        for box in boxes_of_run(shape, start, start + values.numel()):
-            part = values[position : position + box.numel].view(box.sizes)
-            pieces.append(StoredPiece(box, lambda part=part: part))  # type: ignore[misc]
-            position += box.numel
-    return StoredTensor(shape, runs[0][1].dtype, pieces)
+        for chunk in chunks_of_flat_range(shape, start, start + values.numel()):
+            part = values[position : position + chunk.numel].view(chunk.sizes)
+            pieces.append(StoredChunk(chunk, lambda part=part: part))  # type: ignore[misc]
+            position += chunk.numel
+    return LazyTensor(shape, runs[0][1].dtype, pieces)
 
 
 def _optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]
 
 
 def _load(path: Path, weights_only: bool) -> dict[str, Any]:
-    if LocalFolder(path.parent).size(path.name) is None:
+    if LocalStorage(path.parent).size(path.name) is None:
         raise CheckpointError(f"{path} is missing.")
     found = load_safely(path, weights_only=weights_only, mmap=True, extra=_harmless())
     if not isinstance(found, Mapping):

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.io.checksums import FileRecord, blocks_of, checksum_of_block, reader_of
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
-from lightning_paral.checkpoint.io.writeback import Flushing
-from lightning_paral.checkpoint.layout import Box
+from lightning_paral.checkpoint.io.writeback import BackgroundFsync
+from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
-from lightning_paral.checkpoint.save_plan import Entry, replace
+from lightning_paral.checkpoint.save_plan import WriteItem, replace
 from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.compat.torch.archives import record_offset
 from lightning_paral.compat.torch.fake_tensors import fake_tensors
 from lightning_paral.compat.torch.storages import identity_of, untyped
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 
 def write_full(
-    tree: dict[str, Any], entries: list[Entry], path: Path, ranks: Ranks, about: dict[str, Any], what: str
+    tree: dict[str, Any], entries: list[WriteItem], path: Path, ranks: RankGroup, about: dict[str, Any], what: str
 ) -> None:
     """Write `tree` to the new file `path`: what `torch.save` would, and a manifest. *Collective* over `ranks`.
 
@@ -56,10 +56,10 @@ def write_full(
     ranks.on_first(what, finish)
 
 
-def write_skeleton(tree: dict[str, Any], entries: list[Entry], path: Path) -> list[int]:
+def write_skeleton(tree: dict[str, Any], entries: list[WriteItem], path: Path) -> list[int]:
     """Write the file with holes where the entries' data belong; return the offset of each."""
     fakes = fake_tensors((entry.shape, entry.dtype) for entry in entries)
-    at = {where: fake for entry, fake in zip(entries, fakes, strict=True) for where in (entry.path, *entry.twins)}
+    at = {where: fake for entry, fake in zip(entries, fakes, strict=True) for where in (entry.path, *entry.aliases)}
     skeleton = replace(tree, at)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         try:
@@ -108,38 +108,38 @@ class _StorageFinder(pickle.Pickler):
         return "storage"
 
 
-def _write_parts(entries: list[Entry], offsets: list[int], path: Path) -> None:
+def _write_parts(entries: list[WriteItem], offsets: list[int], path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        with Flushing(descriptor) as flushing:
+        with BackgroundFsync(descriptor) as flushing:
             with HostBytes.of(entries) as source:
                 for entry, offset in zip(entries, offsets, strict=True):
-                    write_part(descriptor, entry, offset, entry.part.boxes, source)
-                    flushing.wrote(sum(box.numel for box in entry.part.boxes) * entry.dtype.itemsize)
+                    write_part(descriptor, entry, offset, entry.part.chunks, source)
+                    flushing.wrote(sum(chunk.numel for chunk in entry.part.chunks) * entry.dtype.itemsize)
             flushing.finish()
     finally:
         os.close(descriptor)
 
 
-def write_part(descriptor: int, entry: Entry, offset: int, boxes: Sequence[Box], source: HostBytes) -> None:
+def write_part(descriptor: int, entry: WriteItem, offset: int, chunks: Sequence[Chunk], source: HostBytes) -> None:
     """Write the next bytes of `source` to boxes of a tensor whose data begins at byte `offset` of the file."""
-    for box in boxes:
-        for start, nbytes in _stretches(entry.shape, entry.dtype.itemsize, box):
+    for chunk in chunks:
+        for start, nbytes in _stretches(entry.shape, entry.dtype.itemsize, chunk):
             position = offset + start
             for data in source.read(nbytes):
                 write_all(descriptor, data, position)
                 position += len(data)
 
 
-def _stretches(shape: tuple[int, ...], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the offset and length in bytes of each contiguous range of `box` within the tensor, in order."""
+def _stretches(shape: tuple[int, ...], itemsize: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
+    """Yield the offset and length in bytes of each contiguous range of `chunk` within the tensor, in order."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+    start = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
     num_outer = len(shape)  # dimensions before the last that is cut: each index of them begins a stretch of the file
-    while num_outer and box.sizes[num_outer - 1] == shape[num_outer - 1]:
+    while num_outer and chunk.sizes[num_outer - 1] == shape[num_outer - 1]:
         num_outer -= 1
-    outer = box.sizes[: max(0, num_outer - 1)]
-    nbytes = box.numel // max(1, prod(outer)) * itemsize
+    outer = chunk.sizes[: max(0, num_outer - 1)]
+    nbytes = chunk.numel // max(1, prod(outer)) * itemsize
     for index in product(*map(range, outer)):
         position = start + sum(at * stride for at, stride in zip(index, strides, strict=False))
         yield position * itemsize, nbytes
@@ -153,20 +153,20 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _write_parts_of_others(
-    entries: list[Entry], offsets: list[int], path: Path, ranks: Ranks, visible: list[bool], what: str
+    entries: list[WriteItem], offsets: list[int], path: Path, ranks: RankGroup, visible: list[bool], what: str
 ) -> None:
     """Send the parts of ranks that do not see the file to rank 0, one tensor at a time."""
     for entry, offset in zip(entries, offsets, strict=True):
-        mine = (entry.part.boxes, entry.part.values().cpu()) if entry.part.boxes and not visible[ranks.rank] else None
+        mine = (entry.part.chunks, entry.part.values().cpu()) if entry.part.chunks and not visible[ranks.rank] else None
         parts: list[Any] | None = [None] * ranks.world_size if ranks.is_first else None
         first = dist.get_global_rank(ranks.group, 0) if ranks.group else 0
         dist.gather_object(mine, parts, dst=first, group=ranks.group)
 
-        def write(parts: list[Any] | None = parts, entry: Entry = entry, offset: int = offset) -> None:
+        def write(parts: list[Any] | None = parts, entry: WriteItem = entry, offset: int = offset) -> None:
             with open(path, "r+b") as file:
-                for boxes, values in filter(None, parts or ()):
+                for chunks, values in filter(None, parts or ()):
                     with HostBytes([flat(values.to(entry.dtype))]) as source:
-                        write_part(file.fileno(), entry, offset, boxes, source)
+                        write_part(file.fileno(), entry, offset, chunks, source)
                 os.fsync(file.fileno())
 
         ranks.on_first(what, write)

@@ -20,10 +20,10 @@ from lightning_paral.checkpoint.formats.hugging_face import (
     without_wrappers,
 )
 from lightning_paral.checkpoint.formats.safetensors import Layout, Pairs, divide, pairs_of, write_shard
-from lightning_paral.checkpoint.io.atomic import Draft
+from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.state.optimizer import listing
 from lightning_paral.checkpoint.state.prefix import prefixes, without_prefix
-from lightning_paral.checkpoint.state.weights import OWN_KEY
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 
@@ -60,7 +60,7 @@ def contents_of(
         CheckpointError: the weights are not those of the model of this config: `from_pretrained` would not load them.
     """
     weights = checkpoint["state_dict"]
-    own = checkpoint.get(OWN_KEY)
+    own = checkpoint.get(PACKAGE_STATE_KEY)
     own = own if isinstance(own, Mapping) else {}
     recorded = [PretrainedModel.from_data(data) for data in own.get(KEY) or ()]
     if config is None:
@@ -152,9 +152,9 @@ def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
     """Return what is written: of tied weights once what loading ties again, and otherwise each."""
     pairs: Pairs = []
     for entry, tensor in pairs_of(weights):
-        paths = [entry.path, *entry.twins]
+        paths = [entry.path, *entry.aliases]
         kept = [path for path in paths if path[1] not in model.tied] or paths[:1]
-        pairs += [(replace(entry, path=path, twins=[]), tensor) for path in kept]
+        pairs += [(replace(entry, path=path, aliases=[]), tensor) for path in kept]
     return pairs
 
 
@@ -194,7 +194,7 @@ def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: 
         "config.json": contents.config,
         "generation_config.json": contents.generation_config,
     }
-    with Draft(out, folder=True) as draft:
+    with AtomicPath(out, folder=True) as draft:
         for name, shard in layout.files.items():
             write_shard(shard, draft.path / name, progress)
         for name, text in texts.items():

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.consolidate import STEP_BYTES, Cast, Progress, check_free_space, entries_of
 from lightning_paral.checkpoint.formats.full import write_all
-from lightning_paral.checkpoint.io.atomic import Draft
-from lightning_paral.checkpoint.io.writeback import Flushing
+from lightning_paral.checkpoint.io.atomic import AtomicPath
+from lightning_paral.checkpoint.io.writeback import BackgroundFsync
 from lightning_paral.checkpoint.lazy_tensor import stretches
-from lightning_paral.checkpoint.save_plan import Entry
+from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import bytes_of
 from lightning_paral.errors import CheckpointError
 
-Pairs = list[tuple[Entry, Tensor]]
+Pairs = list[tuple[WriteItem, Tensor]]
 """What is written, and where its values come from."""
 
-_MARK = "written_by"
+_MARK = "writers"
 _OURS = "lightning_paral"
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
 _NO_SUCH_FILE = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
@@ -97,10 +97,10 @@ def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, 
     with ExitStack() as drafts:
         written = []
         for name, shard in layout.files.items():
-            written.append(drafts.enter_context(Draft(out.with_name(name), folder=False)))
+            written.append(drafts.enter_context(AtomicPath(out.with_name(name), folder=False)))
             write_shard(shard, written[-1].path, progress)
         if layout.index is not None:
-            written.append(drafts.enter_context(Draft(index_path, folder=False)))
+            written.append(drafts.enter_context(AtomicPath(index_path, folder=False)))
             written[-1].path.write_text(layout.index)
         for draft in written:
             draft.commit()
@@ -186,7 +186,7 @@ def write_shard(shard: Pairs, path: Path, progress: Progress) -> None:
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=0) as file, Flushing(file.fileno()) as flushing:
+    with open(path, "wb", buffering=0) as file, BackgroundFsync(file.fileno()) as flushing:
         write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
         for entry, tensor in shard:
             offset = 8 + len(text) + header[str(entry.path[1])]["data_offsets"][0]

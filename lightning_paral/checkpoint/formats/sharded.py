@@ -1,7 +1,7 @@
 """The sharded form: a folder that is an ordinary Distributed Checkpoint, with a file of each rank and `meta.pt`.
 
 Keys and files are those of Lightning's `ModelParallelStrategy`, so that it, `torch.distributed.checkpoint` and
-`dcp_to_torch_save` read it: tensors of full shape, in boxes.
+`dcp_to_torch_save` read it: tensors of full shape, in chunks.
 """
 
 import io
@@ -27,9 +27,9 @@ from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.io.checksums import FileRecord
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
-from lightning_paral.checkpoint.io.writer import Writing
-from lightning_paral.checkpoint.layout import Box, coverage_fault
-from lightning_paral.checkpoint.save_plan import Entry, Path
+from lightning_paral.checkpoint.io.writer import ChecksummedWriter
+from lightning_paral.checkpoint.layout import Chunk, coverage_fault
+from lightning_paral.checkpoint.save_plan import TreePath, WriteItem
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo, flatten_state_dict
 from lightning_paral.errors import CheckpointError
 
@@ -39,11 +39,11 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class WrittenBox:
-    """Where a box of an entry lies in a rank's file."""
+class WrittenChunk:
+    """Where a chunk of an entry lies in a rank's file."""
 
     entry: int
-    box: Box
+    chunk: Chunk
     offset: int
     length: int
 
@@ -54,32 +54,32 @@ class WrittenFile:
 
     name: str
     record: FileRecord
-    boxes: list[WrittenBox]
-    objects: dict[Path, tuple[int, int]]
+    chunks: list[WrittenChunk]
+    objects: dict[TreePath, tuple[int, int]]
     """Offset and length of each value that is no tensor."""
 
 
 def write_rank_file(
-    open_file: Callable[[str], Writing], name: str, entries: list[Entry], objects: dict[Path, bytes]
+    open_file: Callable[[str], ChecksummedWriter], name: str, entries: list[WriteItem], objects: dict[TreePath, bytes]
 ) -> WrittenFile:
     """Write this rank's parts of `entries`, and `objects`, values that are no tensors, already serialized."""
-    boxes, places = [], {}
+    chunks, places = [], {}
     with open_file(name) as file, HostBytes.of(entries) as source:
         for number, entry in enumerate(entries):
-            for box in entry.part.boxes:
+            for chunk in entry.part.chunks:
                 file.pad(_ALIGNMENT)
                 offset = file.position
-                _write_box(file, box, entry.dtype, source)
-                boxes.append(WrittenBox(number, box, offset, file.position - offset))
+                _write_chunk(file, chunk, entry.dtype, source)
+                chunks.append(WrittenChunk(number, chunk, offset, file.position - offset))
         for path, data in objects.items():
             places[path] = (file.position, len(data))
             file.write(data)
-    return WrittenFile(name, file.record(), boxes, places)
+    return WrittenFile(name, file.record(), chunks, places)
 
 
-def _write_box(file: Writing, box: Box, dtype: torch.dtype, source: HostBytes) -> None:
-    """Write what `torch.save` would write for a tensor of the size of `box` that holds the next bytes of `source`."""
-    stand_in = torch.empty(box.sizes, dtype=dtype)  # never touched
+def _write_chunk(file: ChecksummedWriter, chunk: Chunk, dtype: torch.dtype, source: HostBytes) -> None:
+    """Write what `torch.save` would write for a tensor of the size of `chunk` that holds the next bytes of `source`."""
+    stand_in = torch.empty(chunk.sizes, dtype=dtype)  # never touched
     filled = _Filled(file, source)
     try:
         with config.patch({"save.compute_crc32": False}), torch.serialization.skip_data():  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def _write_box(file: Writing, box: Box, dtype: torch.dtype, source: HostBytes) -
 class _Filled:
     """A file for `torch.save` that fills in the bytes that it skips from a source."""
 
-    def __init__(self, file: Writing, source: HostBytes) -> None:
+    def __init__(self, file: ChecksummedWriter, source: HostBytes) -> None:
         self._file = file
         self._source = source
         self.write, self.flush = file.write, file.flush
@@ -113,7 +113,7 @@ class _Filled:
         self.num_filled += nbytes
 
 
-def serialized(values: dict[Path, Any]) -> dict[Path, bytes]:
+def serialized(values: dict[TreePath, Any]) -> dict[TreePath, bytes]:
     """Return each value as `torch.save` writes it."""
     data = {}
     for path, value in values.items():
@@ -123,41 +123,41 @@ def serialized(values: dict[Path, Any]) -> dict[Path, bytes]:
     return data
 
 
-def flatten(tree: dict[str, Any]) -> dict[Path, Any]:
+def flatten(tree: dict[str, Any]) -> dict[TreePath, Any]:
     """Return the leaves of nested dicts and lists by path, as Distributed Checkpoint cuts them."""
     flattened, paths = flatten_state_dict(tree)
     return {paths[key]: value for key, value in flattened.items()}
 
 
-def make_metadata(entries: list[Entry], written: list[WrittenFile]) -> bytes:
+def make_metadata(entries: list[WriteItem], written: list[WrittenFile]) -> bytes:
     """Return the content of `.metadata`.
 
     Raises:
-        CheckpointError: the ranks' boxes leave holes or overlap, because they did not save the same.
+        CheckpointError: the ranks' chunks leave holes or overlap, because they did not save the same.
     """
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
-    paths: dict[str, Path] = {}
-    boxes: list[list[tuple[str, WrittenBox]]] = [[] for _ in entries]
+    paths: dict[str, TreePath] = {}
+    chunks: list[list[tuple[str, WrittenChunk]]] = [[] for _ in entries]
     for file in written:
-        for box in file.boxes:
-            boxes[box.entry].append((file.name, box))
+        for chunk in file.chunks:
+            chunks[chunk.entry].append((file.name, chunk))
         for path, (offset, length) in file.objects.items():
             key = _key(path)
             paths[key] = path
             state[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = StorageInfo(file.name, offset, length)
-    for entry, found in zip(entries, boxes, strict=True):
-        fault = coverage_fault(entry.shape, [box.box for _, box in found])
+    for entry, found in zip(entries, chunks, strict=True):
+        fault = coverage_fault(entry.shape, [chunk.chunk for _, chunk in found])
         if fault is not None:
             raise CheckpointError(f"The ranks do not agree on {_key(entry.path)}: {fault}.")
-        for path in (entry.path, *entry.twins):
+        for path in (entry.path, *entry.aliases):
             key = _key(path)
             paths[key] = path
-            chunks = [ChunkStorageMetadata(torch.Size(b.box.offsets), torch.Size(b.box.sizes)) for _, b in found]
+            chunks = [ChunkStorageMetadata(torch.Size(b.chunk.offsets), torch.Size(b.chunk.sizes)) for _, b in found]
             state[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
             for number, (name, b) in enumerate(found):
-                index = MetadataIndex(key, b.box.offsets, number)
+                index = MetadataIndex(key, b.chunk.offsets, number)
                 storage[index] = StorageInfo(name, b.offset, b.length)
     metadata = Metadata(
         state_dict_metadata=state,
@@ -169,5 +169,5 @@ def make_metadata(entries: list[Entry], written: list[WrittenFile]) -> bytes:
     return pickle.dumps(metadata)
 
 
-def _key(path: Path) -> str:
+def _key(path: TreePath) -> str:
     return ".".join(map(str, path))

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
 from lightning_paral.checkpoint.io.storage import Folder, check_range
-from lightning_paral.checkpoint.layout import Box, coverage_fault
-from lightning_paral.checkpoint.lazy_tensor import StoredPiece, StoredTensor
+from lightning_paral.checkpoint.layout import Chunk, coverage_fault
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
 from lightning_paral.checkpoint.safe_load.archive import read_archive
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.errors import CheckpointError
@@ -76,18 +76,18 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
             pieces = []
             for chunk in kind.chunks:
                 info = place(key, chunk.offsets)
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                box = Chunk(tuple(chunk.offsets), tuple(chunk.sizes))
                 if box.numel * kind.properties.dtype.itemsize > info.length:
                     raise CheckpointError(
                         f"{folder.name(name)} is damaged: {key} has a box of sizes {box.sizes} in {info.length} bytes."
                     )
                 folder.hold(info.relative_path)
                 read = _reader(folder, info, box, kind.properties.dtype, contiguous)
-                pieces.append(StoredPiece(box, read, (info.relative_path, info.offset)))
-            fault = coverage_fault(kind.size, [piece.box for piece in pieces])
+                pieces.append(StoredChunk(box, read, (info.relative_path, info.offset)))
+            fault = coverage_fault(kind.size, [piece.chunk for piece in pieces])
             if fault is not None:
                 raise CheckpointError(f"{folder} does not hold all of {key}: {fault}.")
-            value = StoredTensor(kind.size, kind.properties.dtype, pieces)
+            value = LazyTensor(kind.size, kind.properties.dtype, pieces)
         try:
             _put(tree, (metadata.planner_data or {}).get(key, (key,)), value, room)
         except (TypeError, ValueError) as error:
@@ -129,7 +129,7 @@ def _put(tree: dict[str, Any], path: tuple[str | int, ...], value: Any, room: li
         here = inner
 
 
-def _reader(folder: Folder, info: Any, box: Box, dtype: torch.dtype, contiguous: bool) -> Callable[[], Tensor]:
+def _reader(folder: Folder, info: Any, box: Chunk, dtype: torch.dtype, contiguous: bool) -> Callable[[], Tensor]:
     def read() -> Tensor:
         name = folder.name(info.relative_path)
         data = folder.read(info.relative_path, info.offset, info.length)
@@ -147,7 +147,7 @@ def _said(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _values(data: memoryview, box: Box, dtype: torch.dtype, name: str) -> Tensor:
+def _values(data: memoryview, box: Chunk, dtype: torch.dtype, name: str) -> Tensor:
     """Return the elements of a box from what `torch.save` wrote of it, without a copy."""
     if box.numel == 0:
         return torch.empty(box.sizes, dtype=dtype)

@@ -21,7 +21,7 @@ _RENAME_EXCHANGE = 2
 _BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{16})", re.DOTALL)
 
 
-class Draft:
+class AtomicPath:
     """A file or folder beside `target`, which takes its place when it is complete.
 
     A file beside both is locked while the process that made them lives. Drafts without such a lock are leftovers, and
@@ -54,7 +54,7 @@ class Draft:
             self._lock.release()
             raise
 
-    def __enter__(self) -> "Draft":
+    def __enter__(self) -> "AtomicPath":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_paral.checkpoint.io.arena import Arena, aligned
-from lightning_paral.checkpoint.save_plan import Entry
+from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import Part, same
 
 
@@ -26,15 +26,15 @@ class Staging:
     def __init__(self, *, pin: bool = False) -> None:
         self.arena = Arena(pin=pin)
 
-    def stage(self, entries: list[Entry]) -> None:
+    def stage(self, entries: list[WriteItem]) -> None:
         """Copy the parts of `entries` now, and make them return the copies. Earlier copies are overwritten."""
-        mine = [(entry, sum(box.numel for box in entry.part.boxes)) for entry in entries if entry.part.boxes]
+        mine = [(entry, sum(chunk.numel for chunk in entry.part.chunks)) for entry in entries if entry.part.chunks]
         self.arena.reserve(sum(aligned(numel * entry.dtype.itemsize) for entry, numel in mine))
         streams = set()
         for entry, numel in mine:
             values = entry.part.values()
             copy = self.arena.take(numel, entry.dtype).copy_(values, non_blocking=True)
-            entry.part = Part(entry.part.boxes, partial(same, copy))
+            entry.part = Part(entry.part.chunks, partial(same, copy))
             if values.is_cuda:
                 streams.add(torch.cuda.current_stream(values.device))
         for stream in streams:

@@ -15,7 +15,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_paral.checkpoint.io.checksums import Block, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.io.writer import Writing
+from lightning_paral.checkpoint.io.writer import ChecksummedWriter
 from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
 from lightning_paral.errors import CheckpointError
@@ -68,7 +68,7 @@ def check_name(folder: object, file: str) -> None:
         raise CheckpointError(f"{folder} names the file {file[:100]!r}, which is not in its folder: it is hostile.")
 
 
-class LocalFolder:
+class LocalStorage:
     """Files in a folder of the operating system."""
 
     def __init__(self, path: str | Path) -> None:
@@ -82,9 +82,9 @@ class LocalFolder:
         """Return what errors call a file of this folder."""
         return str(self.path / file)
 
-    def create(self, file: str) -> Writing:
+    def create(self, file: str) -> ChecksummedWriter:
         """Return a new file."""
-        return Writing(open(self.path / file, "xb", buffering=2**20), on_disk=True)
+        return ChecksummedWriter(open(self.path / file, "xb", buffering=2**20), on_disk=True)
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes, `None` if there is none.
@@ -165,7 +165,7 @@ def check_range(name: str, offset: int, length: int, size: int) -> None:
         raise CheckpointError(f"{name} is damaged: it has {size} bytes, not {length} from {offset} on.")
 
 
-class RemoteFolder:
+class FsspecStorage:
     """Files below a URL, by fsspec."""
 
     def __init__(self, url: str) -> None:
@@ -181,11 +181,11 @@ class RemoteFolder:
         """Return what errors call a file of this folder."""
         return f"{self.url}/{file}"
 
-    def create(self, file: str) -> Writing:
+    def create(self, file: str) -> ChecksummedWriter:
         """Return a new file; it exists when it is closed."""
         try:
             self.fs.makedirs(self.path, exist_ok=True)
-            return Writing(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
+            return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
         except FileExistsError as error:
             raise CheckpointError(
                 f"There is a file at {self.url}, where a folder is to be saved. Remove it, or save elsewhere."
@@ -269,9 +269,9 @@ def get_file(url: str) -> Path | None:
     return Path(name)
 
 
-Folder = LocalFolder | RemoteFolder
+Folder = LocalStorage | FsspecStorage
 
 
 def folder_at(path: str | Path) -> Folder:
     """Return the folder at a path or URL."""
-    return RemoteFolder(str(path)) if is_remote(path) else LocalFolder(path)
+    return FsspecStorage(str(path)) if is_remote(path) else LocalStorage(path)

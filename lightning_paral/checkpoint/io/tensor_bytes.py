@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.save_plan import Entry
+from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import bytes_of, flat
 
 
@@ -34,9 +34,9 @@ class HostBytes:
         self._rest = memoryview(b"")
 
     @staticmethod
-    def of(entries: Iterable[Entry]) -> "HostBytes":
+    def of(entries: Iterable[WriteItem]) -> "HostBytes":
         """Return the bytes of `entries` that this rank writes, in their dtypes."""
-        return HostBytes(flat(entry.part.values().to(entry.dtype)) for entry in entries if entry.part.boxes)
+        return HostBytes(flat(entry.part.values().to(entry.dtype)) for entry in entries if entry.part.chunks)
 
     def is_copied(self, tensor: Tensor) -> bool:
         """Whether `tensor` is not on the host and has to be copied to the buffers."""

@@ -8,7 +8,7 @@ _EVERY_BYTES = 128 * 2**20
 _flush_data = getattr(os, "fdatasync", os.fsync)  # macOS has fsync only
 
 
-class Flushing:
+class BackgroundFsync:
     """Flushes an open file in the background as it grows, so that little is left to wait for at its end.
 
     By itself Linux begins to write when a tenth of the memory is waiting for the disk, which then has stood idle.
@@ -46,7 +46,7 @@ class Flushing:
         if under_way is not None:
             under_way.result()
 
-    def __enter__(self) -> "Flushing":
+    def __enter__(self) -> "BackgroundFsync":
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -5,15 +5,15 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from lightning_paral.checkpoint.io.checksums import BlockChecksums, FileRecord
-from lightning_paral.checkpoint.io.writeback import Flushing
+from lightning_paral.checkpoint.io.writeback import BackgroundFsync
 
 
-class Writing:
+class ChecksummedWriter:
     """A new file that is written from its beginning to its end; flushed to the disk when closed without an error."""
 
     def __init__(self, file: BinaryIO, *, on_disk: bool) -> None:
         self._file = file
-        self._flushing = Flushing(file.fileno()) if on_disk else None  # an upload lasts when it is closed
+        self._flushing = BackgroundFsync(file.fileno()) if on_disk else None  # an upload lasts when it is closed
         self._checksums = BlockChecksums()
         self.error: OSError | None = None
         """What the last write failed of: `torch.save` raises an error of its own in its place."""
@@ -47,7 +47,7 @@ class Writing:
         """Return size and checksums of what was written."""
         return self._checksums.record()
 
-    def __enter__(self) -> "Writing":
+    def __enter__(self) -> "ChecksummedWriter":
         return self
 
     def __exit__(

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.layout import run_of_box
-from lightning_paral.checkpoint.shards import TensorRun, box_of_dtensor, flat, same
+from lightning_paral.checkpoint.shards import FlatShard, chunk_of_dtensor, flat, same
 from lightning_paral.checkpoint.state.optimizer import State, group_names
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import ConfigurationError
@@ -73,15 +73,15 @@ def _by_parameter(optimizer: Optimizer, state: State) -> list[tuple[Parameter, d
 
 def _on_host(value: Tensor) -> Tensor:
     """Return what this rank holds of `value` on the host: all of it as a plain tensor, or a run."""
-    if isinstance(value, TensorRun):
+    if isinstance(value, FlatShard):
         return _run(value, value.start, value.read())
     if not isinstance(value, DTensor):
         return value.detach().cpu()
-    box = box_of_dtensor(value)
+    chunk = chunk_of_dtensor(value)
     coordinate = value.device_mesh.get_coordinate()
-    if box is None or coordinate is None:
+    if chunk is None or coordinate is None:
         return _run(value, 0, torch.empty(0, dtype=value.dtype))
-    span = run_of_box(value.shape, box) if box.numel else (0, 0)
+    span = run_of_box(value.shape, chunk) if chunk.numel else (0, 0)
     if span is None:
         return value.detach()  # divided by the user, in another way than FSDP
     replica = any(n for n, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate())
@@ -93,7 +93,7 @@ def _run(value: Tensor, start: int, held: Tensor) -> Tensor:
     held = held.detach().cpu()
     if held.numel() == value.numel() and dist.is_initialized() and dist.get_world_size() == 1:
         return held.view(value.shape)
-    return TensorRun(value.shape, value.dtype, start, held.numel(), partial(same, held))
+    return FlatShard(value.shape, value.dtype, start, held.numel(), partial(same, held))
 
 
 def read_whole_run(value: Tensor, device: torch.device) -> Tensor:
@@ -103,7 +103,7 @@ def read_whole_run(value: Tensor, device: torch.device) -> Tensor:
         value: what `EndedOptimizers` keeps of a tensor.
         device: one that collectives can work on.
     """
-    if not isinstance(value, TensorRun):
+    if not isinstance(value, FlatShard):
         return value.clone()
     values = torch.zeros(value.numel(), dtype=value.dtype, device=device)
     values[value.start : value.start + value.held] = value.read().to(device)

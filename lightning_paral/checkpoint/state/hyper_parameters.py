@@ -22,7 +22,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.deepspeed.modules import is_of_division
 from lightning_paral.compat.torch import module_hooks
 from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 _KEYS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -31,7 +31,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
 
 
 def with_whole_modules(
-    checkpoint: dict[str, Any], parameters: Iterable[Parameter], whole: Callable[[Parameter], Tensor], ranks: Ranks
+    checkpoint: dict[str, Any], parameters: Iterable[Parameter], whole: Callable[[Parameter], Tensor], ranks: RankGroup
 ) -> None:
     """Replace modules in the hyper-parameters of `checkpoint` by copies that no engine has touched. *Collective*.
 

@@ -12,8 +12,8 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
 from lightning_paral.checkpoint.formats.hugging_face import describe_models
-from lightning_paral.checkpoint.lazy_tensor import StoredTensor, read_whole
-from lightning_paral.checkpoint.shards import is_divided
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, read_whole
+from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.custom_state_dict import (
     load_its_own,
     loads_its_own,
@@ -29,15 +29,15 @@ from lightning_paral.checkpoint.state.load_hooks import (
 from lightning_paral.checkpoint.state.optimizer import listing
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.compat.torch.state_dicts import EXTRA_STATE, set_versions, versions_in
-from lightning_paral.distributed.agreement import Ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
-OWN_KEY = "lightning_paral"
+PACKAGE_STATE_KEY = "lightning_paral"
 """Where a checkpoint holds what only this package needs: frozen parameters left out, random states, and what
 Hugging Face models in the module are."""
 
 
-def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
+def sharded_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
     """Return what `module.state_dict()` does, with `held(parameter)` for each parameter."""
     by_parameter: dict[int, Tensor] = {}
 
@@ -64,13 +64,13 @@ def held_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_fr
     return state
 
 
-def addresses_of_whole(module: Module) -> set[int]:
+def replicated_storages(module: Module) -> set[int]:
     """Return the addresses of the storages of parameters that this rank holds whole."""
-    whole = [parameter for parameter in module.parameters() if parameter.numel() and not is_divided(parameter)]
+    whole = [parameter for parameter in module.parameters() if parameter.numel() and not is_sharded(parameter)]
     return {parameter.untyped_storage().data_ptr() for parameter in whole}
 
 
-def own_state(module: Module, save_frozen: bool, ranks: Ranks, random_states: dict[str, Any]) -> dict[str, Any]:
+def package_state(module: Module, save_frozen: bool, ranks: RankGroup, random_states: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a checkpoint that only this package reads. *Collective*.
 
     Args:
@@ -145,7 +145,7 @@ def load_weights(
         for name, saved in state_dict.items():
             parameter = own.get(name)
             if _is_extra_state(name):
-                rest[name] = tree_map_only(StoredTensor, read_whole, saved)  # modules keep what they are given
+                rest[name] = tree_map_only(LazyTensor, read_whole, saved)  # modules keep what they are given
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names

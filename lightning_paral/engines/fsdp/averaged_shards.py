@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.checkpoint.lazy_tensor import read_box, read_into
-from lightning_paral.checkpoint.shards import box_of_dtensor
+from lightning_paral.checkpoint.shards import chunk_of_dtensor
 
 
 class ShardedWeights:
@@ -59,9 +59,9 @@ class ShardedWeights:
         if not isinstance(parameter, DTensor):
             read_into(stored, average)
             return
-        box = box_of_dtensor(parameter)
-        if box is not None and box.numel:
-            read_box(stored, box, average)
+        chunk = chunk_of_dtensor(parameter)
+        if chunk is not None and chunk.numel:
+            read_box(stored, chunk, average)
 
     def has_master(self, number: int) -> bool:
         """Return `False`."""

@@ -40,7 +40,7 @@ from lightning_paral.engines.fsdp.replicated_tensors import (
     watch_assignments,
 )
 from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, Belongings, Gather
-from lightning_paral.engines.fsdp.unshard import RootCalls, UnitCalls, public_methods
+from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
@@ -110,11 +110,11 @@ class ShardedModule:
         _move_what_is_no_parameter(self.root, sharding.device)
         self._install_communication()
         inner = {unit.module for unit in units.inner}
-        calls = [UnitCalls(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
+        calls = [UnitUnshard(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         initialize(self.root)
         for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
             keep_dtype(param)
-        self.calls = RootCalls(self._sharded[-1], calls, inner)
+        self.calls = RootUnshard(self._sharded[-1], calls, inner)
         self._watch_writes()
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:

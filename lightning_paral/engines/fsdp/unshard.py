@@ -16,7 +16,7 @@ from lightning_paral.engines.fsdp.explain_errors import MIXED
 _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
 
 
-class UnitCalls:
+class UnitUnshard:
     """Lets any public method of a sharded unit be called, as `forward` can.
 
     FSDP2 gathers around `forward` alone, and lets go as soon as a nested call ends. Here the outermost call counts.
@@ -78,13 +78,13 @@ def public_methods(module: Module) -> list[str]:
     return list(names)
 
 
-class RootCalls:
+class RootUnshard:
     """Gathers what belongs to the root while a step runs, and while the module is called outside of steps.
 
     Between calls, every parameter is sharded: what hooks and callbacks see and change is what is trained.
     """
 
-    def __init__(self, root: Any, units: list[UnitCalls], inner: set[Module]) -> None:
+    def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module]) -> None:
         self._root = root
         self._units = units
         self._hooks = ForwardHooks(root)

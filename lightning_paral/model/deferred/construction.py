@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.model.deferred import recorder
 from lightning_paral.model.deferred.op_log import Tape, View
-from lightning_paral.model.deferred.recorder import Disguise, Recorder
+from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder
 from lightning_paral.model.pretrained import was_loaded
 
 
@@ -38,7 +38,7 @@ class DeferredConstruction:
     @contextmanager
     def recording(self, module: Module) -> Iterator[None]:
         """Make large tensors without values until the end of the block; then see which of them `module` has."""
-        with self._device, Disguise(self._tape), Recorder(self._tape, self._device):
+        with self._device, MetaDisguise(self._tape), Recorder(self._tape, self._device):
             yield
         for part in module.modules():
             for tensor in _tensors_of(part):

@@ -22,7 +22,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ASKED = {_IS_META, _DEVICE, Tensor.__deepcopy__, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
-class Disguise(TorchFunctionMode):
+class MetaDisguise(TorchFunctionMode):
     """Lets tensors without values pass for what they will be: `torch.nn.init` skips what is on the meta device."""
 
     def __init__(self, tape: Tape) -> None:

@@ -11,7 +11,7 @@ from lightning_paral.compat.lightning.forward_redirection import ForwardRedirect
 from lightning_paral.compat.torch.module_hooks import FORWARD, hooks_in
 
 
-class OutermostCallOnly(ForwardRedirection):
+class RootHooksOnce(ForwardRedirection):
     """Lightning's redirection of `training_step` and the like through the wrapper's `forward`.
 
     A step mostly calls `self(...)`, which calls the root module again, inside its own call. DeepSpeed's hooks would

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.checkpoint.lazy_tensor import read_run, read_whole
-from lightning_paral.checkpoint.shards import TensorRun
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.deepspeed.parameter_files import in_memory
 from lightning_paral.engines.zero.parameters.partition import is_partitioned, run_of_partition
 
@@ -23,7 +23,7 @@ def held(parameter: Any) -> Tensor:
             values: Tensor = parameter.ds_tensor.data[:numel]
             return values.clone()
 
-    return TensorRun(parameter.ds_shape, parameter.dtype, start, numel, read)
+    return FlatShard(parameter.ds_shape, parameter.dtype, start, numel, read)
 
 
 def fill(parameter: Any, stored: Tensor) -> bool:

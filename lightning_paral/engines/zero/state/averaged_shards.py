@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_paral.checkpoint.lazy_tensor import read_run
-from lightning_paral.checkpoint.shards import TensorRun, same
+from lightning_paral.checkpoint.shards import FlatShard, same
 from lightning_paral.checkpoint.state.weights import true_shape
 from lightning_paral.engines.zero.config.options import ZeROOptions
 from lightning_paral.engines.zero.parameters.masterless import fill_all
 from lightning_paral.engines.zero.parameters.partition import is_partitioned
 from lightning_paral.engines.zero.parameters.watched import plain_data
 from lightning_paral.engines.zero.parameters.writes import Writes
-from lightning_paral.engines.zero.state.checkpoint_state import Holdings
-from lightning_paral.engines.zero.state.joint import JointHoldings
+from lightning_paral.engines.zero.state.checkpoint_state import ZeroCheckpointState
+from lightning_paral.engines.zero.state.joint import JointCheckpointState
 
 _GATHERED_NUMEL = 2**24
 """Elements gathered at a time, about."""
@@ -48,7 +48,7 @@ def averaging_obstacle(options: ZeROOptions) -> str | None:
 class WeightRuns:
     """The parameters of `module` in a fit under ZeRO: `WeightShards` of averages. *Collective* over the world."""
 
-    def __init__(self, module: Module, holdings: Holdings | JointHoldings, writes: Writes) -> None:
+    def __init__(self, module: Module, holdings: ZeroCheckpointState | JointCheckpointState, writes: Writes) -> None:
         self._parameters: list[Any] = list(module.parameters())
         self._holdings = holdings
         self._writes = writes
@@ -124,11 +124,11 @@ class WeightRuns:
         parameter = self._parameters[number]
         start, numel = self._runs[number]
         shape = true_shape(parameter)
-        if numel == _numel(parameter) and not self._is_divided(number):
+        if numel == _numel(parameter) and not self._module_is_sharded(number):
             return average.view(shape)
-        return TensorRun(shape, average.dtype, start, numel, partial(same, average))
+        return FlatShard(shape, average.dtype, start, numel, partial(same, average))
 
-    def _is_divided(self, number: int) -> bool:
+    def _module_is_sharded(self, number: int) -> bool:
         return any(runs[number] != self._runs[number] for runs in self._runs_of_ranks)
 
     def read(self, number: int, stored: Tensor, average: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.lazy_tensor import read_run, read_whole
-from lightning_paral.checkpoint.shards import TensorRun
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, by_number, hyper_parameters
 from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.compat.deepspeed.overlap import overlaps
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class Holdings:
+class ZeroCheckpointState:
     """What this rank holds of the parameters and the optimizer of one engine."""
 
     def __init__(self, engine: "DeepSpeedEngine", module: Module, users: UsersOptimizer) -> None:
@@ -40,7 +40,7 @@ class Holdings:
         self._usage: Usage | None = None
         self._stored: dict[Partition, list[tuple[Run, Tensor]]] = {}
 
-    def of(self, optimizer: Any) -> "Holdings":
+    def of(self, optimizer: Any) -> "ZeroCheckpointState":
         """Return what this rank holds of `optimizer`: of the only one there is."""
         return self
 
@@ -235,6 +235,6 @@ def _common_step(steps: Iterable[Any], *, in_int: bool) -> Any:
     return int(max(taken)) if in_int else torch.tensor(max(taken), dtype=torch.float32)
 
 
-def _tensor_run(partition: Partition, parameter: Parameter, dtype: torch.dtype, key: str | None) -> TensorRun:
+def _tensor_run(partition: Partition, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
     run = partition.runs[id(parameter)]
-    return TensorRun(run.shape, dtype, run.start, run.numel, lambda: partition.read(run, key), partition.place)
+    return FlatShard(run.shape, dtype, run.start, run.numel, lambda: partition.read(run, key), partition.place)

@@ -14,7 +14,7 @@ from lightning_paral.engines.zero.state.joint import JointGradients
 from lightning_paral.errors import ConfigurationError
 
 
-class WholeReads:
+class ZeroFullTensorReaders:
     """What the strategy lets hooks read, whatever a rank holds of it."""
 
     _gradients: PartitionedGradients | JointGradients | None = None

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lightning_paral.engines.zero.gradients.partitioned import GradientsNotReadyError, PartitionedGradients
 from lightning_paral.engines.zero.parameters.masterless import fill, held
-from lightning_paral.engines.zero.state.checkpoint_state import Holdings
+from lightning_paral.engines.zero.state.checkpoint_state import ZeroCheckpointState
 from lightning_paral.errors import ConfigurationError
 
 
@@ -30,7 +30,7 @@ def _number_of(optimizer: Any, optimizers: Sequence[Any]) -> int:
     )
 
 
-class JointHoldings:
+class JointCheckpointState:
     """What this rank holds of the parameters and the optimizers of several engines.
 
     Args:
@@ -38,15 +38,15 @@ class JointHoldings:
         optimizers: the user's, in the same order.
     """
 
-    def __init__(self, holdings: Sequence[Holdings], optimizers: Sequence[Any]) -> None:
+    def __init__(self, holdings: Sequence[ZeroCheckpointState], optimizers: Sequence[Any]) -> None:
         self._all = list(holdings)
         self._optimizers = list(optimizers)
 
-    def of(self, optimizer: Any) -> Holdings:
+    def of(self, optimizer: Any) -> ZeroCheckpointState:
         """Return what this rank holds of `optimizer`, one of the user's."""
         return self._all[_number_of(optimizer, self._optimizers)]
 
-    def having(self, parameter: Parameter) -> Holdings | None:
+    def having(self, parameter: Parameter) -> ZeroCheckpointState | None:
         """Return what this rank holds of the optimizer that trains `parameter`."""
         return next((holdings for holdings in self._all if holdings.has(parameter)), None)
 
@@ -56,7 +56,7 @@ class JointHoldings:
         return held(parameter) if holdings is None else holdings.weight(parameter)
 
     def fill(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Put a stored tensor into `parameter`; see `Holdings.fill`."""
+        """Put a stored tensor into `parameter`; see `ZeroCheckpointState.fill`."""
         holdings = self.having(parameter)
         return fill(parameter, stored) if holdings is None else holdings.fill(parameter, stored)
 
@@ -74,7 +74,7 @@ class JointHoldings:
                 fill(parameter, values)
 
     def adopt_runs(self, runs: list[tuple[Parameter, Tensor]]) -> None:
-        """Take over new values of the runs that this rank updates; see `Holdings.adopt_runs`."""
+        """Take over new values of the runs that this rank updates; see `ZeroCheckpointState.adopt_runs`."""
         for holdings in self._all:
             holdings.adopt_runs([(parameter, run) for parameter, run in runs if holdings.has(parameter)])
 
@@ -173,9 +173,11 @@ class JointGradients:
         )
 
 
-def join_holdings(holdings: Sequence[Holdings], optimizers: Sequence[Any]) -> Holdings | JointHoldings:
+def join_checkpoint_states(
+    holdings: Sequence[ZeroCheckpointState], optimizers: Sequence[Any]
+) -> ZeroCheckpointState | JointCheckpointState:
     """Return what the engines of the user's `optimizers` hold as one."""
-    return holdings[0] if len(holdings) == 1 else JointHoldings(holdings, optimizers)
+    return holdings[0] if len(holdings) == 1 else JointCheckpointState(holdings, optimizers)
 
 
 def join_gradients(
