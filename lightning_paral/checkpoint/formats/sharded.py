@@ -154,8 +154,8 @@ def make_metadata(entries: list[WriteItem], written: list[WrittenFile]) -> bytes
         for path in (entry.path, *entry.aliases):
             key = _key(path)
             paths[key] = path
-            chunks = [ChunkStorageMetadata(torch.Size(b.chunk.offsets), torch.Size(b.chunk.sizes)) for _, b in found]
-            state[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
+            where = [ChunkStorageMetadata(torch.Size(b.chunk.offsets), torch.Size(b.chunk.sizes)) for _, b in found]
+            state[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), where)
             for number, (name, b) in enumerate(found):
                 index = MetadataIndex(key, b.chunk.offsets, number)
                 storage[index] = StorageInfo(name, b.offset, b.length)
