@@ -35,7 +35,8 @@ from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.options import ActivationCheckpointing, Sampling
+from lightning_paral.option_types import as_timeout
+from lightning_paral.options import RANK_DEFAULTS, ActivationCheckpointing, RankOptions, Sampling, as_checkpoint_options
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.noise import RESUMED_INSIDE_EPOCH, NoiseLeftOut
@@ -80,6 +81,17 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
     """How long to wait for other ranks."""
     num_nodes: int
     num_processes: int
+
+    def _take_rank_options(self, given: RankOptions) -> dict[str, Any]:
+        """Keep the options that all strategies share, and return those that Lightning's constructors take."""
+        options = RANK_DEFAULTS | given
+        self.sampling = Sampling(
+            split=options["split"], remainder=options["remainder"], shard_iterable=options["shard_iterable"]
+        )
+        self.timeout = as_timeout(options["timeout"])
+        self._checkpoint_options = as_checkpoint_options(options["checkpoint"])
+        self._activation_checkpointing = options["activation_checkpointing"]
+        return {"process_group_backend": options["process_group_backend"], "timeout": self.timeout}
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's logging which rank this is.

@@ -5,10 +5,9 @@ import os
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -25,7 +24,6 @@ from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
 from lightning_paral.engines.zero.config import settings
 from lightning_paral.engines.zero.config.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.engines.zero.engine.accumulation import allow_accumulation_schedules
@@ -80,8 +78,7 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explained
 from lightning_paral.model.foreign_parameters import check_averaged
 from lightning_paral.model.host_room import lack_of_room
-from lightning_paral.option_types import as_timeout, checked_options
-from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
+from lightning_paral.options import Offload, RankOptions, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -115,12 +112,8 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
-        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective; a number means seconds.
-        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
-        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
-        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
+        shared: options of every strategy; see `RankOptions`.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -128,7 +121,7 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
 
     strategy_name = "paral_zero"
 
-    @checked_options
+    @takes_rank_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -146,17 +139,10 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         gather_bucket_numel: int | None = None,
         deepspeed_config: dict[str, Any] | str | Path | None = None,
         broadcast_buffers: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float = DEFAULT_TIMEOUT,
-        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
-        activation_checkpointing: ActivationCheckpointing | None = None,
-        split: Literal["batch", "global"] = "batch",
-        remainder: Literal["drop", "wrap"] = "wrap",
-        shard_iterable: bool = True,
+        **shared: Unpack[RankOptions],
     ) -> None:
         check_installed()
-        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         self.stage = stage
         self.forward_has_collectives = stage == 3
         self._options = ZeROOptions(
@@ -175,7 +161,6 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level
         self._broadcast_buffers = broadcast_buffers
-        self._activation_checkpointing = activation_checkpointing
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
         DDPStrategy.__init__(
             self,
@@ -183,14 +168,11 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=as_timeout(timeout),
+            **self._take_rank_options(shared),
         )
-        self.timeout = as_timeout(timeout)
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self.remote_device = None
-        self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
         self._gradients: PartitionedGradients | JointGradients | None = None
