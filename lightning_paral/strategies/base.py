@@ -93,6 +93,11 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
         self._activation_checkpointing = options["activation_checkpointing"]
         return {"process_group_backend": options["process_group_backend"], "timeout": self.timeout}
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of the sampler that Lightning injects where it does that itself."""
+        return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
+
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's logging which rank this is.
 
@@ -141,7 +146,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
             self._quiet = NoiseLeftOut()
         self._find_averages()
         self.set_world_ranks()
-        if not draws_as_one_process(self.sampling, self.world_size):
+        if not draws_as_one_process(self.sampling, self.dims.data_size):
             reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
         assert self.cluster_environment is not None
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
@@ -165,6 +170,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
         self._data_state = None
         self._injection = Injection(
             self.lightning_module.trainer,
+            self.dims,
             self.sampling,
             self.broadcast(int(seed)),
             run_fillers=self.forward_has_collectives,
@@ -184,7 +190,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
     def _restore_random(self) -> None:
         if len(self._random_states) == self.world_size:
             restore_states(list(self._random_states), all_ranks(), self._own_devices)
-        elif self._random_states and draws_as_one_process(self.sampling, self.world_size):
+        elif self._random_states and draws_as_one_process(self.sampling, self.dims.data_size):
             # Orders of epochs to come are drawn from rank 0's. Where the module draws nothing, all ranks' are the same.
             of_rank_0 = without_devices(self._random_states[0])
             restore_states([of_rank_0] * self.world_size, all_ranks(), self._own_devices)

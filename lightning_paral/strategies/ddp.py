@@ -149,7 +149,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        if self.world_size > 1:
+        if self.dims.data_size > 1:
             check_averaged(self.optimizers, self.lightning_module)
         takes_turns = not self.lightning_module.automatic_optimization and len(self.optimizers) > 1
         options = ddp_options(self)
@@ -162,13 +162,13 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""
         assert self.lightning_module is not None
-        check_embeddings(self.lightning_module, self.world_size)
+        check_embeddings(self.lightning_module, self.dims.data_size)
         self._wrap()
         assert isinstance(self.model, DistributedDataParallel)
         self._reduced = ReducedParameters(self.lightning_module, self.timeout, self._undo)
         # Buffers with a hook of the user's own are the hook's.
         shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
-        self._buffers = RankZeroBuffers(self.lightning_module, shares)
+        self._buffers = RankZeroBuffers(self.lightning_module, shares, self.dims)
         if shares:
             self._undo.callback(share_when_swapped())
 

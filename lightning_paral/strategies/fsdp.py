@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
-from lightning_paral.distributed.mesh import check_replicate, check_reshard, make_mesh
+from lightning_paral.distributed.mesh import ParallelDims, check_replicate, check_reshard, make_mesh
 from lightning_paral.distributed.process_group import check_carries_host_tensors
 from lightning_paral.engines.fsdp.averaged_shards import ShardedWeights
 from lightning_paral.engines.fsdp.explain_errors import explanation
@@ -156,12 +156,13 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         if self._offload:
             check_carries_host_tensors("offload=True")
         assert self.lightning_module is not None
-        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self._replicate))
+        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims.replicate))
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank draws samples of its own, replicas too."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    def dims(self) -> ParallelDims:
+        """How the ranks are arranged: `replicate` copies, each sharded over the ranks of its group."""
+        num_shards = self.world_size // self._replicate
+        return ParallelDims(rank=self.global_rank, replicate=self._replicate, shard=num_shards)
 
     # Model wrapping
 
@@ -196,7 +197,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
-            if self.world_size > 1:
+            if self.dims.data_size > 1:
                 check_averaged(self.optimizers, self.lightning_module)
             zero_shards_too(self.lightning_module, self.optimizers, self._undo)
             self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
@@ -209,7 +210,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         check_module(module)
         if fitting:
             check_user_hooks(module)
-            check_embeddings(module, self.world_size, "FSDP")
+            check_embeddings(module, self.dims.data_size, "FSDP")
             check_pruning(vars(module.trainer)["callbacks"])
         if fitting:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
@@ -232,7 +233,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         sharded.shard()
         self._deferred = None
         if fitting:
-            self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
+            self._buffers = RankZeroBuffers(module, self._broadcast_buffers, self.dims)
             self._trained = TrainedShards(module, self.timeout, self._undo)
         return sharded
 
@@ -243,7 +244,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         count = len(units.inner) + bool(units.root.parameters)
         replicas = f", {self._replicate} replicas" if self._replicate > 1 else ""
         rank_zero_info(f"FSDP: {count} units over {self.world_size} ranks{replicas}\n{as_tree(units)}")
-        if not units.inner and self.world_size > self._replicate:
+        if not units.inner and self.dims.shard > 1:
             rank_zero_warn(explain_single_unit(units))
 
     @contextmanager

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.config import settings
 from lightning_paral.engines.zero.config.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.engines.zero.engine.accumulation import allow_accumulation_schedules
@@ -208,6 +209,11 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
+    @property
+    def dims(self) -> ParallelDims:
+        """How the ranks are arranged: what the stage says is sharded over all of them."""
+        return ParallelDims(rank=self.global_rank, shard=self.world_size)
+
     def _check_configured(self) -> None:
         super()._check_configured()
         check_accelerator(self.root_device)
@@ -284,10 +290,10 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         module = self.lightning_module
         assert module is not None
         self.checkpoint_activations()
-        check_embeddings(module, self.world_size, "ZeRO")
+        check_embeddings(module, self.dims.data_size, "ZeRO")
         if self.stage == 3:
             warn_of_whole(module)
-        check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
+        check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.dims.shard)
         users = self._make_optimizers()
         if users is None:
             self._setup_without_optimizer()
@@ -312,14 +318,14 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
-        self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
+        self._buffers = RankZeroBuffers(module, self._broadcast_buffers, self.dims)
         self._buffers.share()
         self._attach_averages(partial(WeightRuns, module, self._holdings, self._writes), self._broadcast_buffers)
 
     def _setup_without_optimizer(self) -> None:
         assert self.lightning_module is not None
         self._setup_evaluation()
-        self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers)
+        self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers, self.dims)
 
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
@@ -330,7 +336,7 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
             self.model_to_device()
-        if self.world_size > 1:
+        if self.dims.data_size > 1:
             whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
             broadcast([*whole, *shared_buffers(module)])
 
@@ -377,7 +383,7 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
             self.stage,
             count_trained(module.parameters()),
             device_type=self.root_device.type,
-            num_ranks=self.world_size,
+            num_ranks=self.dims.shard,
         )
         return self.config | {"zero_optimization": zero}
 
