@@ -16,7 +16,7 @@ from lightning_paral.data.delayed_read import ReadLater
 from lightning_paral.options import Sampling
 from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

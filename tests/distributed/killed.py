@@ -24,7 +24,7 @@ from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrate
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
-from tests.checkpoint_models import fit
+from tests.models.resumable import fit
 
 STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy}
 

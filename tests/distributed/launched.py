@@ -17,7 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import lightning_paral  # noqa: F401  registers the names
 from lightning_paral import ParalDDPStrategy
 from lightning_paral.comm import count_traffic
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 NUM_NODES = int(os.environ.get("TEST_NUM_NODES", "1"))
 DEVICES = 2 // NUM_NODES

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_paral import ParalDDPStrategy
 from lightning_paral.checkpoint.io import atomic as commit
-from tests.checkpoint_models import fit
+from tests.models.resumable import fit
 
 rename = os.rename
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
-from tests.fsdp_models import Tied
-from tests.zero_models import assert_same_fit, fit
+from tests.models.blocks import Tied
+from tests.models.tokens import fit
+from tests.running import assert_same_fit
 
 NUM_BATCHES = 4
 ONLY_UNITS = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

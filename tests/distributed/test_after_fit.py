@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.process_group import made_group
-from tests.models import FEATURES, GLOBAL_BATCH_SIZE, Regression, quiet_trainer
+from tests.models.regression import FEATURES, GLOBAL_BATCH_SIZE, Regression
+from tests.running import quiet_trainer
 
 STRATEGIES = ["paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3"]
 ALONE = [("paral_dp", 1), ("paral_fsdp", 1), ("paral_zero3", 1)]

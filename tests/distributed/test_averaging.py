@@ -16,9 +16,10 @@ from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.load import look
 from lightning_paral.cli.consolidate import consolidate
 from lightning_paral.errors import ConfigurationError
-from tests.averaging_models import MAX_EPOCHS, Averaged, fit
 from tests.contract.cases import zero3_nvme
-from tests.models import quiet_trainer, regression_data
+from tests.models.averaged import MAX_EPOCHS, Averaged, fit
+from tests.models.regression import regression_data
+from tests.running import quiet_trainer
 
 TOLERANCE = 1e-5
 

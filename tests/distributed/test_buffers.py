@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.comm.broadcast import broadcast
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 STRATEGIES = (
     "paral_ddp",

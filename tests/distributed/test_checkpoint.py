@@ -28,8 +28,9 @@ from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.storage import folder_at
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
+from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.cli import main
-from tests.checkpoint_models import SAVED_AFTER, Resumable, fit
 from tests.distributed.test_checkpoint_damage import Payload
 from tests.distributed.test_checkpoint_foreign import save_with_ddp_of_lightning, save_with_deepspeed
+from tests.models.resumable import SAVED_AFTER, Resumable, fit
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

@@ -19,7 +19,7 @@ from lightning_paral import ParalDDPStrategy
 from lightning_paral.checkpoint.load import load
 from lightning_paral.cli import main
 from lightning_paral.distributed.agreement import RankGroup
-from tests.checkpoint_models import fit
+from tests.models.resumable import fit
 
 ROOT = Path(__file__).parents[2]
 TIED = {"second.weight", "tied.weight"}

@@ -23,8 +23,8 @@ from lightning_paral import (
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
-from tests.checkpoint_models import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
-from tests.models import quiet_trainer
+from tests.models.resumable import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
+from tests.running import quiet_trainer
 
 FORMS = ("full", "sharded")
 

@@ -19,7 +19,7 @@ from lightning_paral.checkpoint.io.checksums import record_bytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.distributed.agreement import RankGroup
-from tests.checkpoint_models import Resumable, fit
+from tests.models.resumable import Resumable, fit
 
 
 def save_both(folder: str) -> None:

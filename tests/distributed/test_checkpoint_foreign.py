@@ -22,7 +22,7 @@ from lightning_paral.checkpoint.consolidate import write_file
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.options import CheckpointOptions
-from tests.checkpoint_models import Resumable, fit, mean_losses
+from tests.models.resumable import Resumable, fit, mean_losses
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -219,7 +219,7 @@ def save_with_deepspeed(path: str, precision: str, options: dict[str, Any]) -> t
 
 
 def validate_weights(path: str, strategy: str) -> dict[str, Any]:
-    from tests.models import quiet_trainer
+    from tests.running import quiet_trainer
 
     module = Resumable()
     module.validation_step = lambda *_: None  # type: ignore[method-assign]

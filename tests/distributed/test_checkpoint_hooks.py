@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_paral import CheckpointError
-from tests.checkpoint_models import Resumable, fit, mean_losses
 from tests.distributed.test_checkpoint_contents import make
+from tests.models.resumable import Resumable, fit, mean_losses
 
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
 

@@ -13,7 +13,7 @@ import torch
 from lightning_paral import CheckpointError, ParalDDPStrategy
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.atomic import _beside, _id_of_save
-from tests.checkpoint_models import fit
+from tests.models.resumable import fit
 
 ROOT = Path(__file__).parents[2]
 NUM_KILLS = 16
@@ -57,7 +57,7 @@ class Grown(torch.nn.Module):
 
 def save_on_full_disk(path: str, form: str) -> str:
     """Save what fits, then what does not; return the error."""
-    from tests.checkpoint_models import Resumable, SaveOnce
+    from tests.models.resumable import Resumable, SaveOnce
 
     class Growing(SaveOnce):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:  # type: ignore[no-untyped-def]

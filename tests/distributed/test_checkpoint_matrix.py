@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, STRATEGIES, fit, mean_losses, with_cpu_adam
+from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, STRATEGIES, fit, mean_losses, with_cpu_adam
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

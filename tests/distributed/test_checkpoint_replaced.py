@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.io import atomic as commit
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import remove_at
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from tests.checkpoint_models import SAVED_AFTER, Resumable, fit
+from tests.models.resumable import SAVED_AFTER, Resumable, fit
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 
 class Saves(Callback):

@@ -10,9 +10,10 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import Tensor
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
-from tests.checkpoint_models import SAVED_AFTER, SaveOnce
 from tests.distributed.test_zero_scaling import LARGE
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.models.resumable import SAVED_AFTER, SaveOnce
+from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

@@ -14,8 +14,8 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_paral import CheckpointError
-from tests.checkpoint_models import fit
 from tests.distributed.test_checkpoint_contents import FORMS, make
+from tests.models.resumable import fit
 
 
 class Keeping(Callback):

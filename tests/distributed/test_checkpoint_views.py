@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint_models import Resumable, fit
 from tests.distributed.test_checkpoint_contents import make
+from tests.models.resumable import Resumable, fit
 
 
 class Views(Resumable):

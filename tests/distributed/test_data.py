@@ -23,8 +23,7 @@ from torch.utils.data import (
 
 from lightning_paral import GatherPredictions, ParalDDPStrategy
 from lightning_paral.errors import ConfigurationError
-from tests.models import quiet_trainer
-from tests.sampling_models import SaveAt
+from tests.running import SaveAt, quiet_trainer
 
 
 class Indices(Dataset[int]):

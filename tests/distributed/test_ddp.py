@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.comm import count_traffic, ring_all_reduce
-from tests.models import FEATURES, Regression, fit_regression, quiet_trainer, regression_data
+from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
 from tests.rank_pool import RankError
+from tests.running import quiet_trainer
 
 
 class Features(LightningModule):

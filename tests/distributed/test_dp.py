@@ -16,10 +16,12 @@ from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score
 
 from lightning_paral import ConfigurationError
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
+from tests.models.architectures import MODULES
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.models.tokens import fit
+from tests.running import quiet_trainer
 from tests.unit.test_cli import ROOT
 from tests.unit.test_cli import run as run_cli
-from tests.zero_models import MODULES, fit
 
 NUM_SAMPLES, BATCH_SIZE = 22, 5  # the last batch has 2 samples, fewer than devices
 

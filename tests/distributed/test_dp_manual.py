@@ -10,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 
 from lightning_paral import ConfigurationError
 from tests.distributed.test_dp import Scores, assert_same_weights, dp_trainer, fitted, one_process_and_dp, samples
-from tests.models import FEATURES
+from tests.models.regression import FEATURES
 
 
 class Manual(Scores):

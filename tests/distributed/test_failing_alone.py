@@ -21,7 +21,8 @@ from lightning_paral.distributed import process_group as groups
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.host_room import lack_of_room
 from lightning_paral.strategies import collectives
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy, "zero2": lambda **options: ParalZeROStrategy(stage=2)}
 

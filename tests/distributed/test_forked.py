@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.models import fit_regression
+from tests.models.regression import fit_regression
 
 
 def collect_in_a_fork() -> int | None:

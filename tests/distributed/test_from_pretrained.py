@@ -20,11 +20,11 @@ import transformers
 from lightning_paral.engines.zero.engine.construction import warn_of_other_draws
 from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
-from tests.hugging_face_models import VOCABULARY, Wrapped, made, tokens
-from tests.late_import import ImportsLate, load_late
-from tests.models import quiet_trainer
+from tests.contract.cases import strategy_of
+from tests.models.hugging_face import VOCABULARY, Wrapped, made, tokens
+from tests.models.late_import import ImportsLate, load_late
 from tests.rank_pool import RankError, RankPool
-from tests.sampling_models import strategy_of
+from tests.running import quiet_trainer
 
 KINDS = (
     "GPT2LMHeadModel",

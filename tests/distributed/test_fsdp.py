@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
 from lightning_paral.model import host_room as room
-from tests.fsdp_models import Block, OnTheModule, Tied
-from tests.models import quiet_trainer
-from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
+from tests.models.blocks import Block, OnTheModule, Tied
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted, fit, token_loader
+from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 4
 

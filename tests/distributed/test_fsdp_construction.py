@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.model.deferred import recorder
-from tests.fsdp_models import WIDTH, Block, next_token_loss
-from tests.models import quiet_trainer
-from tests.zero_models import VOCABULARY, Fitted, assert_same_fit, fit, token_loader
+from tests.models.blocks import WIDTH, Block, next_token_loss
+from tests.models.tokens import VOCABULARY, Fitted, fit, token_loader
+from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 3
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.engines.fsdp.replicated_tensors import make_room_on, share_on
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 
 class Normalizing(LightningModule):

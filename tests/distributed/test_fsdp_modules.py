@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from lightning_paral import ParalFSDPStrategy
-from tests.fsdp_models import GAN, MODULES
-from tests.zero_models import assert_same_fit, fit
+from tests.models.blocks import GAN, MODULES
+from tests.models.tokens import fit
+from tests.running import assert_same_fit
 
 NUM_BATCHES = 5
 

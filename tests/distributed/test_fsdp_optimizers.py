@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.errors import ConfigurationError
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 
 class TrustRatio(optim.Optimizer):

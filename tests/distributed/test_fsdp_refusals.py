@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
-from tests.fsdp_models import OnTheModule, Tied
-from tests.models import quiet_trainer
-from tests.zero_models import Contrastive, TiedLanguageModel, token_loader
+from tests.models.architectures import Contrastive, TiedLanguageModel
+from tests.models.blocks import OnTheModule, Tied
+from tests.models.tokens import token_loader
+from tests.running import quiet_trainer
 
 
 class MadeEarly(Tied):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import huber_loss, mse_loss
 
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import quiet_trainer
 
 Act = Callable[[Any], Any]
 

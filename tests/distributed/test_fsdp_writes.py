@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 M = 0.5
 

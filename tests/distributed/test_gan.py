@@ -12,9 +12,9 @@ from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
 from lightning_paral.engines.zero.gradients.partitioned import GradientsNotReadyError
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Offload
-from tests.models import Regression, quiet_trainer, regression_data
-from tests.several_models import KINDS, ActorCritic, Fitted, Plain, Toggled, fit
-from tests.zero_models import assert_same_fit
+from tests.models.regression import Regression, regression_data
+from tests.models.several_optimizers import KINDS, ActorCritic, Fitted, Plain, Toggled, fit
+from tests.running import assert_same_fit, quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

@@ -16,7 +16,7 @@ import transformers
 from lightning_paral.checkpoint.load import load
 from lightning_paral.cli import main
 from lightning_paral.distributed.agreement import RankGroup
-from tests.hugging_face_models import config_of, fit_and_save, made, outputs, tokens
+from tests.models.hugging_face import config_of, fit_and_save, made, outputs, tokens
 
 KINDS = (
     "GPT2LMHeadModel",

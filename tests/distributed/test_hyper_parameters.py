@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.load_from_checkpoint import read_folder
-from tests.hyper_parameter_models import Given, fit, make_net
+from tests.models.hyper_parameters import Given, fit, make_net
 
 
 def make(label: str, form: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_paral import CheckpointError, MissingCheckpointError
 from lightning_paral.checkpoint import lazy_tensor as stored
 from lightning_paral.compat.lightning import load_from_checkpoint
-from tests.hyper_parameter_models import Given, fit
-from tests.models import quiet_trainer
+from tests.models.hyper_parameters import Given, fit
+from tests.running import quiet_trainer
 
 
 class Wide(Given):

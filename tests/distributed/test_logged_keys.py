@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 ORDERS = {
     "another": (["a"], ["b"]),

@@ -16,9 +16,9 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torchmetrics import Metric
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy
-from tests.fsdp_models import GAN, WIDTH, Block, Tied
-from tests.models import quiet_trainer
-from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader
+from tests.models.blocks import GAN, WIDTH, Block, Tied
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted, fit, token_loader
+from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 4
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_paral import ConfigurationError
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 NUM_SAMPLES, BATCH_SIZE = 14, 2
 

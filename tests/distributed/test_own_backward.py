@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral.errors import ConfigurationError
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 
 class Beside(Regression):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.load import look
-from tests.checkpoint_models import Resumable, fit, mean_losses
+from tests.models.resumable import Resumable, fit, mean_losses
 
 STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 

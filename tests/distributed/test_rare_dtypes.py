@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_paral import ConfigurationError
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 DTYPES = [
     torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.int8,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.engines.fsdp.gradients import gradient_norm
-from tests.models import GLOBAL_BATCH_SIZE, Regression, quiet_trainer, regression_data
+from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, regression_data
+from tests.running import quiet_trainer
 
 NUM_BATCHES = 2
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_paral.model.deferred import recorder
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 DATA = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
 

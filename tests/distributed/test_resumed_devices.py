@@ -11,7 +11,8 @@ from lightning_paral import ParalDPStrategy, ParalFSDPStrategy
 from lightning_paral.checkpoint.state.optimizer import place_state
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.distributed.rng_state import current_states, restore_states, without_devices
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 
 class ElsewhereStrategy(ParalFSDPStrategy):

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
-from tests.models import FEATURES, Regression, quiet_trainer
+from tests.models.regression import FEATURES, Regression
+from tests.running import quiet_trainer
 
 
 class Kept(logging.Handler):

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.errors import ParalError
-from tests.models import quiet_trainer
 from tests.rank_pool import RankError
+from tests.running import quiet_trainer
 
 STRATEGIES = {
     "paral_dp": lambda: "paral_dp",

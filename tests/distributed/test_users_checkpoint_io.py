@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_paral import ConfigurationError
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 
 class Recorded(TorchCheckpointIO):

@@ -15,8 +15,8 @@ from lightning_paral import ParalZeROStrategy
 from lightning_paral.engines.zero.gradients.hidden import HiddenGradientError
 from tests.benchmarks.zero_memory import bytes_by_formula, bytes_held
 from tests.benchmarks.zero_traffic import model_sizes_by_formula, model_sizes_sent_per_step
-from tests.models import Regression, fit_regression, quiet_trainer, regression_data
-from tests.zero_models import assert_same_fit
+from tests.models.regression import Regression, fit_regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

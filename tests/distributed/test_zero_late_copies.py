@@ -10,8 +10,8 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
-from tests.zero_models import assert_same_fit
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

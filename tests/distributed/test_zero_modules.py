@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalZeROStrategy
 from lightning_paral.model import host_room as room
-from tests.models import Regression, quiet_trainer, regression_data
-from tests.zero_models import LENGTH, MODULES, VOCABULARY, Fitted, WholeBatches, assert_same_fit, fit, token_loader
+from tests.models.architectures import MODULES
+from tests.models.regression import Regression, regression_data
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted, WholeBatches, fit, token_loader
+from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 5
 STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import Offload, ParalZeROStrategy
-from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, Resumable, fit, mean_losses
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, Resumable, fit, mean_losses
+from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
-from tests.zero_models import assert_same_fit
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
 
 
 class UsedEarly(Regression):

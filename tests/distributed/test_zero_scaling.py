@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_paral.engines.zero.config import options
-from tests.models import Regression, quiet_trainer, regression_data
-from tests.zero_models import assert_same_fit
+from tests.models.regression import Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
 
 NUM_STEPS = 12
 OVERFLOWING = 5  # the batch whose loss is too large for fp16's gradients

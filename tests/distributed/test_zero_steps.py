@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_paral.errors import ConfigurationError
-from tests.models import Regression, quiet_trainer, regression_data
-from tests.zero_models import assert_same_fit
+from tests.models.regression import Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
 
 STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
 

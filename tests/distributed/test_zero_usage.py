@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
-from tests.zero_models import assert_same_fit
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
 
 STAGES = (1, 2, 3)
 

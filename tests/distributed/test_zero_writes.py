@@ -16,8 +16,8 @@ from lightning_paral.checkpoint.lazy_tensor import read_whole
 from lightning_paral.checkpoint.load import look
 from lightning_paral.engines.zero.state.checkpoint_state import ZeroCheckpointState
 from lightning_paral.errors import ConfigurationError
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
-from tests.zero_models import assert_same_fit
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
 
 NUM_STEPS = 5
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy
-from tests.fsdp_models import GAN, MODULES, OnTheModule, Tied
 from tests.gpu.reductions import reduction_error
 from tests.gpu.rounding import with_sgd
-from tests.models import Regression, fit_regression, quiet_trainer, regression_data
-from tests.zero_models import fit
+from tests.models.blocks import GAN, MODULES, OnTheModule, Tied
+from tests.models.regression import Regression, fit_regression, regression_data
+from tests.models.tokens import fit
+from tests.running import quiet_trainer
 
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 

@@ -28,7 +28,7 @@ from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.errors import PrivateNameError
 from lightning_paral.model.trainer_of import trainer_of
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 
 class Model(LightningModule):

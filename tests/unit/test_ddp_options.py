@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch.accelerators import MPSAccelerator
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 
 @pytest.mark.parametrize(

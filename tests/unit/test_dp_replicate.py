@@ -6,7 +6,7 @@ from torchmetrics import MeanMetric
 
 from lightning_paral.engines.dp.metrics import MetricCopies
 from lightning_paral.engines.dp.replicate import Replicas
-from tests.models import FEATURES, Regression
+from tests.models.regression import FEATURES, Regression
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

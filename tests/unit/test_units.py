@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
-from tests.fsdp_models import GAN, Block, LoRA, Tied, TiedBlocks
-from tests.zero_models import GPT2, T5, Contrastive
+from tests.models.architectures import GPT2, T5, Contrastive
+from tests.models.blocks import GAN, Block, LoRA, Tied, TiedBlocks
 
 
 def names(units: Units) -> list[str]:

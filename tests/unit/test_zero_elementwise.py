@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from lightning_paral.engines.zero.optimizer.elementwise import check_elementwise
 from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer, twin_of
 from lightning_paral.errors import ConfigurationError
-from tests.models import Regression
+from tests.models.regression import Regression
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 

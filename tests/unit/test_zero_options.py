@@ -19,7 +19,8 @@ from lightning_paral.engines.zero.optimizer.accepted import check_kind, engines_
 from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from lightning_paral.tested_versions import TESTED_VERSIONS
-from tests.models import Regression, quiet_trainer
+from tests.models.regression import Regression
+from tests.running import quiet_trainer
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,11 @@
-"""Modules nobody wrote for ZeRO, and how they are fitted and compared with one process."""
+"""Modules as people write them, without a strategy in mind: tied, frozen, 0-dimensional and shared parameters."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_paral  # noqa: F401
-from tests.models import quiet_trainer
-
-GLOBAL_BATCH_SIZE = 8
-LENGTH = 6
-VOCABULARY = 20
-
-
-class Fitted(LightningModule):
-    """Base of the suite: AdamW at one learning rate, losses kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-
-    def loss(self, batch: Any) -> Tensor:
-        raise NotImplementedError
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=5e-3)
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted
 
 
 class Contrastive(Fitted):
@@ -135,50 +108,3 @@ class T5(Fitted):
 
 
 MODULES = {module.__name__: module for module in (Contrastive, Decayed, TiedLanguageModel, GPT2, T5)}
-
-
-def tokens(num_batches: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(11)
-    return TensorDataset(torch.randint(VOCABULARY, (num_batches * GLOBAL_BATCH_SIZE, LENGTH), generator=generator))
-
-
-def token_loader(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches in order, such that what `num_ranks` draw in a step is a global batch, `num_batches` of them."""
-    return DataLoader(tokens(num_batches), GLOBAL_BATCH_SIZE // num_ranks)
-
-
-class WholeBatches(torch.utils.data.IterableDataset[list[Tensor]]):
-    """The same batches as such, for a loader with `batch_size=None`."""
-
-    def __init__(self, num_batches: int, num_ranks: int) -> None:
-        self.num_batches = num_batches
-        self.num_ranks = num_ranks
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        for batch in tokens(self.num_batches).tensors[0].split(GLOBAL_BATCH_SIZE // self.num_ranks):
-            yield [batch]
-
-
-def fit(
-    make: Callable[[], Fitted], num_batches: int, num_ranks: int, loader: Any = None, **trainer_options: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Fit what `make` makes; return this rank's losses and the final weights."""
-    torch.manual_seed(5)
-    model = make()
-    trainer = quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | trainer_options))
-    trainer.fit(model, token_loader(num_batches, num_ranks) if loader is None else loader)
-    return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-
-
-def assert_same_fit(
-    ranks: list[tuple[list[float], dict[str, Tensor]]],
-    expected: tuple[list[float], dict[str, Tensor]],
-    tolerance: float = 1e-5,
-) -> None:
-    """Assert that mean losses and every rank's weights are those of one process."""
-    losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
-    torch.testing.assert_close(losses, torch.tensor(expected[0]), rtol=tolerance, atol=0.0)
-    for _, weights in ranks:
-        assert weights.keys() == expected[1].keys()
-        for name, weight in weights.items():
-            assert ((weight - expected[1][name]).abs() <= tolerance).all(), name

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.running import quiet_trainer
 
 GLOBAL_BATCH_SIZE = 12
 FEATURES = 8
@@ -44,12 +46,6 @@ def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor
     rank = dist.get_rank() if dist.is_initialized() else 0
     sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
     return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks, sampler=sampler)
-
-
-def quiet_trainer(**options: Any) -> Trainer:
-    """A Trainer on CPU that writes and prints nothing."""
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(**({"accelerator": "cpu", "enable_model_summary": False, **silent} | options))
 
 
 def fit_regression(

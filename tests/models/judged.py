@@ -5,15 +5,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
-import lightning_paral
 from lightning_paral import GatherPredictions
-from tests.contract.cases import BY_LABEL
-from tests.models import quiet_trainer
+from tests.contract.cases import strategy_of
+from tests.running import SaveAt, quiet_trainer
 
 FEATURES = 6
 # samples and batch size: fewer samples than ranks, one sample, primes, a last batch of one sample
@@ -87,14 +86,6 @@ def samples(length: int) -> TensorDataset:
     return TensorDataset(inputs, (inputs.sum(dim=1) + torch.randn(length, generator=generator) > 0).long())
 
 
-def strategy_of(label: str, **options: Any) -> Any:
-    """The case's strategy with options of sampling; `one process` is Lightning's own, without any of ours."""
-    if label == "one process":
-        return "auto"
-    (entry,) = [entry for entry in lightning_paral.registry.STRATEGIES if entry.name == BY_LABEL[label].strategy()]
-    return entry.strategy(**entry.arguments, **options)
-
-
 def evaluate(label: str, num_ranks: int, split: str) -> dict[str, Any]:
     """Validate and predict on loaders of all `SIZES`; return what there is to compare."""
     model = judged()
@@ -118,18 +109,6 @@ def evaluate(label: str, num_ranks: int, split: str) -> dict[str, Any]:
         "states_empty": all(metric.preds == [] for metric in model.auroc),
         "predictions": trainer.predict(model, loaders),
     }
-
-
-class SaveAt(Callback):
-    """Saves a checkpoint after a step of the run, in the middle of an epoch."""
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step = step
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def train(label: str, num_ranks: int, options: dict[str, Any], trainer_options: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.contract.cases import zero3_nvme
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 GLOBAL_BATCH_SIZE = 8
 FEATURES = 5

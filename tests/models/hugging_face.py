@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.models import quiet_trainer
-from tests.sampling_models import SaveAt, strategy_of
+from tests.contract.cases import strategy_of
+from tests.running import SaveAt, quiet_trainer
 
 VOCABULARY = 48
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 
 def users_hook(module: nn.Module, inputs: Any, output: Any) -> Any:

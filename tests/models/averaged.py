@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from tests.models import FEATURES, quiet_trainer, regression_data
+from tests.models.regression import FEATURES, regression_data
+from tests.running import quiet_trainer
 
 NUM_BATCHES = 5
 MAX_EPOCHS = 3

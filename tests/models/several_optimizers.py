@@ -7,7 +7,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tests.models import FEATURES, quiet_trainer, regression_data
+from tests.models.regression import FEATURES, regression_data
+from tests.running import quiet_trainer
 
 Fitted = tuple[list[float], dict[str, Tensor]]
 

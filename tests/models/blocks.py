@@ -1,11 +1,12 @@
-"""More modules nobody wrote for FSDP, beside those of `tests.zero_models`."""
+"""Modules made of blocks, which strategies may shard one by one."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.zero_models import GPT2, LENGTH, T5, VOCABULARY, Contrastive, Decayed, Fitted, TiedLanguageModel
+from tests.models.architectures import GPT2, T5, Contrastive, Decayed
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted
 
 WIDTH = 16
 
@@ -218,4 +219,3 @@ class GAN(Fitted):
 
 SUITE = (Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GAN)
 MODULES = {module.__name__: module for module in (*SUITE, GPT2, T5)}
-PENALISED = TiedLanguageModel
