@@ -45,7 +45,7 @@ def zero_losses(strategy: str, precision: str) -> list[float]:
 
 def zero_windows(stage: str, overlap: str) -> float:
     """Largest difference of the weights to one process on CPU, over all kinds of accumulation windows."""
-    from tests.distributed.test_zero_overlap import fit_all
+    from tests.distributed.zero.test_overlap import fit_all
 
     overlap_comm = {"True": True, "False": False, "None": None}[overlap]
     on_gpu = fit_all(WORLD_SIZE, "gpu", stage=int(stage), overlap_comm=overlap_comm, reduce_bucket_numel=200)
@@ -55,7 +55,7 @@ def zero_windows(stage: str, overlap: str) -> float:
 
 def zero_clipped_on_host(strategy: str) -> float:
     """Largest difference of the weights to one process on CPU, with gradients clipped by value on the host."""
-    from tests.distributed.test_zero_late_copies import WideClipped, fit
+    from tests.distributed.zero.test_late_copies import WideClipped, fit
 
     on_gpu = [fit(WORLD_SIZE, strategy, by_hand, WideClipped, "gpu")[0] for by_hand in (False, True)]
     _become_one_process()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_paral import ParalDPStrategy
-from tests.distributed.test_dp import NUM_SAMPLES, Logging, Scores, assert_same_weights, fitted, samples
-from tests.distributed.test_dp_manual import GAN
+from tests.distributed.dp.test_dp import NUM_SAMPLES, Logging, Scores, assert_same_weights, fitted, samples
+from tests.distributed.dp.test_manual import GAN
 from tests.gpu.rounding import with_sgd
 from tests.models.architectures import MODULES
 from tests.models.regression import fit_regression
