@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT, join_process_group
+from lightning_paral.distributed.process_group import join_process_group
+from lightning_paral.options import DEFAULT_TIMEOUT
 from tests.contract.cases import BY_LABEL
 from tests.gpu import raw_loops, reductions, staged
 from tests.gpu.place import check_installed, largest_difference, options_of, trainer_options
