@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_paral.checkpoint.load import look
 from tests.contract.user_code.models import Loaders, Supervised, regression
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 SEED = 3
 OF_CHECKPOINT = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks")

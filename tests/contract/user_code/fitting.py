@@ -24,7 +24,7 @@ import tests.contract.user_code.themes  # noqa: F401  registers the rows
 from lightning_paral.checkpoint.load import look
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.rows import ROWS, Row
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 SEED = 3
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
