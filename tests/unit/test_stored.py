@@ -8,7 +8,7 @@ ROWS = [Chunk((0, 0), (1, 6)), Chunk((1, 0), (3, 6))]
 COLUMNS = [Chunk((0, 0), (4, 2)), Chunk((0, 2), (4, 4))]
 
 
-@pytest.mark.parametrize("boxes", [ROWS, ROWS[::-1], COLUMNS], ids=["rows", "unordered", "columns"])
+@pytest.mark.parametrize("chunks", [ROWS, ROWS[::-1], COLUMNS], ids=["rows", "unordered", "columns"])
 @pytest.mark.parametrize("max_bytes", [4, 28, 1000])
 def test_stretches_are_the_elements_in_their_order(chunks: list[Chunk], max_bytes: int) -> None:
     values = torch.arange(24.0).view(4, 6)
