@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 from tests.models.resumable import Resumable, fit, mean_losses
 
 STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
@@ -50,7 +50,7 @@ def save_and_resume(path: str, strategy: str) -> list[dict[int, float]]:
 def test_what_the_module_says_is_saved_and_loaded(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "x.ckpt")
     ranks = on_ranks(2, save_and_resume, path, strategy)
-    names = look(path)[1]["state_dict"].keys()
+    names = peek(path)[1]["state_dict"].keys()
     assert {"added", "input.weight", "out.weight"} <= names
     assert not [name for name in names if name.startswith(("first", "frozen"))]
     expected, found = (mean_losses([rank[run] for rank in ranks]) for run in (0, 1))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.checkpoint.lazy_tensor import read_whole
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.lazy_tensor import materialize
+from lightning_paral.checkpoint.load import peek
 from lightning_paral.engines.zero.state.checkpoint_state import ZeroCheckpointState
 from lightning_paral.errors import ConfigurationError
 from tests.models.regression import FEATURES, Regression, regression_data
@@ -107,8 +107,8 @@ def save_what_was_written(label: str, folder: str) -> Any:
     model = Averaged()
     model.path = f"{folder}/saved.ckpt"
     quiet_trainer(max_epochs=1, devices=2, strategy=STRATEGIES[label]()).fit(model, regression_data(2, 2))
-    _, checkpoint = look(model.path)
-    saved = {name: read_whole(value) for name, value in checkpoint["state_dict"].items()}
+    _, checkpoint = peek(model.path)
+    saved = {name: materialize(value) for name, value in checkpoint["state_dict"].items()}
     return model.before, saved, {name: value.clone() for name, value in model.state_dict().items()}
 
 

@@ -80,8 +80,8 @@ def test_nothing_is_closed_twice(tmp_path: Path) -> None:
 HOLDING = """
 import sys
 from pathlib import Path
-from lightning_paral.checkpoint.io.atomic import Draft
-draft = Draft(Path(sys.argv[1]), folder=True)
+from lightning_paral.checkpoint.io.atomic import AtomicPath
+draft = AtomicPath(Path(sys.argv[1]), folder=True)
 (draft.path / "content").write_text("half")
 print("holding", flush=True)
 sys.stdin.read()

@@ -14,9 +14,9 @@ from lightning_paral.checkpoint.io import staging as module_under_test
 from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena
 from lightning_paral.checkpoint.io.host_memory import fresh_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
-from lightning_paral.checkpoint.layout import whole
+from lightning_paral.checkpoint.layout import full_chunk
 from lightning_paral.checkpoint.save_plan import WriteItem
-from lightning_paral.checkpoint.shards import NOTHING, Part, flat, same
+from lightning_paral.checkpoint.shards import NOTHING, Part, flat, identity
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def entry_of(value: Tensor, dtype: torch.dtype | None = None) -> WriteItem:
-    part = Part((whole(value.shape),), partial(same, flat(value)))
+    part = Part((full_chunk(value.shape),), partial(identity, flat(value)))
     return WriteItem(("state_dict", "x"), tuple(value.shape), dtype or value.dtype, part)
 
 
