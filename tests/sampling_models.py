@@ -91,7 +91,10 @@ def strategy_of(label: str, **options: Any) -> Any:
     """The case's strategy with options of sampling; `one process` is Lightning's own, without any of ours."""
     if label == "one process":
         return "auto"
-    (entry,) = [entry for entry in lightning_paral.registry.STRATEGIES if entry.name == BY_LABEL[label].strategy()]
+    strategy = BY_LABEL[label].strategy()
+    if not isinstance(strategy, str):
+        return type(strategy)(**options)
+    (entry,) = [entry for entry in lightning_paral.registry.STRATEGIES if entry.name == strategy]
     return entry.strategy(**entry.arguments, **options)
 
 

@@ -23,7 +23,7 @@ from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order_rng import States
 from lightning_paral.data.resume import Position, Source, processed
 from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
-from lightning_paral.distributed.process_group import host_group
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
 
@@ -34,9 +34,9 @@ _STEPS = {
 }
 
 
-def draws_as_one_process(sampling: Sampling, world_size: int) -> bool:
+def draws_as_one_process(sampling: Sampling, data_size: int) -> bool:
     """Whether orders are drawn from the global random generators, as one process draws them."""
-    return sampling.split == "global" or world_size == 1
+    return sampling.split == "global" or data_size == 1
 
 
 class Injection:
@@ -46,13 +46,15 @@ class Injection:
 
     Args:
         trainer: its loaders are spread unless it has `use_distributed_sampler=False`.
+        dims: which ranks draw samples of their own.
         sampling: how.
         seed: what all orders derive from; the same on every rank.
         run_fillers: whether evaluation steps have collectives, which a rank has to join when its own data has ended.
     """
 
-    def __init__(self, trainer: Trainer, sampling: Sampling, seed: int, run_fillers: bool) -> None:
+    def __init__(self, trainer: Trainer, dims: ParallelDims, sampling: Sampling, seed: int, run_fillers: bool) -> None:
         self._trainer = trainer
+        self._dims = dims
         self._sampling = sampling
         self._seed = Seed(seed)
         self._run_fillers = run_fillers
@@ -60,8 +62,8 @@ class Injection:
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
         self._injected_by_lightning = replace_preparation(trainer, self.prepare, self._undo)
-        if trainer.world_size > 1:
-            ExactEvaluation(trainer, run_fillers, self._undo)
+        if dims.data_size > 1:
+            ExactEvaluation(trainer, dims, run_fillers, self._undo)
 
     def end(self) -> None:
         """Give the trainer back its own ways. The position in the data can still be asked for."""
@@ -74,10 +76,10 @@ class Injection:
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
         """Return `loader` with this rank's batches. *Collective* where a dataset shards itself."""
         injects = injects_sampler(self._trainer)
-        if injects and not isinstance(loader, DataLoader) and self._trainer.world_size > 1:
+        if injects and not isinstance(loader, DataLoader) and self._dims.data_size > 1:
             # As under Lightning's ddp. It may have been written for several ranks.
             rank_zero_warn(
-                f"{type(loader).__name__} is no DataLoader, so it is not divided: each of {self._trainer.world_size} "
+                f"{type(loader).__name__} is no DataLoader, so it is not divided: each of {self._dims.data_size} "
                 "ranks takes everything that it yields. Unless it divides its data by rank itself, wrap it in a "
                 "DataLoader (with batch_size=None if it yields batches), which is divided among the ranks."
             )
@@ -85,8 +87,8 @@ class Injection:
             return self._injected_by_lightning(loader, shuffle, mode)
         training = mode == RunningStage.TRAINING
         share = Share(
-            rank=self._trainer.global_rank,
-            world_size=self._trainer.world_size,
+            rank=self._dims.data_rank,
+            world_size=self._dims.data_size,
             split=self._sampling.split,
             ending=self._sampling.remainder if training else "fill",
         )
@@ -111,7 +113,7 @@ class Injection:
         module = self._trainer.lightning_module
         if step is None or not is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             return loader
-        if self._run_fillers and self._trainer.world_size > 1:
+        if self._run_fillers and self._dims.data_size > 1:
             raise ConfigurationError(
                 f"{type(module).__name__}.{step} takes a `dataloader_iter` and draws its batches itself, but under "
                 f"{type(self._trainer.strategy).__name__} ranks that run out of data have to join in the steps of the "
@@ -147,7 +149,7 @@ class Injection:
             if share.world_size > 1
             else None,
             shared=draws_as_one_process(self._sampling, share.world_size),
-            agree=self._of_rank_0 if share.world_size > 1 else None,
+            agree=self._of_first if share.world_size > 1 else None,
             samplers=loaders.samplers(loader),
         )
         if share.ending != "fill":
@@ -215,18 +217,19 @@ class Injection:
     def _agreed(self, flag: bool, operation: Any) -> bool:
         # On the host: this runs for each batch, and reading from a device would wait for everything queued there.
         tensor = torch.tensor(int(flag), device="cpu")
-        dist.all_reduce(tensor, op=operation, group=host_group())
+        dist.all_reduce(tensor, op=operation, group=self._dims.data_ranks_on_host().group)
         return bool(tensor)
 
     def _gather(self, number: int) -> list[int]:
+        ranks = self._dims.data_ranks_on_host()
         ours = torch.tensor([number], device="cpu")
-        gathered = [torch.zeros_like(ours) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, ours, group=host_group())
+        gathered = [torch.zeros_like(ours) for _ in range(ranks.world_size)]
+        dist.all_gather(gathered, ours, group=ranks.group)
         return [int(each) for each in gathered]
 
-    def _of_rank_0(self, states: States) -> States:
+    def _of_first(self, states: States) -> States:
         shared = [states]
-        dist.broadcast_object_list(shared, src=0, group=host_group())
+        dist.broadcast_object_list(shared, src=self._dims.data_ranks[0], group=self._dims.data_ranks_on_host().group)
         return shared[0]
 
     def _compare(self, sampler: object, checksum: int) -> None:

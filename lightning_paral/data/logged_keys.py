@@ -1,7 +1,7 @@
 """What `self.log(..., sync_dist=True)` reduces over ranks, checked to be the same key on all of them."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.delayed_read import ReadLater
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**23
@@ -30,10 +31,12 @@ class CheckedReduce:
     Args:
         key: hook and name, as Lightning numbers what is logged.
         reduce: the strategy's.
+        dims: which ranks it reduces over, unless a group is given.
     """
 
-    def __init__(self, key: str, reduce: Callable[..., Any]) -> None:
+    def __init__(self, key: str, reduce: Callable[..., Any], dims: ParallelDims) -> None:
         self.key = key
+        self._dims = dims
         self._reduce = reduce
         self._marks: dict[tuple[Any, ...], Tensor] = {}
         self._wrong: Tensor | None = None
@@ -53,7 +56,7 @@ class CheckedReduce:
         except RuntimeError as error:
             error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {_EVERY_RANK}",)
             raise
-        own = marks if reduce_op != "sum" else marks * dist.get_world_size(group)
+        own = marks if reduce_op != "sum" else marks * self._num_ranks(group)
         wrong = (reduced[-2:] != own).any()
         if can_be_read_at_once(value):
             if wrong:
@@ -79,6 +82,9 @@ class CheckedReduce:
             if found.read():
                 raise self._error(None)
 
+    def _num_ranks(self, group: Any) -> int:
+        return self._dims.data_size if group is None else dist.get_world_size(group)
+
     @property
     def _name(self) -> str:
         return self.key.split(".", 1)[-1]
@@ -86,7 +92,7 @@ class CheckedReduce:
     def _marks_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
         how = (value.device, value.dtype, reduce_op, group)
         if how not in self._marks:
-            largest = _LARGEST_SUM // dist.get_world_size(group)
+            largest = _LARGEST_SUM // self._num_ranks(group)
             digests = [zlib.crc32(salt + f"{self.key} {reduce_op}".encode()) % largest for salt in (b"1", b"2")]
             if reduce_op in ("max", "min"):
                 digests = [digests[0], -digests[0]]  # the largest and the smallest
@@ -94,7 +100,8 @@ class CheckedReduce:
         return self._marks[how]
 
     def _error(self, group: Any) -> ConfigurationError:
-        others = _tell(self.key, group)
+        ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
+        others = _tell(self.key, ranks)
         also = "; ".join(f"rank {rank} logged {key!r}" for rank, key in others.items())
         return ConfigurationError(
             f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True while another rank logged another key"
@@ -116,8 +123,9 @@ def can_be_read_at_once(value: Tensor) -> bool:
 class CheckedResults(ResultCollection):
     """Lightning's results, with each key reduced by its `CheckedReduce`."""
 
-    def __init__(self, training: bool = True) -> None:
+    def __init__(self, dims: ParallelDims, training: bool = True) -> None:
         super().__init__(training)
+        self.dims = dims
         self._reduces: dict[tuple[str, Any], CheckedReduce] = {}
 
     def log(self, fx: str, name: str, value: Any, *args: Any, sync_dist_fn: Any = None, **options: Any) -> None:
@@ -132,7 +140,7 @@ class CheckedResults(ResultCollection):
         """Return what reduces the values of `key`: always the same, for Lightning compares it."""
         where = (key, getattr(reduce, "__self__", reduce))
         if where not in self._reduces:
-            self._reduces[where] = CheckedReduce(key, reduce)
+            self._reduces[where] = CheckedReduce(key, reduce, self.dims)
         return self._reduces[where]
 
     def metrics(self, on_step: bool) -> Any:
@@ -143,7 +151,7 @@ class CheckedResults(ResultCollection):
         return found
 
     def check_keys(self) -> None:
-        """Check that all ranks are about to reduce the same keys. *Collective* over the world.
+        """Check that all data ranks are about to reduce the same keys. *Collective* over these.
 
         Raises:
             ConfigurationError: they are not; names keys and ranks.
@@ -156,10 +164,11 @@ class CheckedResults(ResultCollection):
             and metric.meta.sync.group is None
             and (metric.meta.sync.should or not metric.is_tensor)
         ]
-        digests = _gather(zlib.crc32(repr(keys).encode()))
+        gather = self.dims.data_ranks_on_host().gather
+        digests = gather(zlib.crc32(repr(keys).encode()))
         if len(set(digests)) == 1:
             return
-        by_rank = _gather(keys)
+        by_rank = gather(keys)
         every = dict.fromkeys(key for keys in by_rank for key in keys)
         partial = [
             f"{key!r} only by rank {', '.join(str(rank) for rank, keys in enumerate(by_rank) if key in keys)}"
@@ -172,16 +181,9 @@ class CheckedResults(ResultCollection):
         )
 
 
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _tell(key: str, group: Any) -> dict[int, str]:
+def _tell(key: str, ranks: Sequence[int]) -> dict[int, str]:
     """Return the other keys of ranks that find the same, as far as they say so in time."""
     store: Any = default_store()
-    ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
     # Counted, as the store may still hold what was told in another fit.
     count = store.add(f"lightning_paral/logged/{dist.get_rank()}", 1)
     keys = {rank: f"lightning_paral/logged/{rank}/{count}" for rank in ranks}

@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.sampler import Share
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 
@@ -21,17 +21,18 @@ class GatherPredictions(Callback):
     """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the predictions. *Collective* over the world."""
+        """Exchange the predictions. *Collective* over the data ranks."""
         loop = trainer.predict_loop
-        if trainer.world_size == 1 or not loop.return_predictions:
+        # Strategies of others are refused below, for what their ranks draw is unknown.
+        dims = getattr(trainer.strategy, "dims", ParallelDims(replicate=trainer.world_size))
+        if dims.data_size == 1 or not loop.return_predictions:
             return
         loaders = CombinedLoader(trainer.predict_dataloaders).flattened
         of_loaders = [loop.predictions] if len(loaders) == 1 else loop.predictions
         for loader, predictions in zip(loaders, of_loaders, strict=True):
             share, fillers = _share(loader)
             steps = (step for step in range(len(predictions) + len(fillers)) if step not in fillers)
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, dict(zip(steps, predictions, strict=False)))
+            gathered = dims.data_ranks_on_host().gather(dict(zip(steps, predictions, strict=False)))
             predictions[:] = _by_turns(gathered) if share.split == "batch" else _joined(gathered)
 
 
@@ -56,9 +57,9 @@ def _by_turns(gathered: list[dict[int, Any]]) -> list[Any]:
 def _joined(gathered: list[dict[int, Any]]) -> list[Any]:
     """Join the parts of each step. Sample number s of all is on rank s modulo the world size."""
     batches: list[Any] = []
-    num_samples, world_size = 0, len(gathered)
+    num_samples, data_size = 0, len(gathered)
     for step in range(max(max(of_rank, default=-1) for of_rank in gathered) + 1):
-        order = [gathered[(num_samples + offset) % world_size] for offset in range(world_size)]
+        order = [gathered[(num_samples + offset) % data_size] for offset in range(data_size)]
         parts = [of_rank[step] for of_rank in order if step in of_rank]
         num_samples += sum(map(_num_samples, parts))
         batches.append(_interleave(parts))

@@ -32,11 +32,10 @@ from lightning_paral.checkpoint.state.weights import (
 )
 from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
 from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.options import CheckpointOptions, Form
+from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
 from lightning_paral.strategies.full_reads import FullTensorReaders
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under

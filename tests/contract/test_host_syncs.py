@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_paral import ConfigurationError
 from lightning_paral.data import logged_keys as logged
 from lightning_paral.data.delayed_read import ReadLater
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.options import Sampling
 from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
@@ -143,7 +144,7 @@ class Arriving(ReadLater):
 def test_other_keys_than_those_of_other_ranks_are_an_error_when_the_outcome_arrives(monkeypatch) -> None:
     monkeypatch.setattr(logged, "ReadLater", Arriving)
     monkeypatch.setattr(logged.CheckedReduce, "_error", lambda *_: ConfigurationError("other keys"))
-    reduce = logged.CheckedReduce("key", lambda value: value)
+    reduce = logged.CheckedReduce("key", lambda value: value, ParallelDims())
     reduce._wrong = torch.tensor(False)
     reduce.check(wait=False)
     reduce._wrong = torch.tensor(True)

@@ -77,12 +77,17 @@ def test_line_says_what_runs(on_ranks) -> None:
 
     lines = {case: set(said) for case, said in first.items()}
     assert lines == {
-        "ddp": {"paral_ddp: 2 ranks on 1 node, gloo, 32-true, global batch size 8"},
-        "ring": {"paral_ddp_ring: 2 ranks on 1 node, gloo, 32-true, global batch size 8"},
-        "global": {"paral_ddp: 2 ranks on 1 node, gloo, 32-true, global batch size 4"},
-        "fsdp": {"paral_fsdp: 2 ranks on 1 node, gloo, bf16-mixed, global batch size 16 (2 batches of 8 accumulated)"},
-        "zero": {"paral_zero1: 2 ranks on 1 node, gloo, 32-true"},
-        "several": {"paral_ddp: 2 ranks on 1 node, gloo, 32-true, global batch size 8 and 4, 2 batches accumulated"},
+        "ddp": {"paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8"},
+        "ring": {"paral_ddp_ring: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8"},
+        "global": {"paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 4"},
+        "fsdp": {
+            "paral_fsdp: 2 ranks (2 shards) on 1 node, gloo, bf16-mixed, global batch size 16 "
+            "(2 batches of 8 accumulated)"
+        },
+        "zero": {"paral_zero1: 2 ranks (2 shards) on 1 node, gloo, 32-true"},
+        "several": {
+            "paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8 and 4, 2 batches accumulated"
+        },
     }
     assert {len(said) for said in first.values()} == {2}  # one a fit
     assert not any(second.values())

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT, join_process_group
+from lightning_paral.distributed.process_group import join_process_group
+from lightning_paral.options import DEFAULT_TIMEOUT
 from tests.checkpoint_models import fit as fit_resumable
 from tests.checkpoint_models import mean_losses
 from tests.contract.cases import BY_LABEL
