@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler, injects_sampler, replace_preparation
 from lightning_paral.data import loader as loaders
 from lightning_paral.data.exact_evaluation import ExactEvaluation
-from lightning_paral.data.global_batches import Order, Seed
+from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order_rng import States
 from lightning_paral.data.resume import Position, Source, processed
@@ -138,7 +138,7 @@ class Injection:
         if mode == RunningStage.PREDICTING and getattr(batches, "drop_last", False):
             batches = copy.copy(batches)
             batches.drop_last = False  # as Lightning does
-        order = Order(
+        order = GlobalOrder(
             batches=batches,
             seed=self._seed,
             number=number,
@@ -250,7 +250,7 @@ class Injection:
         return source.loss_weights.get(self._trainer.fit_loop.epoch_loop.batch_idx, 1.0)
 
 
-def _check_training(order: Order, share: Share, batch_size: int | None) -> None:
+def _check_training(order: GlobalOrder, share: Share, batch_size: int | None) -> None:
     num_batches = order.num_batches()
     if share.split == "global" and not order.batched:
         raise ConfigurationError(

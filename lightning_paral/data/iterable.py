@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_paral.data.global_batches import Seed
+from lightning_paral.data.global_order import Seed
 from lightning_paral.data.order_rng import OrderRandomness, derive_seed
 from lightning_paral.data.padding import Filler
 from lightning_paral.data.sampler import Share, too_few_batches

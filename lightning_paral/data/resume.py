@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.loops import begin_training_data_anew, training_data_has_begun
-from lightning_paral.data.global_batches import Seed
+from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.sampler import RankBatchSampler
 

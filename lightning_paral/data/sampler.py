@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_paral.data.batch_slices import num_samples_in
-from lightning_paral.data.global_batches import Order
+from lightning_paral.data.global_order import GlobalOrder
 from lightning_paral.data.order_rng import States
 from lightning_paral.errors import ConfigurationError
 
@@ -47,7 +47,7 @@ class RankBatchSampler:
         share: which part of them.
     """
 
-    def __init__(self, order: Order, share: Share) -> None:
+    def __init__(self, order: GlobalOrder, share: Share) -> None:
         self.order = order
         self.share = share
         self.fillers: set[int] = set()

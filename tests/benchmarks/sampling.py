@@ -15,7 +15,7 @@ from itertools import islice
 
 from torch.utils.data import BatchSampler, RandomSampler
 
-from lightning_paral.data.global_batches import Order, Seed
+from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.sampler import RankBatchSampler, Share
 
 
@@ -41,7 +41,7 @@ def main() -> None:
 
         def ours(split: str, batches: BatchSampler = batches) -> RankBatchSampler:
             share = Share(rank=1, world_size=options.world_size, split=split, ending="wrap")
-            return RankBatchSampler(Order(batches, Seed(0)), share)
+            return RankBatchSampler(GlobalOrder(batches, Seed(0)), share)
 
         num_steps = options.length // (batch_size * options.world_size) // 2
         ways: dict[str, tuple[Callable[[], Iterable[list[int]]], int]] = {

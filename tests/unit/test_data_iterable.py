@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral.data.global_batches import Seed
+from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.loader import with_stream
 from lightning_paral.data.padding import Filler, Uneven

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_paral.data.global_batches import Order, Seed
+from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.sampler import RankBatchSampler, Share
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
@@ -24,7 +24,7 @@ exactly = settings(deadline=None, max_examples=60)
 
 def sampler_of(rank: int, world_size: int, split: str, ending: str, batches: Any) -> RankBatchSampler:
     share = Share(rank=rank, world_size=world_size, split=split, ending=ending)
-    return RankBatchSampler(Order(batches, Seed(7), samplers=(batches, getattr(batches, "sampler", None))), share)
+    return RankBatchSampler(GlobalOrder(batches, Seed(7), samplers=(batches, getattr(batches, "sampler", None))), share)
 
 
 def batches_of(length: int, batch_size: int) -> BatchSampler:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_paral.data.batch_slices import CutBatches, Taking, num_samples_in
-from lightning_paral.data.global_batches import Order, Seed
+from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.sampler import RankBatchSampler, Share
 
 
@@ -107,7 +107,7 @@ def test_a_rank_cuts_out_its_own_batches_only() -> None:
     world_size, batch_size, num_steps = 64, 4, 40
     batches = BatchSampler(FromList(Counted(range(world_size * batch_size * num_steps))), batch_size, False)
     share = Share(rank=3, world_size=world_size, split="batch", ending="drop")
-    sampler = RankBatchSampler(Order(batches, Seed(0)), share)
+    sampler = RankBatchSampler(GlobalOrder(batches, Seed(0)), share)
 
     Counted.taken = 0
     steps = list(sampler)

@@ -31,7 +31,7 @@ class Seed:
 
 
 @dataclass
-class Order:
+class GlobalOrder:
     """The batches of one loader in the order of one process.
 
     Every rank draws all of them, as lists of indices, and loads only its own.
@@ -63,10 +63,10 @@ class Order:
         """Leave out the functions that ask the other ranks: they cannot be reached where a pickled order is used."""
         return vars(self) | {"compare": None, "agree": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Order":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GlobalOrder":
         asking = {name: getattr(self, name) for name in ("compare", "agree")}
         own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in asking}
-        return Order(**own, **asking)
+        return GlobalOrder(**own, **asking)
 
     def draw(
         self,
