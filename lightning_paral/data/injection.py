@@ -22,7 +22,7 @@ from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order_rng import States
 from lightning_paral.data.resume import Position, Source, processed
-from lightning_paral.data.sampler import RankBatchSampler, Share, too_few_batches
+from lightning_paral.data.sampler import RankBatchSampler, ShardSpec, too_few_batches
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
@@ -84,22 +84,22 @@ class Injection:
         if not isinstance(loader, DataLoader) or not injects or loaders.is_distributed(loader):
             return self._injected_by_lightning(loader, shuffle, mode)
         training = mode == RunningStage.TRAINING
-        share = Share(
+        shard = ShardSpec(
             rank=self._trainer.global_rank,
             world_size=self._trainer.world_size,
             split=self._sampling.split,
-            ending=self._sampling.remainder if training else "fill",
+            remainder=self._sampling.remainder if training else "pad",
         )
         number = self._number_of(mode)
         if training and number == 0:
             self.position.sources = []
         source: Source
         if not loaders.is_stream(loader):
-            changed, source = self._spread(loader, share, number, mode)
+            changed, source = self._spread(loader, shard, number, mode)
         elif self._sampling.shard_iterable and not loaders.shards_itself(loader):
-            changed, source = self._shard(loader, share, number)
+            changed, source = self._shard(loader, shard, number)
         else:
-            return self._bared(self._agree(loader, share), mode)
+            return self._bared(self._agree(loader, shard), mode)
         source.set_epoch(self._epoch)
         if training and not loaders.resumes_itself(loader):
             self.position.sources.append(source)
@@ -131,7 +131,7 @@ class Injection:
         return number
 
     def _spread(
-        self, loader: loaders.Loader, share: Share, number: int, mode: RunningStage
+        self, loader: loaders.Loader, shard: ShardSpec, number: int, mode: RunningStage
     ) -> tuple[loaders.Loader, RankBatchSampler]:
         """Spread a dataset with indices."""
         batches: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
@@ -144,17 +144,17 @@ class Injection:
             number=number,
             batched=loader.batch_sampler is not None,
             compare=partial(self._compare, batches.sampler if type(batches) is BatchSampler else batches)
-            if share.world_size > 1
+            if shard.world_size > 1
             else None,
-            shared=draws_as_one_process(self._sampling, share.world_size),
-            agree=self._of_rank_0 if share.world_size > 1 else None,
+            shared=draws_as_one_process(self._sampling, shard.world_size),
+            agree=self._of_rank_0 if shard.world_size > 1 else None,
             samplers=loaders.samplers(loader),
         )
-        if share.ending != "fill":
-            _check_training(order, share, loader.batch_size)
+        if shard.remainder != "pad":
+            _check_training(order, shard, loader.batch_size)
         elif not order.batched:
-            share = dataclasses.replace(share, split="batch")
-        sampler = RankBatchSampler(order, share)
+            shard = dataclasses.replace(shard, split="batch")
+        sampler = RankBatchSampler(order, shard)
         if mode == RunningStage.PREDICTING and order.batched:
             # For prediction writers, which ask for the indices of a batch.
             changed = loaders.with_sampler(loader, sampler)
@@ -162,31 +162,31 @@ class Injection:
             return changed, sampler
         return loaders.with_sampler(loader, sampler), sampler
 
-    def _shard(self, loader: loaders.Loader, share: Share, number: int) -> tuple[loaders.Loader, ShardedIterable]:
+    def _shard(self, loader: loaders.Loader, shard: ShardSpec, number: int) -> tuple[loaders.Loader, ShardedIterable]:
         """Spread a stream that every rank can read as a whole."""
         name = type(loader.dataset).__name__
         batch_size = loader.batch_size or 1
-        if share.split == "global" and batch_size % share.world_size:
-            if share.ending != "fill":
+        if shard.split == "global" and batch_size % shard.world_size:
+            if shard.remainder != "pad":
                 raise ConfigurationError(
-                    f"split='global' divides each batch of {name} among {share.world_size} ranks, but the loader's "
+                    f"split='global' divides each batch of {name} among {shard.world_size} ranks, but the loader's "
                     f"batch_size={loader.batch_size}. Make it a multiple of the number of ranks, or set split='batch'."
                 )
-            share = dataclasses.replace(share, split="batch")
-        if share.world_size > 1:
+            shard = dataclasses.replace(shard, split="batch")
+        if shard.world_size > 1:
             rank_zero_info(
-                f"{name} is an iterable dataset: each of {share.world_size} ranks x {max(1, loader.num_workers)} "
+                f"{name} is an iterable dataset: each of {shard.world_size} ranks x {max(1, loader.num_workers)} "
                 "workers reads all of it and keeps its part. If it looks at the rank or the worker itself, set "
                 "shard_iterable=False."
             )
         stream = ShardedIterable(
-            cast(Iterable[Any], loader.dataset), share, batch_size, loader.drop_last, self._seed, number
+            cast(Iterable[Any], loader.dataset), shard, batch_size, loader.drop_last, self._seed, number
         )
         return loaders.with_stream(loader, stream), stream
 
-    def _agree(self, loader: loaders.Loader, share: Share) -> loaders.Loader:
+    def _agree(self, loader: loaders.Loader, shard: ShardSpec) -> loaders.Loader:
         """Leave a stream that shards itself, and let it end on all ranks at once. *Collective*."""
-        if share.world_size == 1:
+        if shard.world_size == 1:
             return loader
         rank_zero_info(
             f"{type(loader.dataset).__name__} is left to shard itself. Its ranks may end unevenly, so they agree at "
@@ -200,8 +200,8 @@ class Injection:
             return self._agreed(flag, dist.ReduceOp.MIN)
 
         def iterate(batches: Any, restart: Callable[[], Any]) -> Any:
-            agreed = in_agreement(batches, restart, share, any_has, all_have)
-            return loaders.possibly_uneven(agreed) if share.ending == "fill" else agreed
+            agreed = in_agreement(batches, restart, shard, any_has, all_have)
+            return loaders.possibly_uneven(agreed) if shard.remainder == "pad" else agreed
 
         try:
             length = len(loader)
@@ -210,7 +210,7 @@ class Injection:
         lengths = self._gather(length)
         if min(lengths) < 0:
             return loaders.with_iteration(loader, iterate)
-        return loaders.with_iteration(loader, iterate, min(lengths) if share.ending == "drop" else max(lengths))
+        return loaders.with_iteration(loader, iterate, min(lengths) if shard.remainder == "drop" else max(lengths))
 
     def _agreed(self, flag: bool, operation: Any) -> bool:
         # On the host: this runs for each batch, and reading from a device would wait for everything queued there.
@@ -250,17 +250,17 @@ class Injection:
         return source.loss_weights.get(self._trainer.fit_loop.epoch_loop.batch_idx, 1.0)
 
 
-def _check_training(order: GlobalOrder, share: Share, batch_size: int | None) -> None:
+def _check_training(order: GlobalOrder, shard: ShardSpec, batch_size: int | None) -> None:
     num_batches = order.num_batches()
-    if share.split == "global" and not order.batched:
+    if shard.split == "global" and not order.batched:
         raise ConfigurationError(
             "split='global' divides the batches of the training loader, but it has batch_size=None and leaves batching "
             "to its dataset. Give it a batch size, or set split='batch'."
         )
-    if share.split == "global" and batch_size is not None and batch_size < share.world_size:
+    if shard.split == "global" and batch_size is not None and batch_size < shard.world_size:
         raise ConfigurationError(
-            f"split='global' divides each batch among {share.world_size} ranks, but the training loader has "
+            f"split='global' divides each batch among {shard.world_size} ranks, but the training loader has "
             f"batch_size={batch_size}. Make it at least the number of ranks, or set split='batch'."
         )
-    if num_batches and not share.num_steps(num_batches):
-        raise too_few_batches(order.batches, share.world_size)
+    if num_batches and not shard.num_steps(num_batches):
+        raise too_few_batches(order.batches, shard.world_size)

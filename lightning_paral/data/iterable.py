@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.order_rng import OrderRandomness, derive_seed
 from lightning_paral.data.padding import Filler
-from lightning_paral.data.sampler import Share, too_few_batches
+from lightning_paral.data.sampler import ShardSpec, too_few_batches
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -28,10 +28,10 @@ class ShardedIterable(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Iterable[Any], share: Share, batch_size: int, drop_last: bool, seed: Seed, number: int
+        self, dataset: Iterable[Any], shard: ShardSpec, batch_size: int, drop_last: bool, seed: Seed, number: int
     ) -> None:
         self.dataset = dataset
-        self.share = share
+        self.shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._seed = seed
@@ -54,17 +54,17 @@ class ShardedIterable(IterableDataset[Any]):
     @property
     def turn_size(self) -> int:
         """Samples of the stream that the ranks together take in a step."""
-        return self.batch_size if self.share.split == "global" else self.batch_size * self.share.world_size
+        return self.batch_size if self.shard.split == "global" else self.batch_size * self.shard.world_size
 
     @property
     def part_size(self) -> int:
         """Samples that a rank takes in a step."""
-        return self.turn_size // self.share.world_size
+        return self.turn_size // self.shard.world_size
 
     def __len__(self) -> int:
         length = len(self.dataset)  # type: ignore[arg-type]
         num_batches = length // self.batch_size if self.drop_last else -(-length // self.batch_size)
-        return self.share.num_steps(num_batches) * self.part_size
+        return self.shard.num_steps(num_batches) * self.part_size
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -95,7 +95,7 @@ class ShardedIterable(IterableDataset[Any]):
 
     def _read_turn(self, stream: Iterator[Any], keep: bool) -> tuple[list[Any], list[Any], int]:
         """Read a turn; return its first batch, this rank's part, both empty unless kept, and how much was there."""
-        rank, world_size = self.share.rank, self.share.world_size
+        rank, world_size = self.shard.rank, self.shard.world_size
         first: list[Any] = []
         part: list[Any] = []
         size = 0
@@ -106,7 +106,7 @@ class ShardedIterable(IterableDataset[Any]):
             size += len(batch)
             if keep and not index:
                 first = batch
-            if keep and self.share.split == "global":
+            if keep and self.shard.split == "global":
                 part = batch[rank::world_size]
             elif keep and index == rank:
                 part = batch
@@ -114,21 +114,21 @@ class ShardedIterable(IterableDataset[Any]):
 
     def _is_whole(self, size: int) -> bool:
         """Whether every rank has its whole batch, though the last of them is smaller."""
-        return self.share.split == "batch" and -(-size // self.batch_size) == self.share.world_size
+        return self.shard.split == "batch" and -(-size // self.batch_size) == self.shard.world_size
 
     def _end(self, beginning: list[Any], first: list[Any], part: list[Any], turn: int, size: int) -> Iterable[Any]:
         """Return what this rank draws in a last turn that does not reach all ranks."""
         if not size:
             return []
-        if self.share.ending == "fill":
+        if self.shard.remainder == "pad":
             return part or [Filler(sample) for sample in first[: self.part_size]]
-        if self.share.split == "global":
-            missing = -(-size // self.share.world_size) - len(part)
+        if self.shard.split == "global":
+            missing = -(-size // self.shard.world_size) - len(part)
             return part + beginning[:missing]
-        if self.share.ending == "wrap":
+        if self.shard.remainder == "wrap":
             return part or beginning
         if not turn and not self._skip:
-            raise too_few_batches(self.dataset, self.share.world_size)
+            raise too_few_batches(self.dataset, self.shard.world_size)
         return []
 
 
@@ -150,24 +150,24 @@ class EpochForwarder:
 def in_agreement(
     batches: Iterator[Any],
     restart: Callable[[], Iterator[Any]],
-    share: Share,
+    shard: ShardSpec,
     any_has: Callable[[bool], bool],
     all_have: Callable[[bool], bool],
 ) -> Iterator[Any]:
     """Yield the batches of a stream that shards itself, as many on every rank. *Collective*, once for each batch.
 
-    With `share.ending` `"drop"` all ranks end with the first that runs out. Otherwise they end with the last: until
-    then the others start again (`"wrap"`) or yield fillers (`"fill"`).
+    With `shard.remainder` `"drop"` all ranks end with the first that runs out. Otherwise they end with the last: until
+    then the others start again (`"wrap"`) or yield fillers (`"pad"`).
     """
     first_pass, last = True, None
     while True:
         batch = next(batches, _END)
         first_pass = first_pass and batch is not _END
-        if not (all_have(first_pass) if share.ending == "drop" else any_has(first_pass)):
+        if not (all_have(first_pass) if shard.remainder == "drop" else any_has(first_pass)):
             return
         if batch is not _END:
             last = batch
-        elif share.ending == "wrap":
+        elif shard.remainder == "wrap":
             batches = restart()
             batch = next(batches, None)
         else:

@@ -47,12 +47,12 @@ def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
     """Return the loader with the batches of `sampler`, marked where they are fillers."""
     if not sampler.order.batched:
         changed = copy_without_workers(loader, sampler=sampler)
-    elif sampler.share.split == "global" and loader.batch_size is not None:
-        part_size = -(-loader.batch_size // sampler.share.world_size)
+    elif sampler.shard.split == "global" and loader.batch_size is not None:
+        part_size = -(-loader.batch_size // sampler.shard.world_size)
         changed = copy_without_workers(loader, batch_sampler=sampler, batch_size=part_size)
     else:
         changed = copy_without_workers(loader, batch_sampler=sampler)
-    return with_iteration(changed, partial(marked, sampler)) if sampler.share.may_be_uneven else changed
+    return with_iteration(changed, partial(marked, sampler)) if sampler.shard.may_be_uneven else changed
 
 
 def marked(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
@@ -68,10 +68,10 @@ def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
     if loader.batch_size is not None:
         changes["batch_size"] = stream.part_size
         changes["batch_sampler"] = BatchSampler(forwarder, stream.part_size, drop_last=False)  # type: ignore[arg-type]
-    if stream.share.may_be_uneven:
+    if stream.shard.may_be_uneven:
         changes["collate_fn"] = CollateFillers(loader.collate_fn)
     changed = copy_without_workers(loader, **changes)
-    return with_iteration(changed, possibly_uneven) if stream.share.may_be_uneven else changed
+    return with_iteration(changed, possibly_uneven) if stream.shard.may_be_uneven else changed
 
 
 def possibly_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_paral.data.iterable import ShardedIterable
-from lightning_paral.data.sampler import Share
+from lightning_paral.data.sampler import ShardSpec
 from lightning_paral.errors import ConfigurationError
 
 
@@ -28,19 +28,19 @@ class GatherPredictions(Callback):
         loaders = CombinedLoader(trainer.predict_dataloaders).flattened
         of_loaders = [loop.predictions] if len(loaders) == 1 else loop.predictions
         for loader, predictions in zip(loaders, of_loaders, strict=True):
-            share, fillers = _share(loader)
+            shard, fillers = _shard_of(loader)
             steps = (step for step in range(len(predictions) + len(fillers)) if step not in fillers)
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, dict(zip(steps, predictions, strict=False)))
-            predictions[:] = _by_turns(gathered) if share.split == "batch" else _joined(gathered)
+            predictions[:] = _by_turns(gathered) if shard.split == "batch" else _joined(gathered)
 
 
-def _share(loader: Any) -> tuple[Share, set[int]]:
+def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
     sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     for source in (sampler, getattr(loader, "sampler", None), dataset):
-        share = getattr(source, "share", None)
-        if isinstance(share, Share):
-            return share, set() if isinstance(source, ShardedIterable) else source.fillers  # type: ignore[union-attr]
+        shard = getattr(source, "shard", None)
+        if isinstance(shard, ShardSpec):
+            return shard, set() if isinstance(source, ShardedIterable) else source.fillers  # type: ignore[union-attr]
     raise ConfigurationError(
         f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: it was not "
         "spread by the strategy. Give a DataLoader without a distributed sampler, and leave "

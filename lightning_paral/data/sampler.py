@@ -15,26 +15,26 @@ _KEPT = 64  # more repetitions than workers draw ahead
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class ShardSpec:
     """Which part of an order a rank gets, and what happens at its end."""
 
     rank: int
     world_size: int
     split: Literal["batch", "global"]
     """Whole batches in turns, or a part of each batch."""
-    ending: Literal["drop", "wrap", "fill"]
-    """`"fill"`, in evaluation: a rank for which nothing is left gets a filler, which counts for nothing."""
+    remainder: Literal["drop", "wrap", "pad"]
+    """`"pad"`, in evaluation: a rank for which nothing is left gets a filler, which counts for nothing."""
 
     @property
     def may_be_uneven(self) -> bool:
         """Whether some ranks may run out of batches before others, and draw fillers. A single rank draws none."""
-        return self.ending == "fill" and self.world_size > 1
+        return self.remainder == "pad" and self.world_size > 1
 
     def num_steps(self, num_batches: int) -> int:
         """Return in how many steps the ranks together draw `num_batches`, the same on all ranks."""
         if self.split == "global":
             return num_batches
-        return num_batches // self.world_size if self.ending == "drop" else -(-num_batches // self.world_size)
+        return num_batches // self.world_size if self.remainder == "drop" else -(-num_batches // self.world_size)
 
 
 class RankBatchSampler:
@@ -47,9 +47,9 @@ class RankBatchSampler:
         share: which part of them.
     """
 
-    def __init__(self, order: GlobalOrder, share: Share) -> None:
+    def __init__(self, order: GlobalOrder, shard: ShardSpec) -> None:
         self.order = order
-        self.share = share
+        self.shard = shard
         self.fillers: set[int] = set()
         """The steps of the current iteration in which this rank draws a filler. Known once the step is drawn."""
         self.uneven: set[int] = set()
@@ -82,7 +82,7 @@ class RankBatchSampler:
         num_batches = self.order.num_batches()
         if num_batches is None:
             raise TypeError(f"{type(self.order.batches).__name__} has no length.")
-        return self.share.num_steps(num_batches)
+        return self.shard.num_steps(num_batches)
 
     def __iter__(self) -> Iterator[Any]:
         self.fillers.clear()
@@ -93,18 +93,18 @@ class RankBatchSampler:
         del self._num_samples[self._starts[-1] :]
         del self._begun[len(self._starts) - 1 :]
         self._num_samples.extend([0] * num_steps)
-        if self.share.split == "batch":
+        if self.shard.split == "batch":
             yield from self._draw_whole(num_samples)
         else:
             yield from self._draw_parts(num_samples)
-        if self.share.ending != "fill":
+        if self.shard.remainder != "pad":
             self._starts.append(len(self._num_samples))
             self._repetition += 1
 
     def _draw_whole(self, num_samples: int) -> Iterator[Any]:
-        rank, world_size, ending = self.share.rank, self.share.world_size, self.share.ending
+        rank, world_size, remainder = self.shard.rank, self.shard.world_size, self.shard.remainder
         batched, record = self.order.batched, self._num_samples.append
-        beginning: list[Any] = [None] * (world_size - 1) if ending == "wrap" else []
+        beginning: list[Any] = [None] * (world_size - 1) if remainder == "wrap" else []
         left: Sequence[Any] = ()
         for chunk in self._drawn(num_samples, beginning):
             whole = len(chunk) - len(chunk) % world_size
@@ -113,21 +113,21 @@ class RankBatchSampler:
                 record(num_samples)
                 yield chunk[start + rank]
             left = chunk[whole:]  # of the last chunk
-        if left and ending == "drop" and not num_samples:
-            raise too_few_batches(self.order.batches, self.share.world_size)
-        if left and ending != "drop":
+        if left and remainder == "drop" and not num_samples:
+            raise too_few_batches(self.order.batches, self.shard.world_size)
+        if left and remainder != "drop":
             self.uneven.add(len(self._num_samples))
             record(num_samples + (num_samples_in(left) if batched else len(left)))
             if rank < len(left):
                 yield left[rank]
-            elif ending == "wrap":
+            elif remainder == "wrap":
                 yield beginning[(rank - len(left)) % len(beginning)]
             else:
                 self.fillers.add(len(self._num_samples) - 1)
                 yield left[0]
 
     def _draw_parts(self, num_samples: int) -> Iterator[Any]:
-        rank, world_size, record = self.share.rank, self.share.world_size, self._num_samples.append
+        rank, world_size, record = self.shard.rank, self.shard.world_size, self._num_samples.append
         # The rank after the one that drew the last sample comes first: batches of one sample reach all ranks in turn.
         start = (rank - num_samples) % world_size
         for chunk in self._drawn(num_samples):
@@ -143,7 +143,7 @@ class RankBatchSampler:
 
     def _drawn(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[Sequence[Any]]:
         again = self._again if len(self._starts) == 1 else None
-        turn = self.share.world_size if self.share.split == "batch" else 1
+        turn = self.shard.world_size if self.shard.split == "batch" else 1
         return self.order.draw(self._epoch, self._repetition, num_samples, beginning, again, self._note, turn)
 
     def _note(self, begun: States | None) -> None:
@@ -153,8 +153,8 @@ class RankBatchSampler:
 
     def _weigh(self, step: int, part: list[Any], batch: list[Any]) -> list[Any]:
         """Note what a part of a batch that does not divide by the ranks counts; return it, or a filler for none."""
-        self.loss_weights[step] = len(part) * self.share.world_size / len(batch)
-        if len(batch) < self.share.world_size:
+        self.loss_weights[step] = len(part) * self.shard.world_size / len(batch)
+        if len(batch) < self.shard.world_size:
             self.uneven.add(step)
         if part:
             return part
@@ -180,7 +180,7 @@ class RankBatchSampler:
         self._again = position.get("begun", "seed")
         left = self.order.num_batches_after(position["samples"])
         if left is not None and not self._repetition:
-            num_steps = len(self) - self.share.num_steps(left)
+            num_steps = len(self) - self.shard.num_steps(left)
         self._skip = position["samples"], num_steps
         return num_steps
 

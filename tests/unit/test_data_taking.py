@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Sub
 
 from lightning_paral.data.batch_slices import CutBatches, Taking, num_samples_in
 from lightning_paral.data.global_order import GlobalOrder, Seed
-from lightning_paral.data.sampler import RankBatchSampler, Share
+from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 
 
 class FromList:
@@ -106,8 +106,8 @@ class Counted(list[int]):
 def test_a_rank_cuts_out_its_own_batches_only() -> None:
     world_size, batch_size, num_steps = 64, 4, 40
     batches = BatchSampler(FromList(Counted(range(world_size * batch_size * num_steps))), batch_size, False)
-    share = Share(rank=3, world_size=world_size, split="batch", ending="drop")
-    sampler = RankBatchSampler(GlobalOrder(batches, Seed(0)), share)
+    shard = ShardSpec(rank=3, world_size=world_size, split="batch", remainder="drop")
+    sampler = RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
 
     Counted.taken = 0
     steps = list(sampler)
