@@ -22,7 +22,7 @@ from lightning_paral.compat.lightning.evaluation import (
 )
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_keys import CheckedResults
-from lightning_paral.data.padding import Filler, Uneven, without_trace
+from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
 from lightning_paral.data.uneven_results import EvaluationResults
 from lightning_paral.errors import ConfigurationError
 
@@ -32,13 +32,13 @@ class ExactEvaluation:
 
     Args:
         trainer: its loops for validation, test and prediction are changed until `undo` is closed.
-        run_fillers: whether a filler step has to be run, for the collectives in it, or only passed over.
+        run_padding: whether a filler step has to be run, for the collectives in it, or only passed over.
         undo: takes what undoes the changes.
     """
 
-    def __init__(self, trainer: Trainer, run_fillers: bool, undo: ExitStack) -> None:
+    def __init__(self, trainer: Trainer, run_padding: bool, undo: ExitStack) -> None:
         self._trainer = trainer
-        self._run_fillers = run_fillers
+        self._run_padding = run_padding
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
@@ -59,26 +59,26 @@ class ExactEvaluation:
         results = EvaluationResults()
         set_results(loop, results)
 
-        def passing_over_fillers(evaluation_step: Step) -> Step:
+        def skipping_padding(evaluation_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
-                batch, is_filler, results.alone = resolve(batch, combined)
+                batch, is_padding, results.alone = resolve(batch, combined)
                 # A step that draws its batches itself: how many steps it takes may differ by rank.
                 results.alone |= dataloader_iter is not None
-                if not is_filler:
+                if not is_padding:
                     evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
                 several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
                 # What this rank has logged earlier for this loader is used at the loader's end.
                 results.dataloader_idx = dataloader_idx if several else None
-                if self._run_fillers:
+                if self._run_padding:
                     put_aside = EvaluationResults()
                     put_aside.alone = True
                     put_aside.dataloader_idx = results.dataloader_idx
                     set_results(loop, put_aside)
                     try:
                         hook_name = "test_step" if self._trainer.testing else "validation_step"
-                        self._run_filler(loop, hook_name, batch, batch_idx, dataloader_idx if several else None)
+                        self._run_padding_step(loop, hook_name, batch, batch_idx, dataloader_idx if several else None)
                     finally:
                         set_results(loop, results)
 
@@ -88,24 +88,24 @@ class ExactEvaluation:
             results.alone = False
             results.exchange(self._trainer.lightning_module)
 
-        replace_evaluation_step(loop, passing_over_fillers, undo)
+        replace_evaluation_step(loop, skipping_padding, undo)
         call_at_end_of_loader(loop, self._trainer, join, undo)
 
     def _change_prediction(self, loop: PredictionLoop, undo: ExitStack) -> None:
-        def passing_over_fillers(predict_step: Step) -> Step:
+        def skipping_padding(predict_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-                batch, is_filler, _ = resolve(batch, combined_loader_of(loop))
-                if not is_filler:
+                batch, is_padding, _ = resolve(batch, combined_loader_of(loop))
+                if not is_padding:
                     predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-                elif self._run_fillers:
+                elif self._run_padding:
                     several = loop.num_dataloaders > 1
-                    self._run_filler(loop, "predict_step", batch, batch_idx, dataloader_idx if several else None)
+                    self._run_padding_step(loop, "predict_step", batch, batch_idx, dataloader_idx if several else None)
 
             return step
 
-        replace_predict_step(loop, passing_over_fillers, undo)
+        replace_predict_step(loop, skipping_padding, undo)
 
-    def _run_filler(
+    def _run_padding_step(
         self,
         loop: EvaluationLoop | PredictionLoop,
         hook_name: str,
@@ -121,7 +121,7 @@ class ExactEvaluation:
                 f"to take part with in the collectives of the others' {hook_name}. Give every rank a part of the data, "
                 "or let it be sharded here: shard_iterable=True."
             )
-        with without_trace(trainer.lightning_module):
+        with rollback_side_effects(trainer.lightning_module):
             call_step_alone(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
 
 
@@ -133,19 +133,19 @@ def resolve(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]:
     """
     mode = mode_of(combined)
     if mode == "sequential":
-        return _bare(batch), isinstance(batch, Filler), isinstance(batch, Filler | Uneven)
+        return _unwrap(batch), isinstance(batch, PaddingBatch), isinstance(batch, PaddingBatch | MaybeUneven)
     items = items_of(combined, batch)
     lengths = [sized_len(loader) or 0 for loader in combined.flattened]
     decisive = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
     if mode == "min_size":
-        is_filler = any(isinstance(item, Filler) for item in items)
+        is_padding = any(isinstance(item, PaddingBatch) for item in items)
     else:
-        is_filler = all(isinstance(item, Filler) for item in decisive)
-    if mode == "max_size" and not is_filler:
-        items = [None if isinstance(item, Filler) else item for item in items]
-    uneven = any(isinstance(item, Filler | Uneven) for item in items)
-    return batch_of(combined, [_bare(item) for item in items]), is_filler, uneven
+        is_padding = all(isinstance(item, PaddingBatch) for item in decisive)
+    if mode == "max_size" and not is_padding:
+        items = [None if isinstance(item, PaddingBatch) else item for item in items]
+    uneven_steps = any(isinstance(item, PaddingBatch | MaybeUneven) for item in items)
+    return batch_of(combined, [_unwrap(item) for item in items]), is_padding, uneven_steps
 
 
-def _bare(batch: Any) -> Any:
-    return batch.batch if isinstance(batch, Filler | Uneven) else batch
+def _unwrap(batch: Any) -> Any:
+    return batch.batch if isinstance(batch, PaddingBatch | MaybeUneven) else batch

@@ -48,20 +48,20 @@ class Injection:
         trainer: its loaders are spread unless it has `use_distributed_sampler=False`.
         sampling: how.
         seed: what all orders derive from; the same on every rank.
-        run_fillers: whether evaluation steps have collectives, which a rank has to join when its own data has ended.
+        run_padding: whether evaluation steps have collectives, which a rank has to join when its own data has ended.
     """
 
-    def __init__(self, trainer: Trainer, sampling: Sampling, seed: int, run_fillers: bool) -> None:
+    def __init__(self, trainer: Trainer, sampling: Sampling, seed: int, run_padding: bool) -> None:
         self._trainer = trainer
         self._sampling = sampling
         self._seed = Seed(seed)
-        self._run_fillers = run_fillers
+        self._run_padding = run_padding
         self.position = Position(trainer, self._seed)
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
         self._injected_by_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if trainer.world_size > 1:
-            ExactEvaluation(trainer, run_fillers, self._undo)
+            ExactEvaluation(trainer, run_padding, self._undo)
 
     def end(self) -> None:
         """Give the trainer back its own ways. The position in the data can still be asked for."""
@@ -99,25 +99,25 @@ class Injection:
         elif self._sampling.shard_iterable and not loaders.shards_itself(loader):
             changed, source = self._shard(loader, shard, number)
         else:
-            return self._bared(self._agree(loader, shard), mode)
+            return self._strip_padding(self._agree(loader, shard), mode)
         source.set_epoch(self._epoch)
         if training and not loaders.resumes_itself(loader):
             self.position.sources.append(source)
-        return self._bared(changed, mode)
+        return self._strip_padding(changed, mode)
 
-    def _bared(self, loader: loaders.Loader, mode: RunningStage) -> loaders.Loader:
+    def _strip_padding(self, loader: loaders.Loader, mode: RunningStage) -> loaders.Loader:
         """Return the loader without fillers, for a step that draws its batches itself, from a `dataloader_iter`."""
         step = _STEPS.get(mode)
         module = self._trainer.lightning_module
         if step is None or not is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             return loader
-        if self._run_fillers and self._trainer.world_size > 1:
+        if self._run_padding and self._trainer.world_size > 1:
             raise ConfigurationError(
                 f"{type(module).__name__}.{step} takes a `dataloader_iter` and draws its batches itself, but under "
                 f"{type(self._trainer.strategy).__name__} ranks that run out of data have to join in the steps of the "
                 "others. Let it take `batch, batch_idx`."
             )
-        return loaders.with_iteration(loader, loaders.bare)
+        return loaders.with_iteration(loader, loaders.strip_padding)
 
     @property
     def _epoch(self) -> int:
@@ -201,7 +201,7 @@ class Injection:
 
         def iterate(batches: Any, restart: Callable[[], Any]) -> Any:
             agreed = in_agreement(batches, restart, shard, any_has, all_have)
-            return loaders.possibly_uneven(agreed) if shard.remainder == "pad" else agreed
+            return loaders.mark_maybe_uneven(agreed) if shard.remainder == "pad" else agreed
 
         try:
             length = len(loader)

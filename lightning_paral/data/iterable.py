@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.order_rng import OrderRandomness, derive_seed
-from lightning_paral.data.padding import Filler
+from lightning_paral.data.padding import PaddingBatch
 from lightning_paral.data.sampler import ShardSpec, too_few_batches
 
 
@@ -121,7 +121,7 @@ class ShardedIterable(IterableDataset[Any]):
         if not size:
             return []
         if self.shard.remainder == "pad":
-            return part or [Filler(sample) for sample in first[: self.part_size]]
+            return part or [PaddingBatch(sample) for sample in first[: self.part_size]]
         if self.shard.split == "global":
             missing = -(-size // self.shard.world_size) - len(part)
             return part + beginning[:missing]
@@ -171,7 +171,7 @@ def in_agreement(
             batches = restart()
             batch = next(batches, None)
         else:
-            batch = Filler(last)
+            batch = PaddingBatch(last)
         yield batch
 
 

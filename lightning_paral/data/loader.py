@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
 from lightning_paral.data.iterable import EpochForwarder, ShardedIterable
-from lightning_paral.data.padding import CollateFillers, Filler, Uneven
+from lightning_paral.data.padding import CollatePadding, MaybeUneven, PaddingBatch
 from lightning_paral.data.sampler import RankBatchSampler
 
 Loader = DataLoader[Any]
@@ -52,13 +52,19 @@ def with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
         changed = copy_without_workers(loader, batch_sampler=sampler, batch_size=part_size)
     else:
         changed = copy_without_workers(loader, batch_sampler=sampler)
-    return with_iteration(changed, partial(marked, sampler)) if sampler.shard.may_be_uneven else changed
+    return with_iteration(changed, partial(mark_padding, sampler)) if sampler.shard.may_need_padding else changed
 
 
-def marked(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
+def mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
     """Yield `batches`, marked as `sampler` says."""
     for step, batch in enumerate(batches):
-        yield Filler(batch) if step in sampler.fillers else Uneven(batch) if step in sampler.uneven else batch
+        yield (
+            PaddingBatch(batch)
+            if step in sampler.padding_steps
+            else MaybeUneven(batch)
+            if step in sampler.uneven_steps
+            else batch
+        )
 
 
 def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
@@ -68,23 +74,23 @@ def with_stream(loader: Loader, stream: ShardedIterable) -> Loader:
     if loader.batch_size is not None:
         changes["batch_size"] = stream.part_size
         changes["batch_sampler"] = BatchSampler(forwarder, stream.part_size, drop_last=False)  # type: ignore[arg-type]
-    if stream.shard.may_be_uneven:
-        changes["collate_fn"] = CollateFillers(loader.collate_fn)
+    if stream.shard.may_need_padding:
+        changes["collate_fn"] = CollatePadding(loader.collate_fn)
     changed = copy_without_workers(loader, **changes)
-    return with_iteration(changed, possibly_uneven) if stream.shard.may_be_uneven else changed
+    return with_iteration(changed, mark_maybe_uneven) if stream.shard.may_need_padding else changed
 
 
-def possibly_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+def mark_maybe_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
     """Yield `batches`, marked: where a stream ends is not known before."""
     for batch in batches:
-        yield batch if isinstance(batch, Filler) else Uneven(batch)
+        yield batch if isinstance(batch, PaddingBatch) else MaybeUneven(batch)
 
 
-def bare(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+def strip_padding(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
     """Yield `batches` without fillers and without marks."""
     for batch in batches:
-        if not isinstance(batch, Filler):
-            yield batch.batch if isinstance(batch, Uneven) else batch
+        if not isinstance(batch, PaddingBatch):
+            yield batch.batch if isinstance(batch, MaybeUneven) else batch
 
 
 def with_iteration(

@@ -21,20 +21,20 @@ _OF_TORCH = set(vars(Module()))
 
 
 @dataclass(frozen=True)
-class Filler:
+class PaddingBatch:
     """A batch, or a sample of one, that is there only so that all ranks take the same number of steps."""
 
     batch: Any
 
 
 @dataclass(frozen=True)
-class Uneven:
+class MaybeUneven:
     """A batch of a step in which another rank may have a filler."""
 
     batch: Any
 
 
-class CollateFillers:
+class CollatePadding:
     """Collates as before, but samples that are fillers become a batch that is one."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -42,15 +42,15 @@ class CollateFillers:
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch of `samples`; of a single one, where the loader has `batch_size=None`."""
-        if isinstance(samples, Filler):
-            return Filler(self.collate(samples.batch))
-        if isinstance(samples, list) and samples and isinstance(samples[0], Filler):
-            return Filler(self.collate([sample.batch for sample in samples]))
+        if isinstance(samples, PaddingBatch):
+            return PaddingBatch(self.collate(samples.batch))
+        if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
+            return PaddingBatch(self.collate([sample.batch for sample in samples]))
         return self.collate(samples)
 
 
 @contextmanager
-def without_trace(module: Module) -> Iterator[None]:
+def rollback_side_effects(module: Module) -> Iterator[None]:
     """Undo what the code inside does to random generators, and to attributes of `module` and its submodules.
 
     Buffers and other tensors get back their values, the states of torchmetrics included; lists, dicts, sets and deques

@@ -28,8 +28,8 @@ class GatherPredictions(Callback):
         loaders = CombinedLoader(trainer.predict_dataloaders).flattened
         of_loaders = [loop.predictions] if len(loaders) == 1 else loop.predictions
         for loader, predictions in zip(loaders, of_loaders, strict=True):
-            shard, fillers = _shard_of(loader)
-            steps = (step for step in range(len(predictions) + len(fillers)) if step not in fillers)
+            shard, padding_steps = _shard_of(loader)
+            steps = (step for step in range(len(predictions) + len(padding_steps)) if step not in padding_steps)
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, dict(zip(steps, predictions, strict=False)))
             predictions[:] = _by_turns(gathered) if shard.split == "batch" else _joined(gathered)
@@ -40,7 +40,7 @@ def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
     for source in (sampler, getattr(loader, "sampler", None), dataset):
         shard = getattr(source, "shard", None)
         if isinstance(shard, ShardSpec):
-            return shard, set() if isinstance(source, ShardedIterable) else source.fillers  # type: ignore[union-attr]
+            return shard, set() if isinstance(source, ShardedIterable) else source.padding_steps  # type: ignore[union-attr]
     raise ConfigurationError(
         f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: it was not "
         "spread by the strategy. Give a DataLoader without a distributed sampler, and leave "

@@ -26,7 +26,7 @@ class ShardSpec:
     """`"pad"`, in evaluation: a rank for which nothing is left gets a filler, which counts for nothing."""
 
     @property
-    def may_be_uneven(self) -> bool:
+    def may_need_padding(self) -> bool:
         """Whether some ranks may run out of batches before others, and draw fillers. A single rank draws none."""
         return self.remainder == "pad" and self.world_size > 1
 
@@ -50,9 +50,9 @@ class RankBatchSampler:
     def __init__(self, order: GlobalOrder, shard: ShardSpec) -> None:
         self.order = order
         self.shard = shard
-        self.fillers: set[int] = set()
+        self.padding_steps: set[int] = set()
         """The steps of the current iteration in which this rank draws a filler. Known once the step is drawn."""
-        self.uneven: set[int] = set()
+        self.uneven_steps: set[int] = set()
         """Those in which some rank does."""
         self.loss_weights: dict[int, float] = {}
         """In `split="global"`: the weight of this rank's mean in that of the step, where it is not 1, by step."""
@@ -85,8 +85,8 @@ class RankBatchSampler:
         return self.shard.num_steps(num_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self.fillers.clear()
-        self.uneven.clear()
+        self.padding_steps.clear()
+        self.uneven_steps.clear()
         self.loss_weights.clear()
         num_samples, num_steps = self._skip if len(self._starts) == 1 else (0, 0)
         # Steps drawn by an iteration that was given up, as `DataLoader` workers draw ahead, do not count.
@@ -116,14 +116,14 @@ class RankBatchSampler:
         if left and remainder == "drop" and not num_samples:
             raise too_few_batches(self.order.batches, self.shard.world_size)
         if left and remainder != "drop":
-            self.uneven.add(len(self._num_samples))
+            self.uneven_steps.add(len(self._num_samples))
             record(num_samples + (num_samples_in(left) if batched else len(left)))
             if rank < len(left):
                 yield left[rank]
             elif remainder == "wrap":
                 yield beginning[(rank - len(left)) % len(beginning)]
             else:
-                self.fillers.add(len(self._num_samples) - 1)
+                self.padding_steps.add(len(self._num_samples) - 1)
                 yield left[0]
 
     def _draw_parts(self, num_samples: int) -> Iterator[Any]:
@@ -155,10 +155,10 @@ class RankBatchSampler:
         """Note what a part of a batch that does not divide by the ranks counts; return it, or a filler for none."""
         self.loss_weights[step] = len(part) * self.shard.world_size / len(batch)
         if len(batch) < self.shard.world_size:
-            self.uneven.add(step)
+            self.uneven_steps.add(step)
         if part:
             return part
-        self.fillers.add(step)
+        self.padding_steps.add(step)
         return batch[:1]
 
     def position(self, num_steps: int) -> dict[str, Any]:

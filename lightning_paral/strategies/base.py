@@ -155,7 +155,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
             self.lightning_module.trainer,
             self.sampling,
             self.broadcast(int(seed)),
-            run_fillers=self.forward_has_collectives,
+            run_padding=self.forward_has_collectives,
         )
         if self._position is None or self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._position = self._injection.position

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.loader import with_stream
-from lightning_paral.data.padding import Filler, Uneven
+from lightning_paral.data.padding import MaybeUneven, PaddingBatch
 from lightning_paral.data.sampler import ShardSpec
 from lightning_paral.errors import ConfigurationError
 
@@ -55,7 +55,11 @@ def loaders(
 
 
 def counted(batches: list[object]) -> list[list[int]]:
-    kept = [batch.batch if isinstance(batch, Uneven) else batch for batch in batches if not isinstance(batch, Filler)]
+    kept = [
+        batch.batch if isinstance(batch, MaybeUneven) else batch
+        for batch in batches
+        if not isinstance(batch, PaddingBatch)
+    ]
     return [batch.tolist() for batch in kept]
 
 
@@ -158,4 +162,4 @@ def agreed(lengths: list[int], remainder: str) -> list[list[object]]:
 def test_streams_that_shard_themselves_end_together() -> None:
     assert agreed([3, 5], "drop") == [[0, 1, 2], [0, 1, 2]]
     assert agreed([2, 5], "wrap") == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
-    assert agreed([1, 3], "pad") == [[0, Filler(0), Filler(0)], [0, 1, 2]]
+    assert agreed([1, 3], "pad") == [[0, PaddingBatch(0), PaddingBatch(0)], [0, 1, 2]]

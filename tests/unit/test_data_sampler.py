@@ -53,13 +53,13 @@ def test_evaluation_draws_each_sample_once_in_equally_many_steps(length, batch_s
         index
         for sampler, batches in zip(samplers, by_rank, strict=True)
         for step, batch in enumerate(batches)
-        if step not in sampler.fillers
+        if step not in sampler.padding_steps
         for index in batch
     ]
     assert sorted(counted) == list(range(length))
     assert {len(batches) for batches in by_rank} == {len(samplers[0])}
-    some_filler = set().union(*(sampler.fillers for sampler in samplers))
-    assert all(sampler.uneven == some_filler for sampler in samplers)
+    some_filler = set().union(*(sampler.padding_steps for sampler in samplers))
+    assert all(sampler.uneven_steps == some_filler for sampler in samplers)
 
 
 @given(lengths, batch_sizes, worlds, remainders)
@@ -123,7 +123,7 @@ def test_resuming_draws_what_was_left_at_any_world_size(length, batch_size, savi
         index
         for sampler, batches in zip(samplers, by_rank, strict=True)
         for step, batch in enumerate(batches, len(samplers[0]) - len(batches))
-        if step not in sampler.fillers
+        if step not in sampler.padding_steps
         for index in batch
     ]
     assert sorted(left) == sorted(expected[position["samples"] :])
@@ -168,7 +168,7 @@ def test_any_sampler_that_depends_on_the_generators_alone_is_drawn_alike(split) 
         torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
         for step, batch in enumerate(sampler):
             torch.rand(rank + 1), np.random.rand(2), random.random()  # training draws, too
-            samples += batch if step not in sampler.fillers else []
+            samples += batch if step not in sampler.padding_steps else []
 
     assert sorted(samples) == list(range(1000))
     with pytest.raises(TypeError, match="Bucketing has no length"):
@@ -239,7 +239,7 @@ def test_single_indices_are_dealt_in_turns() -> None:
         sampler.order.batched = False
 
     assert [list(sampler) for sampler in samplers] == [[0, 3, 6], [1, 4, 6], [2, 5, 6]]
-    assert [sampler.fillers for sampler in samplers] == [set(), {2}, {2}]
+    assert [sampler.padding_steps for sampler in samplers] == [set(), {2}, {2}]
 
 
 def test_options_are_checked() -> None:
