@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.data.delayed_read import ReadLater
+from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**23
@@ -37,7 +37,7 @@ class CheckedReduce:
         self._reduce = reduce
         self._marks: dict[tuple[Any, ...], Tensor] = {}
         self._wrong: Tensor | None = None
-        self._on_its_way: ReadLater | None = None
+        self._on_its_way: AsyncScalar | None = None
 
     def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
         """Return `value` reduced over `group`. *Collective*.
@@ -72,7 +72,7 @@ class CheckedReduce:
         while self._wrong is not None or self._on_its_way is not None:
             if self._on_its_way is None:
                 assert self._wrong is not None
-                self._on_its_way, self._wrong = ReadLater(self._wrong), None
+                self._on_its_way, self._wrong = AsyncScalar(self._wrong), None
             if not (wait or self._on_its_way.has_arrived):
                 return
             found, self._on_its_way = self._on_its_way, None

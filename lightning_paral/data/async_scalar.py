@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class ReadLater:
+class AsyncScalar:
     """Copies a one-element tensor to the host asynchronously, in stream order.
 
     Args:
