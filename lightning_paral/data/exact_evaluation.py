@@ -23,11 +23,11 @@ from lightning_paral.compat.lightning.evaluation import (
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_keys import CheckedResults
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
-from lightning_paral.data.uneven_results import EvaluationResults
+from lightning_paral.data.uneven_results import UnevenResults
 from lightning_paral.errors import ConfigurationError
 
 
-class ExactEvaluation:
+class ExactEvaluationLoops:
     """Takes part in the steps of Lightning's evaluation loops for the time of a run.
 
     Args:
@@ -56,15 +56,15 @@ class ExactEvaluation:
         shadow_method(loop, "on_advance_end", check_and_end_epoch, undo)
 
     def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
-        results = EvaluationResults()
+        results = UnevenResults()
         set_results(loop, results)
 
         def skipping_padding(evaluation_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
-                batch, is_padding, results.alone = resolve(batch, combined)
+                batch, is_padding, results.rank_local = resolve(batch, combined)
                 # A step that draws its batches itself: how many steps it takes may differ by rank.
-                results.alone |= dataloader_iter is not None
+                results.rank_local |= dataloader_iter is not None
                 if not is_padding:
                     evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
@@ -72,8 +72,8 @@ class ExactEvaluation:
                 # What this rank has logged earlier for this loader is used at the loader's end.
                 results.dataloader_idx = dataloader_idx if several else None
                 if self._run_padding:
-                    put_aside = EvaluationResults()
-                    put_aside.alone = True
+                    put_aside = UnevenResults()
+                    put_aside.rank_local = True
                     put_aside.dataloader_idx = results.dataloader_idx
                     set_results(loop, put_aside)
                     try:
@@ -85,7 +85,7 @@ class ExactEvaluation:
             return step
 
         def join() -> None:
-            results.alone = False
+            results.rank_local = False
             results.exchange(self._trainer.lightning_module)
 
         replace_evaluation_step(loop, skipping_padding, undo)

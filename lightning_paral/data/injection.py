@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler, injects_sampler, replace_preparation
 from lightning_paral.data import loader as loaders
-from lightning_paral.data.exact_evaluation import ExactEvaluation
+from lightning_paral.data.exact_evaluation import ExactEvaluationLoops
 from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order_rng import States
@@ -61,7 +61,7 @@ class Injection:
         self._undo = ExitStack()
         self._injected_by_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if trainer.world_size > 1:
-            ExactEvaluation(trainer, run_padding, self._undo)
+            ExactEvaluationLoops(trainer, run_padding, self._undo)
 
     def end(self) -> None:
         """Give the trainer back its own ways. The position in the data can still be asked for."""

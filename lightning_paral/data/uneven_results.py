@@ -33,7 +33,7 @@ class _Entry:
     num_samples: int
 
 
-class EvaluationResults(CheckedResults):
+class UnevenResults(CheckedResults):
     """Lightning's results with another end: one exchange, in which every rank takes part whatever it has logged.
 
     Lightning reduces key by key. A rank without a batch has no keys, and the others would wait for it.
@@ -41,13 +41,13 @@ class EvaluationResults(CheckedResults):
 
     def __init__(self) -> None:
         super().__init__(training=False)
-        self.alone = False
+        self.rank_local = False
         """Whether some rank has no batch in this step: what is synchronised per step stays this rank's own then."""
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Add a value to what is logged under `key`."""
         sync = self[key].meta.sync
-        if not (self.alone and sync.should):
+        if not (self.rank_local and sync.should):
             super().update_metrics(key, value, batch_size)
             return
         sync.should = False
