@@ -21,7 +21,7 @@ from lightning_paral.data.exact_evaluation import ExactEvaluationLoops
 from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.iterable import ShardedIterable, in_agreement
 from lightning_paral.data.order_rng import States
-from lightning_paral.data.resume import Position, Source, processed
+from lightning_paral.data.resume import DataPosition, Source, processed
 from lightning_paral.data.sampler import RankBatchSampler, ShardSpec, too_few_batches
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
@@ -56,7 +56,7 @@ class Injection:
         self._sampling = sampling
         self._seed = Seed(seed)
         self._run_padding = run_padding
-        self.position = Position(trainer, self._seed)
+        self.position = DataPosition(trainer, self._seed)
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
         self._injected_by_lightning = replace_preparation(trainer, self.prepare, self._undo)

@@ -13,7 +13,7 @@ from lightning_paral.data.sampler import RankBatchSampler
 Source = RankBatchSampler | ShardedIterable
 
 
-class Position:
+class DataPosition:
     """The position in the training loaders of a run.
 
     Args:

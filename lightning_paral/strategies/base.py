@@ -20,7 +20,7 @@ from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
 from lightning_paral.data import Injection
 from lightning_paral.data.injection import draws_as_one_process
-from lightning_paral.data.resume import Position
+from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import (
@@ -58,7 +58,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
     """Whether a forward pass waits for the other ranks, which must then all run as many."""
 
     _injection: Injection | None = None
-    _position: Position | None = None
+    _position: DataPosition | None = None
     """Of the last fit, or of the only run."""
     _data_state: dict[str, Any] | None = None
     _random_states: Sequence[dict[str, Any]] = ()
