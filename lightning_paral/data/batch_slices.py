@@ -16,7 +16,7 @@ _LIST_ITERATOR: type = type(iter([]))
 
 
 @dataclass(frozen=True)
-class CutBatches(Sequence[list[Any]]):
+class BatchSlices(Sequence[list[Any]]):
     """Consecutive batches in a range of a list, of equal size except for the last."""
 
     indices: list[Any]
@@ -31,13 +31,13 @@ class CutBatches(Sequence[list[Any]]):
     def __getitem__(self, at: int) -> list[Any]: ...
 
     @overload
-    def __getitem__(self, at: slice) -> "CutBatches": ...
+    def __getitem__(self, at: slice) -> "BatchSlices": ...
 
-    def __getitem__(self, at: int | slice) -> "list[Any] | CutBatches":
+    def __getitem__(self, at: int | slice) -> "list[Any] | BatchSlices":
         if isinstance(at, slice):
             first, last, step = at.indices(len(self))
             assert step == 1
-            return CutBatches(self.indices, self._at(first), self._at(max(first, last)), self.batch_size)
+            return BatchSlices(self.indices, self._at(first), self._at(max(first, last)), self.batch_size)
         if not 0 <= at < len(self):
             raise IndexError(at)
         return self.indices[self._at(at) : self._at(at + 1)]
@@ -53,10 +53,10 @@ class CutBatches(Sequence[list[Any]]):
 
 def num_samples_in(batches: Sequence[Any]) -> int:
     """Return the number of indices in `batches`."""
-    return batches.num_samples if isinstance(batches, CutBatches) else sum(map(len, batches))
+    return batches.num_samples if isinstance(batches, BatchSlices) else sum(map(len, batches))
 
 
-class Taking:
+class BatchTaker:
     """The batches of one iteration over a sampler.
 
     Args:
@@ -82,13 +82,13 @@ class Taking:
         if self._cuts is None:
             return list(islice(self._iterator, count))
         batch_size, drop_last = self._cuts
-        indices, start, stop = _next_of(self._iterator, count * batch_size)
+        indices, start, stop = _next_items(self._iterator, count * batch_size)
         if drop_last:
             stop -= (stop - start) % batch_size
-        return CutBatches(indices, start, stop, batch_size)
+        return BatchSlices(indices, start, stop, batch_size)
 
 
-def _next_of(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, int]:
+def _next_items(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, int]:
     """Advance `iterator` by `count` items; return a list that contains them, and their start and stop in it."""
     if count == 0:
         return [], 0, 0

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_paral.data.batch_slices import Taking
+from lightning_paral.data.batch_slices import BatchTaker
 from lightning_paral.data.order_rng import (
     OrderRandomness,
     Randomness,
@@ -100,7 +100,7 @@ class GlobalOrder:
             start = None if again is None else fitted(again, self.generators())
             randomness = SharedRandomness(self.generators(), self.agree, start)
         with randomness.drawing():
-            batches = Taking(self.batches)
+            batches = BatchTaker(self.batches)
             if beginning:
                 beginning[:] = batches.take(len(beginning))
                 batches.put_back(beginning)
@@ -116,7 +116,7 @@ class GlobalOrder:
                 chunk = batches.take(num_batches)
         yield chunk
 
-    def _skip(self, batches: Taking, num_samples: int) -> list[Any]:
+    def _skip(self, batches: BatchTaker, num_samples: int) -> list[Any]:
         """Skip `num_samples`; return the rest of the batch they end in, if they end inside one."""
         while num_samples > 0:
             taken = batches.take(1)
