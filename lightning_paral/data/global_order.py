@@ -10,12 +10,12 @@ import torch
 
 from lightning_paral.data.batch_slices import BatchTaker
 from lightning_paral.data.order_rng import (
-    OrderRandomness,
-    Randomness,
-    SharedRandomness,
+    OrderRNG,
+    SeededRNG,
+    SharedRNG,
     States,
     derive_seed,
-    fitted,
+    match_generators,
 )
 
 _CHUNK = 256  # batches drawn at a time; changing the random state costs as much as drawing some ten batches
@@ -92,14 +92,14 @@ class GlobalOrder:
             multiple_of: chunks hold a multiple of this many batches: those that all ranks draw in a step.
         """
         num_batches = max(_MIN_TURNS, -(-_CHUNK // multiple_of)) * multiple_of
-        randomness: Randomness
+        rng: OrderRNG
         if again == "seed" or (again is None and not self.shared):
             seed = derive_seed(self.seed.value, self.number, epoch, repetition)
-            randomness = OrderRandomness(seed, self.generators())
+            rng = SeededRNG(seed, self.generators())
         else:
-            start = None if again is None else fitted(again, self.generators())
-            randomness = SharedRandomness(self.generators(), self.agree, start)
-        with randomness.drawing():
+            start = None if again is None else match_generators(again, self.generators())
+            rng = SharedRNG(self.generators(), self.agree, start)
+        with rng.drawing():
             batches = BatchTaker(self.batches)
             if beginning:
                 beginning[:] = batches.take(len(beginning))
@@ -107,12 +107,12 @@ class GlobalOrder:
             batches.put_back(self._skip(batches, num_samples_to_skip))
             chunk = batches.take(num_batches)
         if began is not None:
-            began(randomness.start if isinstance(randomness, SharedRandomness) else None)
+            began(rng.start if isinstance(rng, SharedRNG) else None)
         if self.compare is not None:
             self.compare(checksum(chunk))
         while len(chunk) == num_batches:
             yield chunk
-            with randomness.drawing():
+            with rng.drawing():
                 chunk = batches.take(num_batches)
         yield chunk
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_paral.data.global_order import Seed
-from lightning_paral.data.order_rng import OrderRandomness, derive_seed
+from lightning_paral.data.order_rng import SeededRNG, derive_seed
 from lightning_paral.data.padding import PaddingBatch
 from lightning_paral.data.sampler import ShardSpec, too_few_batches
 
@@ -69,11 +69,11 @@ class ShardedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        randomness = OrderRandomness(derive_seed(self._seed.value, self._number, self._epoch, self._num_iterations))
+        rng = SeededRNG(derive_seed(self._seed.value, self._number, self._epoch, self._num_iterations))
         num_samples_to_skip = self._skip if not self._num_iterations else 0
         self._num_iterations += 1
         beginning: list[Any] = []
-        with randomness.drawing():
+        with rng.drawing():
             stream = iter(self.dataset)
             if num_samples_to_skip >= self.turn_size:
                 first, part, size = self._read_turn(stream, keep=True)
@@ -83,7 +83,7 @@ class ShardedIterable(IterableDataset[Any]):
                 pass
         for turn in count():
             mine = turn % num_workers == number
-            with randomness.drawing():
+            with rng.drawing():
                 first, part, size = self._read_turn(stream, mine or not turn)
             beginning = beginning or part or first
             if size == self.turn_size or self._is_whole(size):

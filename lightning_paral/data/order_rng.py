@@ -19,14 +19,14 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Randomness(Protocol):
+class OrderRNG(Protocol):
     """What an order is drawn under."""
 
     def drawing(self) -> AbstractContextManager[None]:
         """Return a context in which the order draws."""
 
 
-class OrderRandomness:
+class SeededRNG:
     """The global generators of torch (CPU), numpy and `random` as an order sees them, from seed to exhaustion.
 
     Inside `drawing()` they are where the order left them the last time; outside, where everybody else did.
@@ -93,14 +93,14 @@ def set_states(states: States, generators: Sequence[torch.Generator]) -> None:
         generator.set_state(state)
 
 
-def fitted(states: States, generators: Sequence[torch.Generator]) -> States:
+def match_generators(states: States, generators: Sequence[torch.Generator]) -> States:
     """Return `states` for `generators`, of which there may be others by now: those begin where they are."""
     if len(states) == _NUM_GLOBAL + len(generators):
         return states
     return (*states[:_NUM_GLOBAL], *(generator.get_state() for generator in generators))
 
 
-class SharedRandomness:
+class SharedRNG:
     """The generators as one process has them: an order draws from where everybody else left them, and they go on.
 
     All ranks draw from rank 0's. A rank's own generator goes on behind the order only where it was the same as rank 0's
