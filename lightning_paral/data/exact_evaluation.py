@@ -1,4 +1,4 @@
-"""Lightning's evaluation loops, made to count each sample once: they pass over fillers and join uneven results."""
+"""Make Lightning's evaluation loops count each sample once: skip padding batches and join uneven results."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -28,12 +28,12 @@ from lightning_paral.errors import ConfigurationError
 
 
 class ExactEvaluationLoops:
-    """Takes part in the steps of Lightning's evaluation loops for the time of a run.
+    """Changes Lightning's evaluation and prediction loops for a run.
 
     Args:
         trainer: its loops for validation, test and prediction are changed until `undo` is closed.
-        run_padding: whether a filler step has to be run, for the collectives in it, or only passed over.
-        undo: takes what undoes the changes.
+        run_padding: whether to run the step of a padding batch, because it contains collectives, or to skip it.
+        undo: stack that the functions to undo the changes are pushed to.
     """
 
     def __init__(self, trainer: Trainer, run_padding: bool, undo: ExitStack) -> None:
@@ -45,6 +45,7 @@ class ExactEvaluationLoops:
         self._check_training(trainer, undo)
 
     def _check_training(self, trainer: Trainer, undo: ExitStack) -> None:
+        """Check at the end of each training epoch that the ranks logged the same keys."""
         loop, end_epoch = trainer.fit_loop, trainer.fit_loop.on_advance_end
         results = CheckedResults()
         set_results_of_fit(trainer, results)
@@ -63,19 +64,19 @@ class ExactEvaluationLoops:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
                 batch, is_padding, results.rank_local = resolve(batch, combined)
-                # A step that draws its batches itself: how many steps it takes may differ by rank.
+                # A step that draws its batches itself may do so a different number of times on each rank.
                 results.rank_local |= dataloader_iter is not None
                 if not is_padding:
                     evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
                 several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
-                # What this rank has logged earlier for this loader is used at the loader's end.
+                # At the end of the loader Lightning uses what this rank has logged for it in earlier steps.
                 results.dataloader_idx = dataloader_idx if several else None
                 if self._run_padding:
-                    put_aside = UnevenResults()
-                    put_aside.rank_local = True
-                    put_aside.dataloader_idx = results.dataloader_idx
-                    set_results(loop, put_aside)
+                    discarded = UnevenResults()
+                    discarded.rank_local = True
+                    discarded.dataloader_idx = results.dataloader_idx
+                    set_results(loop, discarded)
                     try:
                         hook_name = "test_step" if self._trainer.testing else "validation_step"
                         self._run_padding_step(loop, hook_name, batch, batch_idx, dataloader_idx if several else None)
@@ -113,7 +114,7 @@ class ExactEvaluationLoops:
         batch_idx: int,
         dataloader_idx: int | None,
     ) -> None:
-        """Call the step with a batch that does not count. *Collective* where the step is."""
+        """Run the step of a padding batch and roll back its side effects. *Collective* if the step is."""
         trainer = self._trainer
         if batch is None:
             raise ConfigurationError(
@@ -126,25 +127,25 @@ class ExactEvaluationLoops:
 
 
 def resolve(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]:
-    """Return the batch as the user's loaders made it, whether it is a filler, and whether another rank's may be.
+    """Return the user's batch, whether it is padding, and whether that of another rank may be.
 
-    Several loaders that are read at once, and not one after the other, end as in one process: with the shortest in
-    `"min_size"`, else with the longest.
+    Loaders that are read side by side (`"min_size"`, `"max_size"`, `"max_size_cycle"`) end as in one process: with the
+    shortest for `"min_size"`, otherwise with the longest.
     """
     mode = mode_of(combined)
     if mode == "sequential":
         return _unwrap(batch), isinstance(batch, PaddingBatch), isinstance(batch, PaddingBatch | MaybeUneven)
     items = items_of(combined, batch)
     lengths = [sized_len(loader) or 0 for loader in combined.flattened]
-    decisive = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
+    of_longest = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
     if mode == "min_size":
         is_padding = any(isinstance(item, PaddingBatch) for item in items)
     else:
-        is_padding = all(isinstance(item, PaddingBatch) for item in decisive)
+        is_padding = all(isinstance(item, PaddingBatch) for item in of_longest)
     if mode == "max_size" and not is_padding:
         items = [None if isinstance(item, PaddingBatch) else item for item in items]
-    uneven_steps = any(isinstance(item, PaddingBatch | MaybeUneven) for item in items)
-    return batch_of(combined, [_unwrap(item) for item in items]), is_padding, uneven_steps
+    uneven = any(isinstance(item, PaddingBatch | MaybeUneven) for item in items)
+    return batch_of(combined, [_unwrap(item) for item in items]), is_padding, uneven
 
 
 def _unwrap(batch: Any) -> Any:

@@ -1,27 +1,32 @@
-"""The predictions of all ranks, put together as one process would have returned them."""
+"""Gather the predictions of all ranks in the order in which one process returns them."""
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.sampler import ShardSpec
+from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.errors import ConfigurationError
 
 
 class GatherPredictions(Callback):
-    """Lets `trainer.predict` return on every rank what one process would return: each sample once, in its order.
+    """Makes `trainer.predict` return on every rank what one process returns: each sample once, in the same order.
 
-    `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU. With `split="global"` the
-    parts of a batch are joined: predictions are then tensors, lists, or dicts and tuples of them, one item per sample.
+    `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU. `split="global"` joins
+    the parts of each batch: predictions must then be tensors or lists with one item per sample, or dicts or tuples of
+    them.
     """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the predictions. *Collective* over the world."""
+        """Gather the predictions on all ranks. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: the order of a loader is unknown, or parts of a batch cannot be joined.
+        """
         loop = trainer.predict_loop
         if trainer.world_size == 1 or not loop.return_predictions:
             return
@@ -30,9 +35,8 @@ class GatherPredictions(Callback):
         for loader, predictions in zip(loaders, of_loaders, strict=True):
             shard, padding_steps = _shard_of(loader)
             steps = (step for step in range(len(predictions) + len(padding_steps)) if step not in padding_steps)
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, dict(zip(steps, predictions, strict=False)))
-            predictions[:] = _by_turns(gathered) if shard.split == "batch" else _joined(gathered)
+            gathered = gather_objects(dict(zip(steps, predictions, strict=False)))
+            predictions[:] = _in_turn(gathered) if shard.split == "batch" else _joined(gathered)
 
 
 def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
@@ -48,13 +52,14 @@ def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
     )
 
 
-def _by_turns(gathered: list[dict[int, Any]]) -> list[Any]:
+def _in_turn(gathered: list[dict[int, Any]]) -> list[Any]:
+    """Return the batches of all ranks, rank by rank in each step."""
     num_steps = max(max(of_rank, default=-1) for of_rank in gathered) + 1
     return [of_rank[step] for step in range(num_steps) for of_rank in gathered if step in of_rank]
 
 
 def _joined(gathered: list[dict[int, Any]]) -> list[Any]:
-    """Join the parts of each step. Sample number s of all is on rank s modulo the world size."""
+    """Join the parts of each batch. Sample number `s` of all samples is on rank `s % world_size`."""
     batches: list[Any] = []
     num_samples, world_size = 0, len(gathered)
     for step in range(max(max(of_rank, default=-1) for of_rank in gathered) + 1):
@@ -79,7 +84,7 @@ def _num_samples(part: Any) -> int:
 
 
 def _interleave(parts: list[Any]) -> Any:
-    """Join parts of which the first holds samples 0, n, 2n, ... of a batch, the second 1, n + 1, and so on."""
+    """Join `n` parts of a batch: the first holds samples 0, n, 2n, ..., the second 1, n + 1, ..., and so on."""
     if isinstance(parts[0], dict):
         return {key: _interleave([part[key] for part in parts]) for key in parts[0]}
     if isinstance(parts[0], tuple):

@@ -67,7 +67,7 @@ def _global_batch_size(loader: Any, world_size: int) -> int | None:
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, RankBatchSampler):
         size = getattr(sampler.order.batches, "batch_size", None)
-        world_size = 1 if sampler.share.split == "global" else world_size
+        world_size = 1 if sampler.shard.split == "global" else world_size
     else:
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     return size * world_size if isinstance(size, int) else None

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_paral.data.global_order import Seed
-from lightning_paral.data.iterable import ShardedIterable, in_agreement
-from lightning_paral.data.loader import with_stream
+from lightning_paral.data.iterable import ShardedIterable, with_stream
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch
 from lightning_paral.data.sampler import ShardSpec
+from lightning_paral.data.self_sharded import in_lockstep
 from lightning_paral.errors import ConfigurationError
 
 exactly = settings(deadline=None, max_examples=60)
@@ -153,7 +153,7 @@ def agreed(lengths: list[int], remainder: str) -> list[list[object]]:
 
         shard = ShardSpec(rank=rank, world_size=len(lengths), split="batch", remainder=remainder)
         any_has, all_have = (lambda flag: any(all_flags(flag))), (lambda flag: all(all_flags(flag)))
-        return list(in_agreement(restart(), restart, shard, any_has, all_have))
+        return list(in_lockstep(restart(), restart, shard, any_has, all_have))
 
     with ThreadPoolExecutor(len(lengths)) as threads:
         return list(threads.map(run, range(len(lengths))))
