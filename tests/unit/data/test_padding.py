@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryStatScores
 
-from lightning_paral.data.padding import without_trace
+from lightning_paral.data.padding import rollback_side_effects
 
 
 class Hoarder(nn.Module):
@@ -65,7 +65,7 @@ def test_everything_is_as_before() -> None:
         module.step(torch.randn(6, 4))
     before, objects = picture(module), {name: id(value) for name, value in vars(module).items()}
 
-    with without_trace(module):
+    with rollback_side_effects(module):
         module.step(torch.randn(3, 4))
         module.step(torch.randn(3, 4))
         assert not same(picture(module), before)
@@ -82,7 +82,7 @@ def test_a_step_that_fails_leaves_no_trace_either() -> None:
     before = picture(module)
 
     try:
-        with without_trace(module):
+        with rollback_side_effects(module):
             module.step(torch.randn(3, 4))
             raise KeyError
     except KeyError:
@@ -95,7 +95,7 @@ def test_parameters_are_left_alone() -> None:
     module = nn.Linear(2, 2)
     module.kept = {"weight": module.weight}
 
-    with without_trace(module):
+    with rollback_side_effects(module):
         module.weight.data = torch.ones(3, 3)
 
     assert torch.equal(module.weight, torch.ones(3, 3))

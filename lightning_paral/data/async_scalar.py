@@ -1,14 +1,14 @@
-"""Read a number from a device later, once it has arrived on the host, without waiting."""
+"""Read a number from a device without waiting for the device."""
 
 import torch
 from torch import Tensor
 
 
-class ReadLater:
+class AsyncScalar:
     """Copies a one-element tensor to the host asynchronously, in stream order.
 
     Args:
-        tensor: the tensor to read; it may change afterwards.
+        tensor: the tensor to read, on any device; later changes of it are not seen.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -27,7 +27,7 @@ class ReadLater:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> float | int | bool:
-        """Return the number; wait for it if it has not arrived."""
+        """Return the number; wait for the copy if it has not arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.item()
