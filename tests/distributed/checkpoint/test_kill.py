@@ -21,7 +21,12 @@ NUM_KILLS = 16
 
 @pytest.mark.parametrize(
     ("strategy", "form", "mode"),
-    [("ddp", "full", "sync"), ("ddp", "sharded", "async"), ("fsdp", "sharded", "sync"), ("ddp", "full", "async")],
+    [
+        ("paral_ddp", "full", "sync"),
+        ("paral_ddp", "sharded", "async"),
+        ("paral_fsdp", "sharded", "sync"),
+        ("paral_ddp", "full", "async"),
+    ],
 )
 def test_ranks_killed_while_saving_leave_what_is_complete(tmp_path: Path, strategy: str, form: str, mode: str) -> None:
     command = [sys.executable, "-m", "tests.distributed.checkpoint.killed", str(tmp_path / "run"), strategy, form, mode]
