@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import AveragingCallbacks, forget_ended
 from lightning_paral.averaging.shards import WeightShards
-from lightning_paral.checkpoint.save_plan import CURRENT_KEY
+from lightning_paral.checkpoint.tree import CURRENT_KEY
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
 from lightning_paral.data import LoaderDistributor
