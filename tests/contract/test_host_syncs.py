@@ -21,7 +21,7 @@ from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-ON_THE_HOST = {"data/injection.py: _agreed: __bool__", "data/delayed_read.py: read: item"}
+ON_THE_HOST = {"distributed/host_exchange.py: _reduce: __bool__", "data/async_scalar.py: read: item"}
 """Reads of tensors that are on the host on every machine."""
 
 LABELS = (
