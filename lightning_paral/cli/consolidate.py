@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lightning_paral.checkpoint.consolidate import Cast, select, size_of, write_file
+from lightning_paral.checkpoint.consolidate import Cast, check_outside, select, size_of, write_file
 from lightning_paral.checkpoint.formats.hugging_face_folder import contents_of, write_folder
 from lightning_paral.checkpoint.formats.safetensors import write_safetensors
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.output_path import check_outside
-from lightning_paral.checkpoint.resolve import read_manifest, read_present
+from lightning_paral.checkpoint.resolve import read_current, read_manifest
 from lightning_paral.checkpoint.state.prefix import as_prefix, without_prefix
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError, ConfigurationError
@@ -39,7 +38,7 @@ def consolidate(arguments: list[str]) -> None:
         check_outside(out, here)
         return load(here, RankGroup(), weights_only=not options.trust), read_manifest(here)
 
-    found, manifest = read_present(options.checkpoint, RankGroup(), read)
+    found, manifest = read_current(options.checkpoint, RankGroup(), read)
     kept = select(found, weights_only=options.weights_only or not as_checkpoint, dtype=_DTYPES.get(options.dtype))
     prefix = None if options.strip_prefix is None else as_prefix(options.strip_prefix)
     write = _Writer(out, max_shard_bytes)

@@ -13,16 +13,16 @@ LARGE_BYTES = 1024 * 1024
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give all ranks rank 0's values of `tensors`, in place. *Collective* over the world.
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give all ranks of `group` the values of its first rank, in place. *Collective* over `group`; `None` is the world.
 
     Tensors travel as bytes, so those of all dtypes go together. Their version counters stay as they are, as under DDP:
     a graph of an earlier forward pass can still run backward.
     """
     for bucket in _buckets(tensors):
         flat = _bytes_of(bucket[0]) if len(bucket) == 1 else torch.cat([_bytes_of(tensor) for tensor in bucket])
-        dist.broadcast(flat, src=0, group=group_for(flat))
-        if dist.get_rank() == 0:
+        dist.broadcast(flat, group_src=0, group=group_for(flat) if group is None else group)
+        if dist.get_rank(group) == 0:
             continue
         parts = torch.split(flat, [tensor.numel() * tensor.element_size() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):
