@@ -27,8 +27,8 @@ from lightning_paral import STRATEGIES, Offload
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
 from tests.benchmarks import results
-from tests.models import quiet_trainer
 from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
 
 NUM_RANKS = 2
 NUM_STEPS = 20

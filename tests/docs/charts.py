@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-ROW, LEFT, WIDTH, TOP, RIGHT = 26, 190, 760, 74, 84
+ROW, LEFT, WIDTH, TOP, RIGHT = 26, 210, 820, 74, 130
 INK, FAINT, DOT, PAPER = "#1f2430", "#c9ced8", "#3949ab", "#ffffff"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.docs.commands import render_commands
 from tests.docs.errors import render_errors
 from tests.docs.options import render_options
-from tests.docs.results_pages import blocks_of_correctness, blocks_of_measurements, correctness_chart, steps_chart
+from tests.docs.results_pages import blocks_of_correctness, blocks_of_measurements, correctness_chart, measured_chart
 from tests.docs.tree import blocks_of_architecture
 
 ROOT = Path(__file__).parents[2]
@@ -29,15 +29,21 @@ def filled(path: Path, blocks: dict[str, str]) -> str:
     return text
 
 
+def _example() -> str:
+    path = ROOT / "examples" / "flat_all_reduce.py"
+    return f'```python title="{path.name}"\n{path.read_text()}```'
+
+
 PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "options.md": render_options,
     DOCS / "reference" / "commands.md": render_commands,
     DOCS / "reference" / "errors.md": render_errors,
     DOCS / "architecture.md": lambda: filled(DOCS / "architecture.md", blocks_of_architecture()),
+    DOCS / "guides" / "own-strategy.md": lambda: filled(DOCS / "guides" / "own-strategy.md", {"example": _example()}),
     DOCS / "correctness.md": lambda: filled(DOCS / "correctness.md", blocks_of_correctness()),
     DOCS / "assets" / "correctness.svg": correctness_chart,
     DOCS / "measurements.md": lambda: filled(DOCS / "measurements.md", blocks_of_measurements()),
-    DOCS / "assets" / "steps.svg": steps_chart,
+    DOCS / "assets" / "measured.svg": measured_chart,
 }
 """By path: what renders the file."""
 

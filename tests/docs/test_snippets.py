@@ -49,6 +49,8 @@ def files_of_readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.deepspeed
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_CODE, ids=names)
 def test_snippets_and_commands_of_a_page_run(path: Path, on_ranks, files_of_readers: Path, tmp_path: Path) -> None:
     for file in files_of_readers.iterdir():
@@ -147,7 +149,7 @@ def test_blocks_are_of_known_languages_and_options_exist(path: Path) -> None:
             assert not list(wrong_options(block.text)), block.text
         elif block.language == "bash":
             for line in block.lines:
-                assert command_of(line).program in ("paral", "python", "pip", "apt-get"), line
+                assert command_of(line).program in ("paral", "python", "pip", "pytest", "apt-get"), line
     for code in inline_calls(path.read_text()):
         assert not list(wrong_options(code)), code
 
