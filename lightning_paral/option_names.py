@@ -3,9 +3,9 @@
 import difflib
 from collections.abc import Collection
 
-_OF_CLASS: dict[str, set[str]] = {}
+_OPTIONS_BY_CLASS: dict[str, set[str]] = {}
 
-_ELSEWHERE = {
+_EQUIVALENTS = {
     "ParalFSDPStrategy": {
         "auto_wrap_policy": "units=..., with classes, their names, or a function of name and module",
         "activation_checkpointing_policy": "activation_checkpointing=ActivationCheckpointing(units=...)",
@@ -52,23 +52,23 @@ _ELSEWHERE = {
 """By class: options of Lightning's strategies and of DeepSpeed that are written in another way here."""
 
 
-def remember_options(owner: str, options: Collection[str]) -> None:
+def register_options(owner: str, options: Collection[str]) -> None:
     """Remember that `owner` has these `options`, for messages about it and about other classes."""
-    _OF_CLASS.setdefault(owner, set()).update(options)
+    _OPTIONS_BY_CLASS.setdefault(owner, set()).update(options)
 
 
-def is_of_ours(owner: str) -> bool:
+def has_registered_options(owner: str) -> bool:
     """Whether the class named `owner` has options that are known here."""
-    return owner in _OF_CLASS
+    return owner in _OPTIONS_BY_CLASS
 
 
 def explain_unknown_option(owner: str, option: str) -> str:
     """Say that `owner` has no such option, and which of its own or of another class's may be meant."""
-    return f"{owner} has no option {option!r}.{_hint(owner, option, _OF_CLASS[owner])}"
+    return f"{owner} has no option {option!r}.{_hint(owner, option, _OPTIONS_BY_CLASS[owner])}"
 
 
 def _hint(owner: str, option: str, known: Collection[str]) -> str:
-    instead = _ELSEWHERE.get(owner, {}).get(option)
+    instead = _EQUIVALENTS.get(owner, {}).get(option)
     if instead is not None:
         return f" {instead}." if instead.startswith("Leave it out") else f" Use {instead}."
     near = difflib.get_close_matches(option, sorted(known), n=3, cutoff=0.7)
@@ -76,10 +76,12 @@ def _hint(owner: str, option: str, known: Collection[str]) -> str:
         near = [name for name in sorted(known) if option in name or name in option]
     if near:
         return f" Did you mean {' or '.join(near[:3])}?"
-    others = [name for name, options in sorted(_OF_CLASS.items()) if option in options and name.startswith("Paral")]
+    others = [
+        name for name, options in sorted(_OPTIONS_BY_CLASS.items()) if option in options and name.startswith("Paral")
+    ]
     if others:
         return f" It is an option of {' and of '.join(others)}."
-    return f" It has: {', '.join(sorted(set(known) - _SET_BY_THE_TRAINER))}."
+    return f" It has: {', '.join(sorted(set(known) - _SET_BY_TRAINER))}."
 
 
-_SET_BY_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "checkpoint_io"}
+_SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "checkpoint_io"}

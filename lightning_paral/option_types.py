@@ -12,7 +12,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, remember_options
+from lightning_paral.option_names import explain_unknown_option, register_options
 
 Init = TypeVar("Init", bound=Callable[..., None])
 Class = TypeVar("Class", bound=type)
@@ -54,7 +54,7 @@ def checked_options(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     num_positional = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
-    remember_options(owner, named)
+    register_options(owner, named)
 
     @wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,11 @@ def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
     given = f"the class {name}" if isinstance(value, type) else _with_article(name)
     if isinstance(value, list | tuple | set) and value:
         given += f" of {type(next(iter(value))).__name__}"
-    remedy = _REMEDIES.get((owner, option)) or _REMEDIES.get(("", option)) or f"Give {_either(_words(annotation))}."
+    remedy = (
+        _REMEDIES.get((owner, option))
+        or _REMEDIES.get(("", option))
+        or f"Give {_join_with_or(_describe_types(annotation))}."
+    )
     if isinstance(value, float) and value.is_integer() and allows(annotation, int(value)):
         remedy = f"Give {int(value)}, an integer."
     raise ConfigurationError(f"{owner}({option}={reprlib.repr(value)}): {option} cannot be {given}. {remedy}")
@@ -201,7 +205,7 @@ def _members(annotation: Any) -> list[Any]:
     return [NoneType if annotation is None else annotation]
 
 
-def _words(annotation: Any) -> list[str]:
+def _describe_types(annotation: Any) -> list[str]:
     words: list[str] = []
     for kind in _members(annotation):
         origin = typing.get_origin(kind)
@@ -218,11 +222,11 @@ def _words(annotation: Any) -> list[str]:
         elif dataclasses.is_dataclass(kind):
             words.append(f"{kind.__name__}(...)")  # type: ignore[union-attr]
         else:
-            words.append(_PLAIN.get(kind) or _with_article(kind.__name__))
+            words.append(_NAMES_OF_TYPES.get(kind) or _with_article(kind.__name__))
     return sorted(dict.fromkeys(words), key="None".__eq__)
 
 
-_PLAIN: dict[Any, str] = {
+_NAMES_OF_TYPES: dict[Any, str] = {
     bool: "True or False",
     float: "a number",
     int: "an integer",
@@ -236,5 +240,5 @@ def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
-def _either(words: list[str]) -> str:
+def _join_with_or(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

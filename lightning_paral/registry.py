@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.other_trainers import refuse_namesakes
+from lightning_paral.other_trainers import refuse_in_other_trainers
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 
@@ -109,11 +109,11 @@ def register_strategies() -> None:
         StrategyRegistry.register(
             entry.name, entry.strategy, description=entry.description, override=True, **entry.arguments
         )
-    check_before_lookup(accelerator_connector, _explain_unknown)
-    refuse_namesakes(tuple(entry.name for entry in STRATEGIES))
+    check_before_lookup(accelerator_connector, _reject_unknown)
+    refuse_in_other_trainers(tuple(entry.name for entry in STRATEGIES))
 
 
-def _explain_unknown(strategy: Any) -> None:
+def _reject_unknown(strategy: Any) -> None:
     """Raise an error that says what to write if `strategy` is a class, or a misspelled `paral_*` name."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ConfigurationError(
@@ -123,11 +123,11 @@ def _explain_unknown(strategy: Any) -> None:
     if not isinstance(strategy, str):
         return
     name = strategy.lower()  # as Lightning looks it up
-    if name not in StrategyRegistry and _is_meant_as_ours(name):
+    if name not in StrategyRegistry and _looks_like_ours(name):
         raise ConfigurationError(explain_unknown_name(name))
 
 
-def _is_meant_as_ours(name: str) -> bool:
+def _looks_like_ours(name: str) -> bool:
     names = [entry.name for entry in STRATEGIES]
     return name.startswith("paral") or f"paral_{name}" in names or bool(difflib.get_close_matches(name, names, 1, 0.85))
 

@@ -3,14 +3,14 @@
 import sys
 
 from lightning_paral.cli.consolidate import consolidate
-from lightning_paral.cli.inspect import print_contents
+from lightning_paral.cli.inspect import inspect
 from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
-from lightning_paral.cli.verify import print_faults
+from lightning_paral.cli.verify import verify
 from lightning_paral.cli.version import print_version
 from lightning_paral.distributed.process_group import is_first_to_say
+from lightning_paral.error_report import has_user_cause
 from lightning_paral.errors import CheckpointError, ConfigurationError
-from lightning_paral.reported import has_cause_of_users
 
 _USAGE = """\
 usage: paral COMMAND [options]
@@ -27,8 +27,8 @@ usage: paral COMMAND [options]
 _COMMANDS = {
     "strategies": print_strategies,
     "consolidate": consolidate,
-    "verify": print_faults,
-    "inspect": print_contents,
+    "verify": verify,
+    "inspect": inspect,
 }
 
 
@@ -47,7 +47,7 @@ def main() -> None:
         else:
             sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
     except (ConfigurationError, CheckpointError) as error:
-        if command in TRAINER_COMMANDS and has_cause_of_users(error):
+        if command in TRAINER_COMMANDS and has_user_cause(error):
             raise
         sys.exit(f"paral: {error}" if is_first_to_say(str(error)) else 1)
 

@@ -139,7 +139,7 @@ class _Writer:
         return [self._out]
 
     def safetensors(self, weights: dict[str, Any]) -> list[Path]:
-        _tell_what_is_no_tensor(weights)
+        _report_what_is_left_out(weights)
         written: list[Path] = self._run(
             size_of({"state_dict": weights}),
             lambda progress: write_safetensors(weights, self._out, self._max_shard_bytes, progress),
@@ -157,14 +157,14 @@ class _Writer:
                 "not have the model's class.",
                 file=sys.stderr,
             )
-        _tell_what_is_no_tensor(kept["state_dict"])
+        _report_what_is_left_out(kept["state_dict"])
         written: list[Path] = self._run(
             contents.nbytes, lambda progress: write_folder(contents, self._out, self._max_shard_bytes, progress)
         )
         return written
 
 
-def _tell_what_is_no_tensor(weights: dict[str, Any]) -> None:
+def _report_what_is_left_out(weights: dict[str, Any]) -> None:
     names = [name for name, value in weights.items() if not isinstance(value, torch.Tensor | Cast)]
     if names:
         print(f"Left out, as safetensors holds tensors only: {', '.join(names)}.", file=sys.stderr)

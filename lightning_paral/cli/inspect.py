@@ -11,9 +11,9 @@ from lightning_paral.checkpoint.integrity import named_tensors
 from lightning_paral.checkpoint.load import look
 
 
-def print_contents(arguments: list[str]) -> None:
+def inspect(arguments: list[str]) -> None:
     """Print who saved a checkpoint, when in training, and its tensors with their sizes."""
-    parser = argparse.ArgumentParser(prog="paral inspect", description=print_contents.__doc__)
+    parser = argparse.ArgumentParser(prog="paral inspect", description=inspect.__doc__)
     parser.add_argument("checkpoint", help="a path or URL; a checkpoint of this package, Lightning or DeepSpeed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, is_of_ours
+from lightning_paral.option_names import explain_unknown_option, has_registered_options
 
 _MAX_LINES = 12
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)":')
@@ -76,7 +76,7 @@ class _Cause:
             strays = sorted(set(value) - {"class_path", "init_args", "dict_kwargs"})
             if strays:
                 return f"{strays[0]!r} stands beside class_path. Options of a class go under init_args."
-        if cls is None or not is_of_ours(cls.__name__):
+        if cls is None or not has_registered_options(cls.__name__):
             return None
         try:
             cls(**{self.option: value})  # its constructor says it best
@@ -117,7 +117,7 @@ def _explain_name(cls: type | None, class_path: str | None, name: str) -> str | 
             return None
         known = [name for name in dir(importlib.import_module(class_path)) if name[0].isupper()]
         return f"There is no {class_path}.{name}.{_nearest(name, known)}"
-    if is_of_ours(cls.__name__):
+    if has_registered_options(cls.__name__):
         return explain_unknown_option(cls.__name__, name)
     return f"{cls.__name__} has no option {name!r}.{_nearest(name, list(inspect.signature(cls).parameters))}"
 

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_paral.cli.parser import BriefParser
 from lightning_paral.compat.lightning.command_line import CheckpointChoiceCLI
-from lightning_paral.reported import inner_error
+from lightning_paral.error_report import unwrap_parser_error
 
 TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
 
@@ -53,7 +53,7 @@ class AnyModelCLI(CheckpointChoiceCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise inner_error(error) or error from None
+            raise unwrap_parser_error(error) or error from None
 
 
 def run_trainer_command() -> None:

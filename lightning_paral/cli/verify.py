@@ -6,9 +6,9 @@ import sys
 from lightning_paral.checkpoint.integrity import DamagedError, check
 
 
-def print_faults(arguments: list[str]) -> None:
+def verify(arguments: list[str]) -> None:
     """Check a checkpoint: its manifest, sizes and checksums of its files, and that every tensor is covered once."""
-    parser = argparse.ArgumentParser(prog="paral verify", description=print_faults.__doc__)
+    parser = argparse.ArgumentParser(prog="paral verify", description=verify.__doc__)
     parser.add_argument("checkpoint", help="a path or URL")
     parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
     options = parser.parse_args(arguments)

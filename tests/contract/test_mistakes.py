@@ -27,8 +27,8 @@ from lightning_paral import (
     ParalZeROStrategy,
 )
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import CheckpointError
-from lightning_paral.reported import report_briefly
 from tests.models import Regression, quiet_trainer, regression_data
 
 NAMES = [
@@ -341,7 +341,7 @@ def test_errors_with_a_cause_in_the_users_code_keep_their_place(
 ) -> None:
     reported = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: reported.append(error[1]))
-    report_briefly()
+    install_brief_excepthook()
 
     def explained(inside: Any) -> BaseException:
         try:
