@@ -1,4 +1,4 @@
-"""How an error that nobody catches is reported: the lines of the user's own code, then what is wrong, once."""
+"""Report uncaught errors of this package briefly: the user's own lines and the message, once per host."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from lightning_paral.errors import ParalError
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
-"""The environment variable that brings back every frame and every cause if it is set to `full`."""
+"""The environment variable that restores complete tracebacks if it is `full`."""
 
 _INTERNALS = (
     "lightning_paral",
@@ -29,10 +29,10 @@ _INTERNALS = (
 
 
 def install_brief_excepthook() -> None:
-    """Let errors of this package that end the process be printed without the frames of libraries.
+    """Print uncaught errors of this package without the frames of libraries.
 
-    Where several ranks of a host end with the same error, one of them prints it. Errors with a cause in the user's own
-    code, as in a training step, are printed in full; so is every other error.
+    If several ranks of a host end with the same error, one of them prints it. An error of this package that has a cause
+    in user code, such as a training step, is printed in full, and so are all other errors.
     """
     if not isinstance(sys.excepthook, _BriefExceptHook):
         sys.excepthook = _BriefExceptHook(sys.excepthook)
@@ -55,7 +55,7 @@ class _BriefExceptHook:
 
 
 def unwrap_parser_error(error: BaseException) -> ParalError | None:
-    """Return the error of ours that a parser put its own words around, `None` if there is none."""
+    """Return the `ParalError` inside an error of jsonargparse, or `None` if there is none."""
     trace = list(traceback.walk_tb(error.__traceback__))
     parser = sys.modules.get("jsonargparse")
     if not isinstance(error, ValueError) or parser is None or not trace:
@@ -71,7 +71,7 @@ def unwrap_parser_error(error: BaseException) -> ParalError | None:
 
 
 def has_user_cause(error: BaseException) -> bool:
-    """Whether an error that led to this one was raised below a line of the user's, as in a training step."""
+    """Return whether `error` was caused by an error raised below user code, such as a training step."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while cause is not None:
         if any(True for _ in _user_frames(cause.__traceback__)):

@@ -1,4 +1,4 @@
-"""Explain unknown keywords: misspelt ones, those of another class, and those of other packages' strategies."""
+"""Explain unknown options: misspelled ones, and those of another class, of Lightning or of DeepSpeed."""
 
 import difflib
 from collections.abc import Collection
@@ -18,7 +18,7 @@ _EQUIVALENTS = {
         "state_dict_type": "checkpoint='full' or 'sharded'",
         "save_distributed_checkpoint": "checkpoint='full' or 'sharded'",
         "use_orig_params": "Leave it out: FSDP2 always keeps the parameters",
-        "sync_module_states": "Leave it out: all ranks begin with rank 0's values",
+        "sync_module_states": "Leave it out: all ranks start with rank 0's values",
         "backward_prefetch": "prefetch=...",
         "forward_prefetch": "prefetch=...",
         "limit_all_gathers": "prefetch=...",
@@ -37,11 +37,11 @@ _EQUIVALENTS = {
         "reduce_bucket_size": "reduce_bucket_numel=...",
         "allgather_bucket_size": "gather_bucket_numel=...",
         "contiguous_gradients": "deepspeed_config={'zero_optimization': {'contiguous_gradients': ...}}",
-        "logging_batch_size_per_gpu": "Leave it out: the loader's batch size counts",
+        "logging_batch_size_per_gpu": "Leave it out: the batch size is that of the loader",
         "cpu_checkpointing": "activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True)",
         "partition_activations": "activation_checkpointing=ActivationCheckpointing(...)",
         "initial_scale_power": "deepspeed_config={'fp16': {...}}",
-        "load_full_weights": "Leave it out: every checkpoint is loaded",
+        "load_full_weights": "Leave it out: full and sharded checkpoints are recognized",
         "start_method": "Leave it out: the script is run again for each further rank",
     },
     "ParalDPStrategy": {
@@ -49,21 +49,21 @@ _EQUIVALENTS = {
         "process_group_backend": "paral_ddp, which has several processes; paral_dp has one",
     },
 }
-"""By class: options of Lightning's strategies and of DeepSpeed that are written in another way here."""
+"""By class: options of Lightning's strategies and of DeepSpeed, and what to use here instead."""
 
 
 def register_options(owner: str, options: Collection[str]) -> None:
-    """Remember that `owner` has these `options`, for messages about it and about other classes."""
+    """Register the `options` of the class named `owner`, for messages about this and other classes."""
     _OPTIONS_BY_CLASS.setdefault(owner, set()).update(options)
 
 
 def has_registered_options(owner: str) -> bool:
-    """Whether the class named `owner` has options that are known here."""
+    """Return whether the class named `owner` has registered its options."""
     return owner in _OPTIONS_BY_CLASS
 
 
 def explain_unknown_option(owner: str, option: str) -> str:
-    """Say that `owner` has no such option, and which of its own or of another class's may be meant."""
+    """Return a message that `owner` does not have `option`, with what may be meant instead."""
     return f"{owner} has no option {option!r}.{_hint(owner, option, _OPTIONS_BY_CLASS[owner])}"
 
 
@@ -81,7 +81,7 @@ def _hint(owner: str, option: str, known: Collection[str]) -> str:
     ]
     if others:
         return f" It is an option of {' and of '.join(others)}."
-    return f" It has: {', '.join(sorted(set(known) - _SET_BY_TRAINER))}."
+    return f" Its options are {', '.join(sorted(set(known) - _SET_BY_TRAINER))}."
 
 
 _SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "checkpoint_io"}

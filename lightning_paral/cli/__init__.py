@@ -17,11 +17,11 @@ usage: paral COMMAND [options]
 
   fit, validate, test, predict   run Lightning's Trainer from YAML and options (`paral fit --help`)
   strategies                     list the strategies this package registers
-  consolidate                    write any checkpoint to one file, Lightning's or safetensors, in constant memory
+  consolidate                    convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder
   verify                         check that a checkpoint is complete and undamaged
-  inspect                        print what a checkpoint holds
+  inspect                        print the contents of a checkpoint
 
-  --version                      print the versions of this package and of what it runs on
+  --version                      print the versions of this package, Python, Lightning, torch and DeepSpeed
 """
 
 _COMMANDS = {
@@ -33,7 +33,7 @@ _COMMANDS = {
 
 
 def main() -> None:
-    """Entry point: dispatch on the first word of the command line."""
+    """Run the subcommand that the first argument names."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     try:
         if command in _COMMANDS:
@@ -56,7 +56,7 @@ def _run(command: str) -> None:
     try:
         _COMMANDS[command](sys.argv[2:])
     except KeyboardInterrupt:
-        sys.exit(130)  # as shells have it: 128 + SIGINT
+        sys.exit(130)  # as in shells: 128 + SIGINT
 
 
 __all__ = ["main"]
