@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from tabulate import tabulate
 
 from lightning_paral.checkpoint.integrity import named_tensors
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 
 
 def inspect(arguments: list[str]) -> None:
@@ -21,7 +21,7 @@ def inspect(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     with redirect_stdout(sys.stderr):  # loading a checkpoint of DeepSpeed imports it, and that prints
-        manifest, found = look(options.checkpoint, weights_only=not options.trust)
+        manifest, found = peek(options.checkpoint, weights_only=not options.trust)
     tensors = [
         {
             "name": name,

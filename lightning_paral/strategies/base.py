@@ -18,9 +18,9 @@ from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.save_plan import CURRENT_KEY
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
-from lightning_paral.data import Injection
-from lightning_paral.data.injection import draws_as_one_process
-from lightning_paral.data.resume import Position
+from lightning_paral.data import LoaderDistributor
+from lightning_paral.data.distribute import draws_as_one_process
+from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import (
@@ -58,8 +58,8 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
     forward_has_collectives: bool = False
     """Whether a forward pass waits for the other ranks, which must then all run as many."""
 
-    _injection: Injection | None = None
-    _position: Position | None = None
+    _injection: LoaderDistributor | None = None
+    _position: DataPosition | None = None
     """Of the last fit, or of the only run."""
     _data_state: dict[str, Any] | None = None
     _random_states: Sequence[dict[str, Any]] = ()
@@ -168,12 +168,12 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
         assert self.lightning_module is not None
         seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
         self._data_state = None
-        self._injection = Injection(
+        self._injection = LoaderDistributor(
             self.lightning_module.trainer,
             self.dims,
             self.sampling,
             self.broadcast(int(seed)),
-            run_fillers=self.forward_has_collectives,
+            run_padding=self.forward_has_collectives,
         )
         if self._position is None or self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._position = self._injection.position

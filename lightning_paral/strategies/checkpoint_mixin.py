@@ -22,7 +22,7 @@ from lightning_paral.checkpoint.save_plan import tensors_in
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.state.hyper_parameters import with_whole_modules
-from lightning_paral.checkpoint.state.optimizer import group_names, load_state, place_state, state_of
+from lightning_paral.checkpoint.state.optimizer import load_state, param_names, place_state, state_of
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -122,7 +122,7 @@ class CheckpointMixin(FullTensorReaders):
         Raises:
             CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
         """
-        from lightning_paral.checkpoint.save import Save  # here, as torch's checkpoints take long to import
+        from lightning_paral.checkpoint.save import SaveJob  # here, as torch's checkpoints take long to import
 
         assert self.lightning_module is not None
         if self._saves_users_way:
@@ -159,7 +159,7 @@ class CheckpointMixin(FullTensorReaders):
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
-        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
+        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._saves_in_background:
             if self._saver is not None:
@@ -244,7 +244,7 @@ class CheckpointMixin(FullTensorReaders):
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         assert self.lightning_module is not None
-        load_state(optimizer, group_names(optimizer, self.lightning_module), state)
+        load_state(optimizer, param_names(optimizer, self.lightning_module), state)
         place_state(optimizer, self.root_device)
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -365,7 +365,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             if sharded is not None:
                 mesh = self.device_mesh
                 if self._is_failing and self.world_size > 1:
-                    gather = gather_after_failure(mesh, self._meet())
+                    gather = gather_after_failure(mesh, self._reachable_ranks())
                 else:
                     gather = gather_over(mesh, sharded.num_bytes, self.num_processes)
                 if isinstance(gather, str):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sampling_models import SIZES, evaluate, train
+from tests.models.judged import SIZES, evaluate, train
 
 LABELS = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
 

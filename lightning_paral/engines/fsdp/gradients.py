@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
 
 
@@ -49,7 +50,7 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     norm = gradient_norm(parameters)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local = [_local(gradient) for gradient in _gradients(parameters)]
-    for alike in _by_type(local):
+    for alike in group_by_dtype_and_device(local):
         foreach_mul_(alike, factor.to(alike[0].device))
     return norm
 
@@ -57,7 +58,7 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
     """Clamp every element of the gradients, in place, to at most `max_value` in magnitude. No collective."""
-    for alike in _by_type([_local(gradient) for gradient in _gradients(parameters)]):
+    for alike in group_by_dtype_and_device([_local(gradient) for gradient in _gradients(parameters)]):
         foreach_clamp_min_(alike, -max_value)
         foreach_clamp_max_(alike, max_value)
 
@@ -77,15 +78,8 @@ def _local(gradient: Tensor) -> Tensor:
 
 def _square(tensors: list[Tensor]) -> Tensor:
     squares: list[Tensor] = []
-    for alike in _by_type([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
+    for alike in group_by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
         dtype = torch.promote_types(alike[0].dtype, torch.float32)
         squares += [norm.square() for norm in foreach_norm(alike, 2, dtype=dtype)]
     device = squares[0].device
     return torch.stack([square.to(device) for square in squares]).sum()
-
-
-def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(alike.values())

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_paral.distributed.failure import Meeting
+from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.distributed.mesh import shard_ranks
 from lightning_paral.engines.fsdp.snapshot import Gather
 from lightning_paral.model.host_room import lack_of_room
@@ -21,10 +21,10 @@ def gather_over(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gathe
     return Gather(group, list(range(dist.get_world_size(group))))
 
 
-def gather_after_failure(mesh: DeviceMesh, meeting: Meeting) -> Gather | str:
+def gather_after_failure(mesh: DeviceMesh, reachable: ReachableRanks) -> Gather | str:
     """Return a way to gather if all ranks failed and are here, or that some are elsewhere."""
-    if not meeting.all_here:
+    if not reachable.all_reachable:
         return "the run failed on some of its ranks only"
-    group = meeting.group or dist.group.WORLD
+    group = reachable.group or dist.group.WORLD
     assert group is not None
     return Gather(group, shard_ranks(mesh), on_host=True)
