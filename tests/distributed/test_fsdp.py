@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
-from lightning_paral.model import host_room as room
+from lightning_paral.model import host_memory_check as room
 from tests.fsdp_models import Block, OnTheModule, Tied
 from tests.models import quiet_trainer
 from tests.zero_models import LENGTH, VOCABULARY, Fitted, assert_same_fit, fit, token_loader

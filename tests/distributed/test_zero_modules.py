@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalZeROStrategy
-from lightning_paral.model import host_room as room
+from lightning_paral.model import host_memory_check as room
 from tests.models import Regression, quiet_trainer, regression_data
 from tests.zero_models import LENGTH, MODULES, VOCABULARY, Fitted, WholeBatches, assert_same_fit, fit, token_loader
 

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.distributed.mesh import shard_ranks
 from lightning_paral.engines.fsdp.snapshot import Gather
-from lightning_paral.model.host_room import lack_of_room
+from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
 def gather_over(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gather | str:
@@ -14,7 +14,7 @@ def gather_over(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gathe
 
     *Collective* over the world.
     """
-    lack = lack_of_room(num_bytes, num_local_ranks)
+    lack = host_memory_shortage(num_bytes, num_local_ranks)
     if lack is not None:
         return lack
     group = mesh.get_group(mesh.ndim - 1)
