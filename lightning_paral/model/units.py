@@ -75,11 +75,11 @@ def choose_units(
     elif units == "auto":
         chosen = set(_repeated_blocks(root))
     else:
-        chosen = set(_meant(root, units))
+        chosen = set(_match(root, units))
     if children:
-        chosen |= set(_networks(root))
+        chosen |= set(_callable_children(root))
     _join_tied(root, chosen)
-    return _cut(root, chosen)
+    return _partition(root, chosen)
 
 
 def has_forward(module: Module) -> bool:
@@ -108,12 +108,12 @@ def _repeated_blocks(root: Module) -> Iterator[Module]:
     yield from search(root)
 
 
-def _networks(module: Module) -> Iterator[Module]:
+def _callable_children(module: Module) -> Iterator[Module]:
     for child in module.children():
         if has_forward(child):
             yield child
         else:
-            yield from _networks(child)
+            yield from _callable_children(child)
 
 
 def _is_block(module: Module) -> bool:
@@ -141,7 +141,7 @@ def _of_size(root: Module, min_params: int) -> Iterator[Module]:
     return iter(chosen)
 
 
-def _meant(root: Module, units: UnitChoice) -> list[Module]:
+def _match(root: Module, units: UnitChoice) -> list[Module]:
     submodules = [(name, module) for name, module in root.named_modules() if module is not root]
     if isinstance(units, str | type):
         units = [units]
@@ -232,7 +232,7 @@ def _callable_ancestor(names: list[str], modules: dict[str, Module]) -> str:
     return name
 
 
-def _cut(root: Module, chosen: set[Module]) -> Units:
+def _partition(root: Module, chosen: set[Module]) -> Units:
     inner: list[Unit] = []
     taken: set[Parameter] = set()
     for name, module in reversed([pair for pair in root.named_modules() if pair[1] in chosen]):
