@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.model.deferred import recorder
-from lightning_paral.model.deferred.op_log import Tape, View
+from lightning_paral.model.deferred.op_log import OpLog, View
 from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder
 from lightning_paral.model.pretrained import was_loaded
 
@@ -30,7 +30,7 @@ class DeferredConstruction:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tape = Tape()
+        self._log = OpLog()
         self._hollow: dict[int, tuple[Tensor, View]] = {}
         self._shared: dict[int, Tensor] = {}
         self._put_aside: dict[int, tuple[Parameter, Parameter]] = {}
@@ -38,12 +38,12 @@ class DeferredConstruction:
     @contextmanager
     def recording(self, module: Module) -> Iterator[None]:
         """Make large tensors without values until the end of the block; then see which of them `module` has."""
-        with self._device, MetaDisguise(self._tape), Recorder(self._tape, self._device):
+        with self._device, MetaDisguise(self._log), Recorder(self._log, self._device):
             yield
         for part in module.modules():
             for tensor in _tensors_of(part):
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if self._tape.owns(local):
+                if self._log.owns(local):
                     self._hollow[id(tensor)] = (tensor, View.of(local))
 
     def put_loaded_aside(self, module: Module) -> None:
@@ -52,16 +52,16 @@ class DeferredConstruction:
         They lie in mapped files and take no memory. Converted to another dtype they would: all of them at once, where
         the module is converted, but a unit's at a time where they are filled.
         """
-        hollow: dict[int, Tensor] = {}
+        meta: dict[int, Tensor] = {}
         for parameter in module.parameters():
             num_bytes = parameter.numel() * parameter.element_size()
             has_values = type(parameter) is Parameter and not parameter.is_meta
             if has_values and num_bytes > recorder.DEFERRED_BYTES and was_loaded(parameter):
                 placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                hollow[id(parameter)] = placeholder
+                meta[id(parameter)] = placeholder
                 self._put_aside[id(placeholder)] = (placeholder, parameter)
         for part in module.modules():
-            _replace(part, hollow)
+            _replace(part, meta)
 
     @property
     def is_empty(self) -> bool:
@@ -75,14 +75,14 @@ class DeferredConstruction:
         """
         modules = list(modules)
         held = dict.fromkeys(id(tensor) for module in modules for tensor in _tensors_of(module))
-        hollow = {key: self._hollow.pop(key) for key in held if key in self._hollow}
+        meta = {key: self._hollow.pop(key) for key in held if key in self._hollow}
         filled = dict(self._shared)
         for key in [key for key in held if key in self._put_aside]:
             placeholder, parameter = self._put_aside.pop(key)
             parameter.data = parameter.data.to(placeholder.dtype)
             filled[key] = parameter.requires_grad_(placeholder.requires_grad)
-        values = self._tape.values([view for _, view in hollow.values()])
-        for (key, (tensor, _)), value in zip(hollow.items(), values, strict=True):
+        materialize = self._log.materialize([view for _, view in meta.materialize()])
+        for (key, (tensor, _)), value in zip(meta.items(), materialize, strict=True):
             filled[key] = _like(tensor, value)
             if not isinstance(tensor, Parameter):
                 self._shared[key] = filled[key]  # buffers may lie in several units, parameters never do
@@ -110,7 +110,7 @@ def _tensors_of(module: Module) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, dict):
-            for entry in value.values():
+            for entry in value.materialize():
                 yield from search(entry)
         elif isinstance(value, list | tuple):
             for entry in value:

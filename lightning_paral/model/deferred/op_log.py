@@ -52,7 +52,7 @@ class _Operation:
     func: Any
     args: Any
     kwargs: Any
-    made: tuple[View | None, ...]
+    outputs: tuple[View | None, ...]
     """For each result, where it lies if it has a storage of its own."""
     reads: frozenset[int]
     overwrites: frozenset[int]
@@ -62,7 +62,7 @@ class _Operation:
     default_dtype: torch.dtype
 
 
-class Tape:
+class OpLog:
     """What was done to tensors without values, in order."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Tape:
         written: list[Tensor],
     ) -> None:
         """Note an operation. `results` are without values, `written` is what it changes in place."""
-        made = tuple(
+        outputs = tuple(
             View.of(result) if isinstance(result, Tensor) and not self.owns(result) else None
             for result in tree_flatten(results)[0]
         )
@@ -99,7 +99,7 @@ class Tape:
             if isinstance(result, Tensor) and not self.owns(result):
                 storage = result.untyped_storage()
                 self._storages[identity_of(storage)] = (storage, device)
-        new = {view.storage for view in made if view}
+        new = {view.storage for view in outputs if view}
         changed = [View.of(tensor) for tensor in written]
         if not new and not changed:
             return  # a view of something: found again by where it lies
@@ -114,7 +114,7 @@ class Tape:
                 func=func,
                 args=tree_map(self._placeholder, args),
                 kwargs=tree_map(self._placeholder, kwargs),
-                made=made,
+                outputs=outputs,
                 reads=frozenset(inputs - overwrites),
                 overwrites=frozenset(overwrites),
                 writes=frozenset(new | {view.storage for view in changed}),
@@ -123,7 +123,7 @@ class Tape:
             )
         )
 
-    def values(self, views: list[View]) -> list[Tensor]:
+    def materialize(self, views: list[View]) -> list[Tensor]:
         """Repeat what led to `views`, and only that; return them with values."""
         needed = {view.storage for view in views}
         path = []
@@ -157,7 +157,7 @@ class Tape:
                 results = _draw_again(operation.func, args, kwargs, *operation.drawn_from)
         finally:
             torch.set_default_dtype(before)
-        for view, result in zip(operation.made, tree_flatten(results)[0], strict=True):
+        for view, result in zip(operation.outputs, tree_flatten(results)[0], strict=True):
             if view is not None:
                 real[view.storage] = result.untyped_storage()
 
