@@ -203,7 +203,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         with deferred.recording(self.lightning_module):
             yield
         if isinstance(self.precision_plugin, DoublePrecision | HalfPrecision):  # which converts the module
-            deferred.put_loaded_aside(self.lightning_module)
+            deferred.defer_loaded(self.lightning_module)
         self._deferred = None if deferred.is_empty else deferred
 
     def setup(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""A tape of operations on tensors that have no values, and how any of them gets its value."""
+"""A log of operations on meta tensors, from which any of them can be materialized."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ OVERWRITING = {
     _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.exponential_, _aten.log_normal_,
     _aten.cauchy_, _aten.geometric_, _aten.random_,
 }  # fmt: skip
-"""In-place operations that do not look at what was there."""
+"""In-place operations whose result does not depend on the previous values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Where a tensor lies in a storage. Tensors that share memory, by whatever way they came about, share a storage."""
+    """The view of a storage that a tensor is. Tensors that share memory share a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "View":
-        """Return where `tensor` lies."""
+        """Return the view that `tensor` is."""
         return cls(
             storage=identity_of(tensor.untyped_storage()),
             dtype=tensor.dtype,
@@ -53,31 +53,31 @@ class _Operation:
     args: Any
     kwargs: Any
     outputs: tuple[View | None, ...]
-    """For each result, where it lies if it has a storage of its own."""
+    """For each result, its view if it has a new storage."""
     reads: frozenset[int]
     overwrites: frozenset[int]
     writes: frozenset[int]
     drawn_from: tuple[torch.device, Tensor] | None
-    """For random operations, the generator's device and its state before."""
+    """For random operations, the generator's device, and its state before the operation."""
     default_dtype: torch.dtype
 
 
 class OpLog:
-    """What was done to tensors without values, in order."""
+    """Operations on deferred tensors, in order."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
 
     def owns(self, value: Any) -> bool:
-        """Whether `value` is a tensor without values that was made on this tape."""
+        """Return whether `value` is a deferred tensor of this log."""
         if not isinstance(value, Tensor):
             return False
         with DisableTorchFunction():
             return value.is_meta and identity_of(value.untyped_storage()) in self._storages
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Return where the values of `tensor` are to be."""
+        """Return the device that `tensor` will be materialized on."""
         return self._storages[identity_of(tensor.untyped_storage())][1]
 
     def record(
@@ -90,7 +90,7 @@ class OpLog:
         drawn_from: tuple[torch.device, Tensor] | None,
         written: list[Tensor],
     ) -> None:
-        """Note an operation. `results` are without values, `written` is what it changes in place."""
+        """Log an operation with its meta `results` and the tensors that it has `written` in place."""
         outputs = tuple(
             View.of(result) if isinstance(result, Tensor) and not self.owns(result) else None
             for result in tree_flatten(results)[0]
@@ -102,7 +102,7 @@ class OpLog:
         new = {view.storage for view in outputs if view}
         changed = [View.of(tensor) for tensor in written]
         if not new and not changed:
-            return  # a view of something: found again by where it lies
+            return  # a view, which its storage identifies
         overwrites = set(new)
         if func.overloadpacket in OVERWRITING:
             overwrites |= {
@@ -124,7 +124,7 @@ class OpLog:
         )
 
     def materialize(self, views: list[View]) -> list[Tensor]:
-        """Repeat what led to `views`, and only that; return them with values."""
+        """Repeat the operations that lead to `views`, and no others; return the real tensors."""
         needed = {view.storage for view in views}
         path = []
         for operation in reversed(self._operations):
@@ -140,7 +140,7 @@ class OpLog:
     def _placeholder(self, value: Any) -> Any:
         if self.owns(value):
             return View.of(value)
-        # What the code holds may change until the operation is repeated.
+        # The caller may change a real tensor before the operation is repeated.
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     def _repeat(self, operation: _Operation, real: dict[int, torch.UntypedStorage]) -> None:
@@ -170,7 +170,7 @@ class OpLog:
 
 
 def generator_state(generator: torch.Generator | None, device: torch.device) -> tuple[torch.device, Tensor]:
-    """Return device and state of `generator`, or of the one that tensors on `device` are drawn with."""
+    """Return device and state of `generator`; if it is `None`, of the default generator of `device`."""
     generator = _default_generator(device) if generator is None else generator
     return generator.device, generator.get_state()
 
