@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.engines.ddp.unannounced_backward import AnnouncedBackward
+from lightning_paral.engines.ddp.unreduced_backward import UnreducedBackwardGuard
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.user_hooks import has_hook
@@ -39,12 +39,12 @@ class ReducedParameters:
         self._synchronized = set(self._trained.all_by_name.values())
         self._agreement = TrainingAgreement(self._trained, timeout)
         self._num_rebuilds = 0
-        self._announced: AnnouncedBackward | None = None
+        self._guard: UnreducedBackwardGuard | None = None
         self._is_manual = not module.automatic_optimization
         if dist.get_world_size() > 1 and _may_run_backward(module):
-            self._announced = AnnouncedBackward(is_manual=self._is_manual)
-            self._announced.watch(self._reduced.values())
-            undo.callback(self._announced.end)
+            self._guard = UnreducedBackwardGuard(is_manual=self._is_manual)
+            self._guard.watch(self._reduced.values())
+            undo.callback(self._guard.end)
 
     @property
     def names(self) -> list[str]:
@@ -85,8 +85,8 @@ class ReducedParameters:
             for parameter in frozen:
                 parameter.requires_grad_(False)
         self._reduced = self._needed
-        if self._announced is not None:
-            self._announced.watch(p for p in self._reduced.values() if p.requires_grad)
+        if self._guard is not None:
+            self._guard.watch(p for p in self._reduced.values() if p.requires_grad)
         self._num_rebuilds += 1
         if self._num_rebuilds == _MANY_REBUILDS:
             rank_zero_warn(
@@ -101,14 +101,14 @@ class ReducedParameters:
             ConfigurationError: parameters were unfrozen inside the step.
         """
         self._check_before_backward()
-        if self._announced is not None and loss.requires_grad:
-            self._announced.expect(loss)
+        if self._guard is not None and loss.requires_grad:
+            self._guard.expect(loss)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a training step inside the block: under automatic optimization its own backward passes are averaged."""
-        announced = None if self._is_manual else self._announced
-        with nullcontext() if announced is None else announced.running():
+        guard = None if self._is_manual else self._guard
+        with nullcontext() if guard is None else guard.reduced():
             yield
 
     @contextmanager
@@ -118,7 +118,7 @@ class ReducedParameters:
         Raises:
             ConfigurationError: gradients came by `loss.backward()`, and were not averaged.
         """
-        with nullcontext() if self._announced is None else self._announced.optimizer_step(optimizer):
+        with nullcontext() if self._guard is None else self._guard.optimizer_step(optimizer):
             yield
 
     def _check_before_backward(self) -> None:
