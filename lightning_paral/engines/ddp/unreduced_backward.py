@@ -1,4 +1,4 @@
-"""Backward passes that nobody announced: DDP averages the gradients of those alone that it was prepared for."""
+"""Detect backward passes whose gradients DDP does not average, because it was not prepared for them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,11 @@ from lightning_paral.errors import ConfigurationError
 
 
 class UnreducedBackwardGuard:
-    """Refuses steps of any optimizer with gradients that came by a `loss.backward()` which no rank averages."""
+    """Rejects optimizer steps with gradients of a `loss.backward()` that DDP did not average.
+
+    Args:
+        is_manual: whether the module uses manual optimization.
+    """
 
     def __init__(self, *, is_manual: bool) -> None:
         self._is_manual = is_manual
@@ -25,7 +29,7 @@ class UnreducedBackwardGuard:
         self._step_hook = register_optimizer_step_pre_hook(self._check)
 
     def watch(self, parameters: Iterable[Parameter]) -> None:
-        """Notice gradients of `parameters`, which require them now."""
+        """Note gradients of `parameters`, which must require gradients now."""
         for parameter in parameters:
             if parameter not in self._handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
@@ -36,7 +40,7 @@ class UnreducedBackwardGuard:
             self._unreduced.add(parameter)
 
     def expect(self, loss: Tensor) -> None:
-        """Say that the backward pass of `loss` is averaged: not those of hooks before and after it."""
+        """Expect the backward pass of `loss` to be averaged; those of hooks before and after it are not."""
         loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def _begin(self, gradient: Tensor) -> None:
@@ -49,7 +53,7 @@ class UnreducedBackwardGuard:
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
-        """Say that backward passes inside the block are averaged."""
+        """Treat backward passes inside the block as averaged."""
         self._drop_zeroed()
         before, self._is_reduced = self._is_reduced, True
         try:
@@ -59,10 +63,10 @@ class UnreducedBackwardGuard:
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Say that the step of `optimizer` inside the block is the strategy's.
+        """Treat the step of `optimizer` inside the block as the strategy's own.
 
         Raises:
-            ConfigurationError: as `UnreducedBackwardGuard`, at the end where gradients come in the step's closure.
+            ConfigurationError: the step, or its closure, used gradients that were not averaged.
         """
         self._in_strategy_step = True
         try:
@@ -78,7 +82,7 @@ class UnreducedBackwardGuard:
 
     def _check(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._in_strategy_step and not self._is_manual:
-            return  # its closure has yet to set gradients to zero
+            return  # its closure is about to zero gradients
         if (
             isinstance(optimizer, LBFGS)
             and not self._in_strategy_step
@@ -100,7 +104,7 @@ class UnreducedBackwardGuard:
             )
 
     def end(self) -> None:
-        """Watch no more."""
+        """Remove all hooks."""
         self._step_hook.remove()
         for handle in self._handles.values():
             handle.remove()
