@@ -13,7 +13,7 @@ from lightning_paral.comm.chunks import balanced_cuts, num_segments
 from lightning_paral.comm.point_to_point import exchange, wait
 from lightning_paral.comm.reduction import Reduction, plan_reduction
 
-_MASTER = 0
+_ROOT = 0
 
 
 def reduce_broadcast_all_reduce(
@@ -34,10 +34,10 @@ def reduce_broadcast_all_reduce(
     if reduction.world_size > 1 and tensor.numel():
         reduction.prepare()
         segments = _cut_into_segments(reduction)
-        if reduction.rank == _MASTER:
-            _serve(reduction, segments)
+        if reduction.rank == _ROOT:
+            _reduce_and_send(reduction, segments)
         else:
-            _ask(reduction, segments)
+            _send_and_wait(reduction, segments)
     return tensor
 
 
@@ -49,7 +49,7 @@ def _cut_into_segments(reduction: Reduction) -> list[Tensor]:
     return [reduction.flat[start:end] for start, end in pairwise(cuts)]
 
 
-def _serve(reduction: Reduction, segments: list[Tensor]) -> None:
+def _reduce_and_send(reduction: Reduction, segments: list[Tensor]) -> None:
     """The master's part: answer each segment while the next one comes in."""
     peers = range(1, reduction.world_size)
     largest = segments[0].numel()
@@ -70,7 +70,7 @@ def _serve(reduction: Reduction, segments: list[Tensor]) -> None:
     wait(*exchange(answers, [], reduction.group))
 
 
-def _ask(reduction: Reduction, segments: list[Tensor]) -> None:
+def _send_and_wait(reduction: Reduction, segments: list[Tensor]) -> None:
     """Everybody else's part: send each segment while the answer to the one before comes in, to its place."""
     awaited: Tensor | None = None
     for segment in segments:
@@ -81,8 +81,8 @@ def _ask(reduction: Reduction, segments: list[Tensor]) -> None:
 
 
 def _send_and_receive(reduction: Reduction, question: Tensor | None, answer: Tensor | None) -> None:
-    sends = [(question, _MASTER)] if question is not None else []
+    sends = [(question, _ROOT)] if question is not None else []
     arriving = reduction.scratch(answer.numel()) if answer is not None and reduction.narrow_wire else answer
-    wait(*exchange(sends, [(arriving, _MASTER)] if arriving is not None else [], reduction.group))
+    wait(*exchange(sends, [(arriving, _ROOT)] if arriving is not None else [], reduction.group))
     if answer is not None and arriving is not None and arriving is not answer:
         answer.copy_(arriving)
