@@ -12,7 +12,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
-from lightning_paral.distributed.process_group import check_port_is_free
+from lightning_paral.distributed.launch_checks import check_port_is_free
 
 _GRACE_SECONDS = 10.0  # for the other ranks to report their errors
 log = logging.getLogger(__name__)

@@ -22,11 +22,10 @@ from lightning_paral.data import LoaderDistributor
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
+from lightning_paral.distributed.launch_checks import check_device, check_local_rank
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import (
     backend_for,
-    check_device,
-    check_local_rank,
     join_process_group,
 )
 from lightning_paral.distributed.rng_state import restore_states, without_devices
