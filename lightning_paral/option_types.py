@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import cache, wraps
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union
 
 from lightning_paral.errors import ConfigurationError
@@ -34,13 +34,21 @@ _REMEDIES = {
 """What to give instead, where that is more than the types say, by class (empty for all) and option."""
 
 
-def checked_options(init: Init) -> Init:
+def checked_options(
+    init: Init, *, shared: type | None = None, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Init:
     """Let a constructor refuse keywords that it does not have, and values of other types than its annotations say.
+
+    Args:
+        init: the constructor.
+        shared: a `TypedDict` of further keywords, which `init` takes as `**keywords`. The signature lists them one by
+            one, for users, `help` and jsonargparse; its docstring describes them.
+        defaults: of `shared`.
 
     Raises:
         ConfigurationError: by the constructor, naming the nearest option, or the types that the option takes.
     """
-    signature = inspect.signature(init)
+    signature = _with_shared(inspect.signature(init), shared, defaults)
     owner = init.__qualname__.split(".")[0]
     parameters = {name: parameter for name, parameter in signature.parameters.items() if name != "self"}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -58,13 +66,30 @@ def checked_options(init: Init) -> Init:
         for option in kwargs:
             if option not in parameters and not takes_any:
                 raise ConfigurationError(explain_unknown_option(owner, option))
-        types = _types_of(init)
+        types = _types_of(init) | _types_of(shared)
         for option, value in {**dict(zip(named, args, strict=False)), **kwargs}.items():
             if option in types:
                 check_type(owner, option, value, types[option])
         init(self, *args, **kwargs)
 
+    if shared is not None:
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        checked.__doc__ = shared.__doc__
     return typing.cast(Init, checked)
+
+
+def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Mapping[str, Any]) -> inspect.Signature:
+    """Replace the `**keywords` that stand for `shared` by one parameter each; further ones of the class stay."""
+    if shared is None:
+        return signature
+    *own, keywords = signature.parameters.values()
+    types = typing.get_type_hints(shared)
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=types[name])
+        for name in types
+    ]
+    further = [] if keywords.annotation == typing.Unpack[shared] else [keywords.replace(annotation=Any)]
+    return signature.replace(parameters=[*own, *parameters, *further])
 
 
 def checked_dataclass(cls: Class) -> Class:
@@ -76,11 +101,15 @@ def checked_dataclass(cls: Class) -> Class:
 
 
 @cache
-def _types_of(init: Callable[..., None]) -> dict[str, Any]:
-    types = typing.get_type_hints(init)
-    for name, parameter in inspect.signature(init).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            types.pop(name, None)
+def _types_of(takes_options: Any) -> dict[str, Any]:
+    """Return the types of the options of a constructor, or of a `TypedDict`, by name; none for `None`."""
+    if takes_options is None:
+        return {}
+    types = typing.get_type_hints(takes_options)
+    if not isinstance(takes_options, type):
+        for name, parameter in inspect.signature(takes_options).parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                types.pop(name, None)
     return types
 
 

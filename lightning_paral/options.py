@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypedDict, cast
 
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import checked_dataclass
+from lightning_paral.option_types import checked_dataclass, checked_options
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, several of them, or a predicate of a submodule's dotted name and itself."""
@@ -175,3 +177,51 @@ class CheckpointOptions:
 def as_checkpoint_options(checkpoint: "CheckpointOptions | str | None") -> CheckpointOptions:
     """Return `"full"` and `"sharded"` as the `CheckpointOptions` they stand for."""
     return checkpoint if isinstance(checkpoint, CheckpointOptions) else CheckpointOptions(checkpoint)  # type: ignore[arg-type]
+
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class RankOptions(TypedDict, total=False):
+    """Keywords that every strategy with several ranks takes, besides its own.
+
+    Args:
+        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
+        timeout: how long ranks wait for each other, when joining and in every collective; a number means seconds.
+        checkpoint: `"full"`, one file; `"sharded"`, a folder; or `CheckpointOptions` with more. `None`: full for DDP,
+            sharded for FSDP and ZeRO.
+        activation_checkpointing: keep only the inputs of units for the backward pass, and recompute the activations.
+        split: `"batch"`: each rank draws batches of its own. `"global"`: the ranks divide each batch. See `Sampling`.
+        remainder: for `split="batch"`: drop the last batches of an epoch that do not divide by the ranks, or complete
+            them with its first ones (`"wrap"`).
+        shard_iterable: divide iterable datasets among ranks and workers. `False`: they do this themselves.
+    """
+
+    process_group_backend: str | None
+    timeout: timedelta | float
+    checkpoint: CheckpointOptions | Literal["full", "sharded"] | None
+    activation_checkpointing: ActivationCheckpointing | None
+    split: Literal["batch", "global"]
+    remainder: Literal["drop", "wrap"]
+    shard_iterable: bool
+
+
+RANK_DEFAULTS = RankOptions(
+    process_group_backend=None,
+    timeout=DEFAULT_TIMEOUT,
+    checkpoint=None,
+    activation_checkpointing=None,
+    split="batch",
+    remainder="wrap",
+    shard_iterable=True,
+)
+
+
+def pop_rank_options(keywords: Any) -> RankOptions:
+    """Remove the options of `RankOptions` from `keywords`, a dict which may have others, too, and return them."""
+    options: Any = {name: keywords.pop(name) for name in RANK_DEFAULTS if name in keywords}
+    return cast(RankOptions, options)
+
+
+takes_rank_options = partial(checked_options, shared=RankOptions, defaults=RANK_DEFAULTS)
+"""Decorate a constructor that takes `**keywords: Unpack[RankOptions]`: its signature lists each of them by name."""

@@ -36,7 +36,7 @@ def _place(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]
     return folder_at(path), {name: name for name in manifest.files}
 
 
-def verify_share(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:
+def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:
     """Check this rank's share of all files' blocks.
 
     Raises:

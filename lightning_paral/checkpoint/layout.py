@@ -30,7 +30,7 @@ class Chunk:
         return Chunk(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
-def whole(shape: Sequence[int]) -> Chunk:
+def full_chunk(shape: Sequence[int]) -> Chunk:
     """Return the chunk of all elements."""
     return Chunk((0,) * len(shape), tuple(shape))
 
@@ -72,7 +72,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Chunk
     return [Chunk((row, *chunk.offsets), (1, *chunk.sizes)) for chunk in chunks_of_flat_range(shape[1:], start, stop)]
 
 
-def run_of_box(shape: Sequence[int], chunk: Chunk) -> tuple[int, int] | None:
+def flat_range_of(shape: Sequence[int], chunk: Chunk) -> tuple[int, int] | None:
     """Return the elements `[start, stop)` of a row-major tensor that `chunk` holds; `None` if they are not in a row."""
     start = 0
     for size, offset in zip(shape, chunk.offsets, strict=True):
@@ -92,7 +92,7 @@ def balanced_range(rank: int, world_size: int, nbytes: int, position: int, items
 
 def coverage_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
     """Say what is wrong if `chunks` are not a division of a tensor: out of bounds, overlap or hole; else `None`."""
-    everything = whole(shape)
+    everything = full_chunk(shape)
     for chunk in chunks:
         if len(chunk.sizes) != len(shape) or (chunk.numel and intersection(chunk, everything) != chunk):
             return f"chunk {chunk.offsets}+{chunk.sizes} lies outside of shape {tuple(shape)}"

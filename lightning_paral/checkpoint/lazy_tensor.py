@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, intersection, run_of_box, whole
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, flat_range_of, full_chunk, intersection
 from lightning_paral.checkpoint.shards import chunk_of_dtensor, flat
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.compat.torch.wrapper_tensors import without_memory
@@ -52,7 +52,7 @@ class LazyTensor(Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return read_whole(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return materialize(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def requires_grad_(self, *_: Any) -> Tensor:
         """Refuse to be made a parameter: its values could not be changed."""
@@ -73,22 +73,22 @@ class LazyTensor(Tensor):
         if func is torch.ops.aten.copy_.default and isinstance(args[1], LazyTensor):
             target = args[0]
             if target.shape == args[1].shape:
-                read_box(args[1], whole(target.shape), target)
+                read_chunk(args[1], full_chunk(target.shape), target)
                 return target
-        args, kwargs = tree_map_only(LazyTensor, read_whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def read_whole(stored: Tensor) -> Tensor:
+def materialize(stored: Tensor) -> Tensor:
     """Return all of `stored` as an ordinary tensor on its device, of its own dtype."""
     if not isinstance(stored, LazyTensor):
         return stored
     values = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
-    read_box(stored, whole(stored.shape), values)
+    read_chunk(stored, full_chunk(stored.shape), values)
     return values
 
 
-def read_box(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
+def read_chunk(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
     """Copy a box of `stored` into `target`, a tensor of the box's sizes and of any dtype and device."""
     if not isinstance(stored, LazyTensor):
         target.copy_(stored[chunk.index])
@@ -99,11 +99,11 @@ def read_box(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
             target[common.seen_from(chunk).index].copy_(piece.values()[common.seen_from(piece.chunk).index])
 
 
-def read_run(stored: Tensor, start: int, target: Tensor) -> None:
+def read_flat_range(stored: Tensor, start: int, target: Tensor) -> None:
     """Copy elements `[start, start + len(target))` of flattened `stored` into `target`, 1-dimensional."""
     position = 0
     for chunk in chunks_of_flat_range(stored.shape, start, start + target.numel()):
-        read_box(stored, chunk, target[position : position + chunk.numel].view(chunk.sizes))
+        read_chunk(stored, chunk, target[position : position + chunk.numel].view(chunk.sizes))
         position += chunk.numel
 
 
@@ -124,7 +124,7 @@ def stretches(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
     memory = torch.empty(min(step, stored.numel()), dtype=stored.dtype)
     for start in range(0, stored.numel(), step):
         part = memory[: stored.numel() - start]
-        read_run(stored, start, part)
+        read_flat_range(stored, start, part)
         yield part
 
 
@@ -134,7 +134,7 @@ def _runs(stored: Tensor) -> list[Callable[[], Tensor]] | None:
         return [lambda: stored]
     position, ordered = 0, []
     for piece in sorted(stored.pieces, key=lambda piece: piece.chunk.offsets):
-        run = run_of_box(stored.shape, piece.chunk)
+        run = flat_range_of(stored.shape, piece.chunk)
         if run is not None and run[0] == position:
             position = run[1]
             ordered.append(piece.values)
@@ -147,6 +147,6 @@ def read_into(stored: Tensor, target: Tensor) -> None:
         if isinstance(target, DTensor):
             chunk = chunk_of_dtensor(target)
             if chunk is not None and chunk.numel:
-                read_box(stored, chunk, target.to_local())
+                read_chunk(stored, chunk, target.to_local())
         elif target.numel():
-            read_box(stored, whole(stored.shape), target)
+            read_chunk(stored, full_chunk(stored.shape), target)

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.damage import naming, verify_share
+from lightning_paral.checkpoint.damage import naming, verify_blocks
 from lightning_paral.checkpoint.formats.deepspeed import find_folder, read_deepspeed
 from lightning_paral.checkpoint.formats.full import read_full
 from lightning_paral.checkpoint.formats.sharded import META, METADATA
 from lightning_paral.checkpoint.formats.sharded_reader import read_meta, read_tree
 from lightning_paral.checkpoint.io.storage import LocalStorage, folder_at
-from lightning_paral.checkpoint.lazy_tensor import read_whole
+from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.resolve import read_manifest, read_present
 from lightning_paral.checkpoint.save_plan import CURRENT_KEY, is_large
-from lightning_paral.checkpoint.state.optimizer import BESIDE_KEY, by_number
+from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
@@ -38,13 +38,13 @@ def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> di
     def read(here: str | Path) -> dict[str, Any]:
         manifest = ranks.on_first(what, lambda: read_manifest(here))  # what follows depends on it on all ranks
         if manifest is not None:
-            ranks.each(what, lambda: verify_share(here, manifest, ranks))
+            ranks.each(what, lambda: verify_blocks(here, manifest, ranks))
         return ranks.each(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
 
     return read_present(path, ranks, read)
 
 
-def look(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, dict[str, Any]]:
+def peek(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, dict[str, Any]]:
     """Return manifest and contents of the checkpoint at `path`, which are not verified, in this process alone.
 
     Raises:
@@ -118,8 +118,8 @@ def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> di
     if manifest is not None:
         _fill(checkpoint, tree)
     if optimizers:
-        beside = checkpoint.pop(BESIDE_KEY, [{}] * len(optimizers))
-        checkpoint["optimizer_states"] = [more | by_number(s) for more, s in zip(beside, optimizers, strict=True)]
+        beside = checkpoint.pop(OTHER_ENTRIES_KEY, [{}] * len(optimizers))
+        checkpoint["optimizer_states"] = [more | to_int_keys(s) for more, s in zip(beside, optimizers, strict=True)]
     return checkpoint
 
 
@@ -128,6 +128,6 @@ def _fill(holes: Any, values: Any) -> None:
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
         if isinstance(value, Tensor):
-            holes[key] = read_whole(value)
+            holes[key] = materialize(value)
         elif value is not None:
             _fill(holes[key], value)

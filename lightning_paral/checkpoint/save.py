@@ -40,14 +40,14 @@ from lightning_paral.checkpoint.save_plan import (
     tensors_in,
 )
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.optimizer import BESIDE_KEY, beside_state, by_name
+from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form
 
 
 @dataclass
-class Save:
+class SaveJob:
     """A checkpoint on its way to `path`. All ranks make the same, and call the same methods."""
 
     path: str
@@ -70,7 +70,7 @@ class Save:
         replicated: set[int],
         strategy: str,
         averages_later: bool = False,
-    ) -> "Save":
+    ) -> "SaveJob":
         """Decide who writes what. Nothing is copied yet.
 
         Args:
@@ -86,10 +86,10 @@ class Save:
         tree, rest, objects = dict(checkpoint), {}, {}
         if form == "sharded":
             states = tree.pop("optimizer_states", [])
-            tree |= {f"optimizer_{number}": by_name(state) for number, state in enumerate(states)}
-            beside = [beside_state(state) for state in states]
+            tree |= {f"optimizer_{number}": to_fqn_keys(state) for number, state in enumerate(states)}
+            beside = [other_entries(state) for state in states]
             if any(beside):
-                tree[BESIDE_KEY] = beside
+                tree[OTHER_ENTRIES_KEY] = beside
             tree.setdefault("state_dict", {})
             extra_states: dict[TreePath, Any] = {}
             for key in OF_WEIGHTS:
@@ -116,7 +116,7 @@ class Save:
             "epoch": int(checkpoint.get("epoch", 0)),
             "global_step": int(checkpoint.get("global_step", 0)),
         }
-        return Save(str(path), form, tree, rest, entries, objects, about)
+        return SaveJob(str(path), form, tree, rest, entries, objects, about)
 
     def stage(self, staging: Staging) -> None:
         """Copy what this rank writes, so that training can go on before it is written."""

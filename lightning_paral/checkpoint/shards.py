@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, whole
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk
 from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
@@ -89,7 +89,7 @@ class FlatShard(Tensor):
         return f"FlatShard(shape={tuple(self.shape)}, dtype={self.dtype}, held={held})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        values = partial(same, self.read().detach().cpu().clone())
+        values = partial(identity, self.read().detach().cpu().clone())
         return FlatShard, (tuple(self.shape), self.dtype, self.start, self.held, values, self.place)
 
     def __deepcopy__(self, memo: Any) -> "FlatShard":
@@ -127,7 +127,7 @@ def part_of(value: Tensor) -> Part:
         )
     if isinstance(value, DTensor):
         return _part_of_dtensor(value)
-    return Part((whole(value.shape),) if value.numel() else (), lambda: flat(value))
+    return Part((full_chunk(value.shape),) if value.numel() else (), lambda: flat(value))
 
 
 def run_of(value: Tensor, start: int, stop: int) -> Part:
@@ -136,7 +136,7 @@ def run_of(value: Tensor, start: int, stop: int) -> Part:
     return Part(tuple(chunks_of_flat_range(value.shape, start, stop)), lambda: flat(value)[start:stop])
 
 
-def same(values: Tensor) -> Tensor:
+def identity(values: Tensor) -> Tensor:
     """Return `values`: for parts whose values are at hand."""
     return values
 

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from tabulate import tabulate
 
 from lightning_paral.checkpoint.integrity import named_tensors
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 
 
 def print_contents(arguments: list[str]) -> None:
@@ -19,7 +19,7 @@ def print_contents(arguments: list[str]) -> None:
     parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
     options = parser.parse_args(arguments)
     with redirect_stdout(sys.stderr):  # DeepSpeed, whose types its checkpoints hold, prints when it is imported
-        manifest, found = look(options.checkpoint, weights_only=not options.trust)
+        manifest, found = peek(options.checkpoint, weights_only=not options.trust)
     tensors = [
         {
             "name": name,

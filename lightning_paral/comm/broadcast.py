@@ -13,19 +13,20 @@ LARGE_BYTES = 1024 * 1024
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Broadcast rank 0's values of `tensors` to all ranks, in place. *Collective* over the world.
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast `tensors` from the first rank of `group` to its other ranks, in place. *Collective* over `group`.
 
     Tensors are sent as bytes, so that different dtypes can share a message. Version counters do not change, as under
     DDP: the graph of an earlier forward pass can still run backward.
 
     Args:
         tensors: the same shapes, dtypes and device types on all ranks, in the same order.
+        group: ranks that take part; `None` for all ranks of the run.
     """
     for bucket in _buckets(tensors):
         flat = _bytes_of(bucket[0]) if len(bucket) == 1 else torch.cat([_bytes_of(tensor) for tensor in bucket])
-        dist.broadcast(flat, src=0, group=group_for(flat))
-        if dist.get_rank() == 0:
+        dist.broadcast(flat, group_src=0, group=group_for(flat) if group is None else group)
+        if dist.get_rank(group) == 0:
             continue
         parts = torch.split(flat, [tensor.numel() * tensor.element_size() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):

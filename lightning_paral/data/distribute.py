@@ -19,6 +19,7 @@ from lightning_paral.data.padding import strip_padding
 from lightning_paral.data.resume import DataPosition, Source, num_processed
 from lightning_paral.data.sampler import ShardSpec
 from lightning_paral.data.self_sharded import synchronize_self_sharded
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
 
@@ -29,9 +30,9 @@ _STEPS = {
 }
 
 
-def draws_as_one_process(sampling: Sampling, world_size: int) -> bool:
+def draws_as_one_process(sampling: Sampling, data_size: int) -> bool:
     """Return whether orders are drawn from the global random generators, as a single process draws them."""
-    return sampling.split == "global" or world_size == 1
+    return sampling.split == "global" or data_size == 1
 
 
 class LoaderDistributor:
@@ -41,13 +42,15 @@ class LoaderDistributor:
 
     Args:
         trainer: its loaders are distributed unless it has `use_distributed_sampler=False`.
+        dims: which ranks draw samples of their own.
         sampling: how to distribute them.
         seed: seed of all orders; the same on every rank.
         run_padding: whether evaluation steps contain collectives, so that a rank without data must run padding batches.
     """
 
-    def __init__(self, trainer: Trainer, sampling: Sampling, seed: int, run_padding: bool) -> None:
+    def __init__(self, trainer: Trainer, dims: ParallelDims, sampling: Sampling, seed: int, run_padding: bool) -> None:
         self._trainer = trainer
+        self._dims = dims
         self._sampling = sampling
         self._seed = Seed(seed)
         self._run_padding = run_padding
@@ -55,8 +58,8 @@ class LoaderDistributor:
         self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
         self._undo = ExitStack()
         self._prepare_as_lightning = replace_preparation(trainer, self.prepare, self._undo)
-        if trainer.world_size > 1:
-            ExactEvaluationLoops(trainer, run_padding, self._undo)
+        if dims.data_size > 1:
+            ExactEvaluationLoops(trainer, dims, run_padding, self._undo)
 
     def end(self) -> None:
         """Restore the trainer's own methods. `position` stays readable."""
@@ -76,10 +79,10 @@ class LoaderDistributor:
             ConfigurationError: the loader cannot be distributed in the way that `Sampling` asks for.
         """
         injects = injects_sampler(self._trainer)
-        if injects and not isinstance(loader, DataLoader) and self._trainer.world_size > 1:
+        if injects and not isinstance(loader, DataLoader) and self._dims.data_size > 1:
             # As under Lightning's ddp. It may have been written for several ranks.
             rank_zero_warn(
-                f"{type(loader).__name__} is no DataLoader, so it is not divided: each of {self._trainer.world_size} "
+                f"{type(loader).__name__} is no DataLoader, so it is not divided: each of {self._dims.data_size} "
                 "ranks takes everything that it yields. Unless it divides its data by rank itself, wrap it in a "
                 "DataLoader (with batch_size=None if it yields batches), which is divided among the ranks."
             )
@@ -87,8 +90,8 @@ class LoaderDistributor:
             return self._prepare_as_lightning(loader, shuffle, mode)
         training = mode == RunningStage.TRAINING
         shard = ShardSpec(
-            rank=self._trainer.global_rank,
-            world_size=self._trainer.world_size,
+            rank=self._dims.data_rank,
+            world_size=self._dims.data_size,
             split=self._sampling.split,
             remainder=self._sampling.remainder if training else "pad",
         )
@@ -96,16 +99,17 @@ class LoaderDistributor:
         if training and number == 0:
             self.position.sources = []
         source: Source
+        group = self._dims.data_ranks_on_host().group
         if not isinstance(loader.dataset, IterableDataset):
             shared_rng = draws_as_one_process(self._sampling, shard.world_size)
             predicting = mode == RunningStage.PREDICTING
             distributed, source = distribute_map_style(
-                loader, shard, self._seed, number, shared_rng=shared_rng, predicting=predicting
+                loader, shard, self._seed, number, shared_rng=shared_rng, predicting=predicting, group=group
             )
         elif self._sampling.shard_iterable and not isinstance(loader.dataset, IterDataPipe):
             distributed, source = distribute_iterable(loader, shard, self._seed, number)
         else:  # torch shards data pipes
-            return self._strip_padding(synchronize_self_sharded(loader, shard), mode)
+            return self._strip_padding(synchronize_self_sharded(loader, shard, group), mode)
         source.set_epoch(self._epoch)
         if training and not _resumes_itself(loader):
             self.position.sources.append(source)
@@ -117,7 +121,7 @@ class LoaderDistributor:
         module = self._trainer.lightning_module
         if step is None or not is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             return loader
-        if self._run_padding and self._trainer.world_size > 1:
+        if self._run_padding and self._dims.data_size > 1:
             raise ConfigurationError(
                 f"{type(module).__name__}.{step} takes a `dataloader_iter` and draws its batches itself, but under "
                 f"{type(self._trainer.strategy).__name__} ranks that run out of data have to join in the steps of the "

@@ -6,6 +6,8 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.nn import Module
+from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.combined_loader import batch_of, items_of, mode_of
 from lightning_paral.compat.lightning.evaluation import (
@@ -24,6 +26,7 @@ from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_keys import CheckedResults
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
 from lightning_paral.data.uneven_results import UnevenResults
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 
@@ -32,22 +35,25 @@ class ExactEvaluationLoops:
 
     Args:
         trainer: its loops for validation, test and prediction are changed until `undo` is closed.
+        dims: which ranks evaluate samples of their own.
         run_padding: whether to run the step of a padding batch, because it contains collectives, or to skip it.
         undo: stack that the functions to undo the changes are pushed to.
     """
 
-    def __init__(self, trainer: Trainer, run_padding: bool, undo: ExitStack) -> None:
+    def __init__(self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack) -> None:
         self._trainer = trainer
+        self._dims = dims
         self._run_padding = run_padding
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
         self._check_training(trainer, undo)
+        _sync_metrics_over_data_ranks(trainer.lightning_module, dims, undo)
 
     def _check_training(self, trainer: Trainer, undo: ExitStack) -> None:
         """Check at the end of each training epoch that the ranks logged the same keys."""
         loop, end_epoch = trainer.fit_loop, trainer.fit_loop.on_advance_end
-        results = CheckedResults()
+        results = CheckedResults(self._dims)
         set_results_of_fit(trainer, results)
 
         def check_and_end_epoch() -> None:
@@ -57,7 +63,7 @@ class ExactEvaluationLoops:
         shadow_method(loop, "on_advance_end", check_and_end_epoch, undo)
 
     def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
-        results = UnevenResults()
+        results = UnevenResults(self._dims)
         set_results(loop, results)
 
         def skipping_padding(evaluation_step: Step) -> Step:
@@ -73,7 +79,7 @@ class ExactEvaluationLoops:
                 # At the end of the loader Lightning uses what this rank has logged for it in earlier steps.
                 results.dataloader_idx = dataloader_idx if several else None
                 if self._run_padding:
-                    discarded = UnevenResults()
+                    discarded = UnevenResults(self._dims)
                     discarded.rank_local = True
                     discarded.dataloader_idx = results.dataloader_idx
                     set_results(loop, discarded)
@@ -124,6 +130,17 @@ class ExactEvaluationLoops:
             )
         with rollback_side_effects(trainer.lightning_module):
             call_step_alone(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
+
+
+def _sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
+    """Let torchmetrics synchronize over the data ranks, where these are not all ranks, unless they have a group."""
+    group = dims.data_group()
+    if group is None:
+        return
+    for part in module.modules():
+        if isinstance(part, Metric) and part.process_group is None:
+            part.process_group = group
+            undo.callback(setattr, part, "process_group", None)
 
 
 def resolve(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]:

@@ -1,7 +1,7 @@
 """Check that `self.log(..., sync_dist=True)` reduces the same key on all ranks."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.async_scalar import AsyncScalar
-from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
@@ -31,10 +31,12 @@ class CheckedReduce:
     Args:
         key: hook and name, as in Lightning's results.
         reduce: the strategy's `reduce`.
+        dims: which ranks it reduces over, unless a group is given.
     """
 
-    def __init__(self, key: str, reduce: Callable[..., Any]) -> None:
+    def __init__(self, key: str, reduce: Callable[..., Any], dims: ParallelDims) -> None:
         self.key = key
+        self._dims = dims
         self._reduce = reduce
         self._fingerprints: dict[tuple[Any, ...], Tensor] = {}
         self._wrong: Tensor | None = None
@@ -54,7 +56,7 @@ class CheckedReduce:
         except RuntimeError as error:
             error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {_EVERY_RANK}",)
             raise
-        expected = fingerprints if reduce_op != "sum" else fingerprints * dist.get_world_size(group)
+        expected = fingerprints if reduce_op != "sum" else fingerprints * self._num_ranks(group)
         wrong = (reduced[-2:] != expected).any()
         if can_be_read_at_once(value):
             if wrong:
@@ -80,6 +82,9 @@ class CheckedReduce:
             if found.read():
                 raise self._error(None)
 
+    def _num_ranks(self, group: Any) -> int:
+        return self._dims.data_size if group is None else dist.get_world_size(group)
+
     @property
     def _name(self) -> str:
         return self.key.split(".", 1)[-1]
@@ -87,7 +92,7 @@ class CheckedReduce:
     def _fingerprints_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
         kind = (value.device, value.dtype, reduce_op, group)
         if kind not in self._fingerprints:
-            largest = _LARGEST_SUM // dist.get_world_size(group)
+            largest = _LARGEST_SUM // self._num_ranks(group)
             digests = [zlib.crc32(salt + f"{self.key} {reduce_op}".encode()) % largest for salt in (b"1", b"2")]
             if reduce_op in ("max", "min"):
                 digests = [digests[0], -digests[0]]  # the largest and the smallest
@@ -95,7 +100,8 @@ class CheckedReduce:
         return self._fingerprints[kind]
 
     def _error(self, group: Any) -> ConfigurationError:
-        others = _other_keys(self.key, group)
+        ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
+        others = _other_keys(self.key, ranks)
         also = "; ".join(f"rank {rank} logged {key!r}" for rank, key in others.items())
         return ConfigurationError(
             f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True while another rank logged another key"
@@ -117,8 +123,9 @@ def can_be_read_at_once(value: Tensor) -> bool:
 class CheckedResults(ResultCollection):
     """Lightning's results, with each key reduced by its `CheckedReduce`."""
 
-    def __init__(self, training: bool = True) -> None:
+    def __init__(self, dims: ParallelDims, training: bool = True) -> None:
         super().__init__(training)
+        self.dims = dims
         self._reduces: dict[tuple[str, Any], CheckedReduce] = {}
 
     def log(self, fx: str, name: str, value: Any, *args: Any, sync_dist_fn: Any = None, **options: Any) -> None:
@@ -133,7 +140,7 @@ class CheckedResults(ResultCollection):
         """Return the function that reduces the values of `key`; always the same object, which Lightning compares."""
         where = (key, getattr(reduce, "__self__", reduce))
         if where not in self._reduces:
-            self._reduces[where] = CheckedReduce(key, reduce)
+            self._reduces[where] = CheckedReduce(key, reduce, self.dims)
         return self._reduces[where]
 
     def metrics(self, on_step: bool) -> Any:
@@ -144,7 +151,7 @@ class CheckedResults(ResultCollection):
         return found
 
     def check_keys(self) -> None:
-        """Check that all ranks are about to reduce the same keys. *Collective* over the world.
+        """Check that all data ranks are about to reduce the same keys. *Collective* over these.
 
         Raises:
             ConfigurationError: the keys differ; names keys and ranks.
@@ -157,10 +164,11 @@ class CheckedResults(ResultCollection):
             and metric.meta.sync.group is None
             and (metric.meta.sync.should or not metric.is_tensor)
         ]
-        digests = gather_objects(zlib.crc32(repr(keys).encode()))
+        gather = self.dims.data_ranks_on_host().gather
+        digests = gather(zlib.crc32(repr(keys).encode()))
         if len(set(digests)) == 1:
             return
-        by_rank = gather_objects(keys)
+        by_rank = gather(keys)
         every = dict.fromkeys(key for keys in by_rank for key in keys)
         partial = [
             f"{key!r} only by rank {', '.join(str(rank) for rank, keys in enumerate(by_rank) if key in keys)}"
@@ -173,9 +181,8 @@ class CheckedResults(ResultCollection):
         )
 
 
-def _other_keys(key: str, group: Any) -> dict[int, str]:
-    """Return the keys, other than `key`, of ranks of `group` that find the same error in time."""
-    ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+def _other_keys(key: str, ranks: Sequence[int]) -> dict[int, str]:
+    """Return the keys, other than `key`, of those of `ranks` that find the same error in time."""
     # Numbered: the store may still hold the keys of an error in an earlier fit.
     number = default_store().add(f"lightning_paral/logged/{dist.get_rank()}", 1)
     found = exchange_in_store(f"logged/{number}", key, _EXCHANGE_TIMEOUT, ranks)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler
@@ -14,12 +15,19 @@ from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.loader import Loader, samplers, with_iteration
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch
 from lightning_paral.data.sampler import RankBatchSampler, ShardSpec, too_few_batches
-from lightning_paral.distributed.host_exchange import broadcast_from_rank_0, gather_ints
+from lightning_paral.distributed.host_exchange import broadcast_from_first_rank, gather_ints
 from lightning_paral.errors import ConfigurationError
 
 
 def distribute_map_style(
-    loader: Loader, shard: ShardSpec, seed: Seed, number: int, *, shared_rng: bool, predicting: bool
+    loader: Loader,
+    shard: ShardSpec,
+    seed: Seed,
+    number: int,
+    *,
+    shared_rng: bool,
+    predicting: bool,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Loader, RankBatchSampler]:
     """Return a copy of `loader` with a sampler of this rank's batches, and that sampler.
 
@@ -32,6 +40,7 @@ def distribute_map_style(
         number: index among the loaders of the same stage.
         shared_rng: whether to draw from the global random generators, as a single process does, and not from `seed`.
         predicting: whether the loader is for `trainer.predict`, where every sample counts and writers ask for indices.
+        group: of the data ranks, for host tensors; `None` is the world.
 
     Raises:
         ConfigurationError: the batches of a training loader cannot be divided as `shard` says.
@@ -46,11 +55,11 @@ def distribute_map_style(
         seed=seed,
         number=number,
         batched=loader.batch_sampler is not None,
-        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches)
+        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches, group)
         if several
         else None,
         shared=shared_rng,
-        agree=broadcast_from_rank_0 if several else None,
+        agree=partial(broadcast_from_first_rank, group=group) if several else None,
         samplers=samplers(loader),
     )
     if shard.remainder != "pad":
@@ -86,9 +95,9 @@ def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: ob
             yield batch
 
 
-def _check_same_order(sampler: object, checksum: int) -> None:
-    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over the world."""
-    checksums = gather_ints(checksum)
+def _check_same_order(sampler: object, group: dist.ProcessGroup | None, checksum: int) -> None:
+    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over `group`."""
+    checksums = gather_ints(checksum, group)
     if len(set(checksums)) > 1:
         different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
         raise ConfigurationError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.sampler import ShardSpec
-from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 
@@ -22,20 +22,22 @@ class GatherPredictions(Callback):
     """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the predictions on all ranks. *Collective* over the world.
+        """Gather the predictions on all ranks. *Collective* over the data ranks.
 
         Raises:
             ConfigurationError: the order of a loader is unknown, or parts of a batch cannot be joined.
         """
         loop = trainer.predict_loop
-        if trainer.world_size == 1 or not loop.return_predictions:
+        # Strategies of others are refused below: what their ranks draw is unknown.
+        dims = getattr(trainer.strategy, "dims", ParallelDims(replicate=trainer.world_size))
+        if dims.data_size == 1 or not loop.return_predictions:
             return
         loaders = CombinedLoader(trainer.predict_dataloaders).flattened
         of_loaders = [loop.predictions] if len(loaders) == 1 else loop.predictions
         for loader, predictions in zip(loaders, of_loaders, strict=True):
             shard, padding_steps = _shard_of(loader)
             steps = (step for step in range(len(predictions) + len(padding_steps)) if step not in padding_steps)
-            gathered = gather_objects(dict(zip(steps, predictions, strict=False)))
+            gathered = dims.data_ranks_on_host().gather(dict(zip(steps, predictions, strict=False)))
             predictions[:] = _in_turn(gathered) if shard.split == "batch" else _joined(gathered)
 
 
@@ -59,11 +61,11 @@ def _in_turn(gathered: list[dict[int, Any]]) -> list[Any]:
 
 
 def _joined(gathered: list[dict[int, Any]]) -> list[Any]:
-    """Join the parts of each batch. Sample number `s` of all samples is on rank `s % world_size`."""
+    """Join the parts of each batch. Sample number `s` of all samples is on data rank `s % data_size`."""
     batches: list[Any] = []
-    num_samples, world_size = 0, len(gathered)
+    num_samples, data_size = 0, len(gathered)
     for step in range(max(max(of_rank, default=-1) for of_rank in gathered) + 1):
-        order = [gathered[(num_samples + offset) % world_size] for offset in range(world_size)]
+        order = [gathered[(num_samples + offset) % data_size] for offset in range(data_size)]
         parts = [of_rank[step] for of_rank in order if step in of_rank]
         num_samples += sum(map(_num_samples, parts))
         batches.append(_interleave(parts))

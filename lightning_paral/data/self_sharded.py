@@ -1,8 +1,10 @@
 """Iterable datasets that shard themselves: keep the ranks in step, as their streams may have different lengths."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_paral.data.loader import Loader, with_iteration
@@ -13,8 +15,8 @@ from lightning_paral.distributed.host_exchange import any_rank, every_rank, gath
 _END = object()
 
 
-def synchronize_self_sharded(loader: Loader, shard: ShardSpec) -> Loader:
-    """Return a copy of `loader` that yields equally many batches on every rank. *Collective* over the world.
+def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.ProcessGroup | None) -> Loader:
+    """Return a copy of `loader` that yields equally many batches on every rank. *Collective* over `group`.
 
     Iterating the copy is *collective*, too, once per batch.
     """
@@ -26,14 +28,16 @@ def synchronize_self_sharded(loader: Loader, shard: ShardSpec) -> Loader:
     )
 
     def iterate(batches: Any, restart: Callable[[], Any]) -> Any:
-        synchronized = in_lockstep(batches, restart, shard, any_rank, every_rank)
+        synchronized = in_lockstep(
+            batches, restart, shard, partial(any_rank, group=group), partial(every_rank, group=group)
+        )
         return mark_maybe_uneven(synchronized) if shard.remainder == "pad" else synchronized
 
     try:
         length = len(loader)
     except TypeError:
         length = -1
-    lengths = gather_ints(length)
+    lengths = gather_ints(length, group)
     if min(lengths) < 0:
         return with_iteration(loader, iterate)
     return with_iteration(loader, iterate, min(lengths) if shard.remainder == "drop" else max(lengths))

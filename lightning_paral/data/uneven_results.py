@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_paral.compat.lightning.metrics import count_as_updated, set_computed, states_of
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
 from lightning_paral.data.logged_keys import CheckedResults
-from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.mesh import ParallelDims
 
 _LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
@@ -40,8 +40,8 @@ class UnevenResults(CheckedResults):
     Lightning reduces key by key. A rank without a batch has no keys, and the other ranks would wait for it.
     """
 
-    def __init__(self) -> None:
-        super().__init__(training=False)
+    def __init__(self, dims: ParallelDims) -> None:
+        super().__init__(dims, training=False)
         self.rank_local = False
         """Whether some rank has no batch in this step. Then values that are synchronized per step stay local."""
 
@@ -58,10 +58,10 @@ class UnevenResults(CheckedResults):
             sync.should = True
 
     def exchange(self, module: LightningModule) -> None:
-        """Reduce the values logged per epoch over all ranks. *Collective* over the world."""
+        """Reduce the values logged per epoch over all data ranks. *Collective* over these."""
         ours = [_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
         states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
-        gathered = gather_objects((ours, states))
+        gathered = self.dims.data_ranks_on_host().gather((ours, states))
         _type_empty_states(module, [of_rank for _, of_rank in gathered])
         by_rank = [{entry.key: entry for entry in entries} for entries, _ in gathered]
         for key in dict.fromkeys(key for entries in by_rank for key in entries):
@@ -82,9 +82,10 @@ class UnevenResults(CheckedResults):
         if entry.value is None or not entry.sync or entry.rank_zero_only:
             return
         group = metric.meta.sync.group
-        ranks = range(len(entries)) if group is None else dist.get_process_group_ranks(group)
-        if dist.get_rank() in ranks:
-            reduced = _reduce([each for r in ranks if (each := entries[r]) is not None])
+        ranks = self.dims.data_ranks if group is None else dist.get_process_group_ranks(group)
+        if self.dims.rank in ranks:
+            by_rank = dict(zip(self.dims.data_ranks, entries, strict=True))
+            reduced = _reduce([each for rank in ranks if (each := by_rank.get(rank)) is not None])
             set_computed(metric, reduced.to(module.device))
 
     def _result_like(self, entry: _Entry, module: LightningModule, metric: ResultMetric | None) -> ResultMetric:

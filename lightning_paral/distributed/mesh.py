@@ -1,6 +1,8 @@
-"""Which ranks shard together and which replicate one another."""
+"""Who is what: how the ranks of a run are arranged, which draw samples of their own, and which hold the same."""
 
+import math
 import weakref
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_paral.compat.torch.process_groups import is_alive
 from lightning_paral.compat.torch.sharding_cache import forget_meshes
+from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 
 SHARD = "data_parallel"
@@ -17,6 +21,104 @@ HYBRID = ("data_parallel_replicate", "data_parallel_shard")
 
 _default_of_meshes: "weakref.ref[dist.ProcessGroup] | None" = None
 _groups: "weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The dimensions along which the ranks of a run are arranged, and where this rank is.
+
+    The order is pipeline, replicate, shard, tensor, from the outermost to the innermost dimension: ranks that differ
+    only in their tensor coordinate are neighbours. Ranks that differ only in their tensor or pipeline coordinate work
+    on the same samples, and have the same *data rank*.
+
+    Raises:
+        ValueError: a size is below 1, or `rank` is not below the product of the sizes.
+    """
+
+    rank: int = 0
+    """This process's rank among all of the run."""
+
+    replicate: int = 1
+    """Number of copies of the model. Ranks that differ in this coordinate alone hold the same shards."""
+
+    shard: int = 1
+    """Number of ranks that parameters, gradients or optimizer state of a copy are sharded over."""
+
+    tensor: int = 1
+    """Number of ranks that compute each layer together."""
+
+    pipeline: int = 1
+    """Number of stages: groups of ranks with consecutive layers."""
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < 1 or not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank {self.rank} does not exist among {self}")
+
+    def __str__(self) -> str:
+        names = ("stages", "replicas", "shards", "tensor ranks")
+        shape = [f"{size} {name}" for size, name in zip(self.sizes, names, strict=True) if size > 1]
+        return " x ".join(shape) or "1 replica"
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes, from the outermost to the innermost dimension: pipeline, replicate, shard, tensor."""
+        return self.pipeline, self.replicate, self.shard, self.tensor
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the run."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks draw samples of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_size` shares of the samples this rank draws."""
+        return self.rank // self.tensor % self.data_size
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage, from 0."""
+        return self.rank // (self.data_size * self.tensor)
+
+    @property
+    def data_ranks(self) -> list[int]:
+        """The ranks that differ from this one in their data rank alone, in the order of data ranks."""
+        first = self.stage * self.data_size * self.tensor + self.rank % self.tensor
+        return [first + data_rank * self.tensor for data_rank in range(self.data_size)]
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The ranks of this rank's stage, which hold the same unsharded tensors."""
+        num_ranks = self.data_size * self.tensor
+        return list(range(self.stage * num_ranks, (self.stage + 1) * num_ranks))
+
+    def data_group(self) -> dist.ProcessGroup | None:
+        """Return the group of `data_ranks`, made at first use; `None`, the default group, if these are all ranks.
+
+        *Collective* over `data_ranks`.
+        """
+        return None if self.data_size == self.num_ranks else _group_of(self.data_ranks)
+
+    def data_ranks_on_host(self) -> RankGroup:
+        """Return this rank among its `data_ranks`, in a group that carries host tensors and objects.
+
+        *Collective* over `data_ranks`.
+        """
+        if self.data_size == 1:
+            return RankGroup()
+        group = host_group() if self.data_size == self.num_ranks else self.data_group()
+        return RankGroup(self.data_rank, self.data_size, group)
+
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """Return the group of `stage_ranks`, made at first use; `None`, the default group, if these are all ranks.
+
+        *Collective* over `stage_ranks`.
+        """
+        return None if self.pipeline == 1 else _group_of(self.stage_ranks)
 
 
 def check_replicate(replicate: int, world_size: int) -> None:

@@ -21,7 +21,6 @@ from lightning_paral.compat.torch.process_groups import is_alive
 from lightning_paral.distributed.forked import protect_inherited_objects
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 _PORT_IN_USE = ("EADDRINUSE", "address already in use")
 _TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective operation timeout")
 

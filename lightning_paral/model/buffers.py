@@ -11,6 +11,7 @@ from torch.nn import Module
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
 from lightning_paral.compat.torch.modules import own_buffers
+from lightning_paral.distributed.mesh import ParallelDims
 
 
 class RankZeroBuffers:
@@ -24,12 +25,14 @@ class RankZeroBuffers:
 
     Args:
         module: its buffers are looked up each time, so they may be replaced.
-        enabled: whether to broadcast at all. With one rank nothing is broadcast in any case.
+        enabled: whether to broadcast at all. Nothing is broadcast if a single rank holds the buffers.
+        dims: which ranks hold the same buffers: those of a pipeline stage, whose first rank broadcasts.
     """
 
-    def __init__(self, module: Module, enabled: bool) -> None:
+    def __init__(self, module: Module, enabled: bool, dims: ParallelDims) -> None:
         self._module = module
-        self._enabled = enabled and dist.is_initialized() and dist.get_world_size() > 1
+        self._dims = dims
+        self._enabled = enabled and dist.is_initialized() and len(dims.stage_ranks) > 1
         self._due = True
         self._accumulating = False
 
@@ -52,7 +55,7 @@ class RankZeroBuffers:
         """Broadcast rank 0's buffers, in place. *Collective* over the world."""
         _unshard_buffers(self._module)
         if self._enabled:
-            broadcast(shared_buffers(self._module))
+            broadcast(shared_buffers(self._module), self._dims.stage_group())
 
 
 def _unshard_buffers(module: Module) -> None:

@@ -34,7 +34,8 @@ from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.options import ActivationCheckpointing, Sampling
+from lightning_paral.option_types import as_timeout
+from lightning_paral.options import RANK_DEFAULTS, ActivationCheckpointing, RankOptions, Sampling, as_checkpoint_options
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.noise import RESUMED_INSIDE_EPOCH, NoiseLeftOut
@@ -79,6 +80,22 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
     """How long to wait for other ranks."""
     num_nodes: int
     num_processes: int
+
+    def _take_rank_options(self, given: RankOptions) -> dict[str, Any]:
+        """Keep the options that all strategies share, and return those that Lightning's constructors take."""
+        options = RANK_DEFAULTS | given
+        self.sampling = Sampling(
+            split=options["split"], remainder=options["remainder"], shard_iterable=options["shard_iterable"]
+        )
+        self.timeout = as_timeout(options["timeout"])
+        self._checkpoint_options = as_checkpoint_options(options["checkpoint"])
+        self._activation_checkpointing = options["activation_checkpointing"]
+        return {"process_group_backend": options["process_group_backend"], "timeout": self.timeout}
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of the sampler that Lightning injects where it does that itself."""
+        return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's logging which rank this is.
@@ -128,7 +145,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
             self._quiet = NoiseLeftOut()
         self._find_averages()
         self.set_world_ranks()
-        if not draws_as_one_process(self.sampling, self.world_size):
+        if not draws_as_one_process(self.sampling, self.dims.data_size):
             reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
         assert self.cluster_environment is not None
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
@@ -152,6 +169,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
         self._data_state = None
         self._injection = LoaderDistributor(
             self.lightning_module.trainer,
+            self.dims,
             self.sampling,
             self.broadcast(int(seed)),
             run_padding=self.forward_has_collectives,
@@ -171,7 +189,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
     def _restore_random(self) -> None:
         if len(self._random_states) == self.world_size:
             restore_states(list(self._random_states), all_ranks(), self._own_devices)
-        elif self._random_states and draws_as_one_process(self.sampling, self.world_size):
+        elif self._random_states and draws_as_one_process(self.sampling, self.dims.data_size):
             # Orders of epochs to come are drawn from rank 0's. Where the module draws nothing, all ranks' are the same.
             of_rank_0 = without_devices(self._random_states[0])
             restore_states([of_rank_0] * self.world_size, all_ranks(), self._own_devices)

@@ -22,7 +22,7 @@ from lightning_paral.checkpoint.save_plan import tensors_in
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.state.hyper_parameters import with_whole_modules
-from lightning_paral.checkpoint.state.optimizer import group_names, load_state, place_state, state_of
+from lightning_paral.checkpoint.state.optimizer import load_state, param_names, place_state, state_of
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -32,11 +32,10 @@ from lightning_paral.checkpoint.state.weights import (
 )
 from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
 from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.options import CheckpointOptions, Form
+from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
 from lightning_paral.strategies.full_reads import FullTensorReaders
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
@@ -123,7 +122,7 @@ class CheckpointMixin(FullTensorReaders):
         Raises:
             CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
         """
-        from lightning_paral.checkpoint.save import Save  # here, as torch's checkpoints take long to import
+        from lightning_paral.checkpoint.save import SaveJob  # here, as torch's checkpoints take long to import
 
         assert self.lightning_module is not None
         if self._saves_users_way:
@@ -160,7 +159,7 @@ class CheckpointMixin(FullTensorReaders):
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
-        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
+        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._saves_in_background:
             if self._saver is not None:
@@ -245,7 +244,7 @@ class CheckpointMixin(FullTensorReaders):
 
     def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         assert self.lightning_module is not None
-        load_state(optimizer, group_names(optimizer, self.lightning_module), state)
+        load_state(optimizer, param_names(optimizer, self.lightning_module), state)
         place_state(optimizer, self.root_device)
 
     def remove_checkpoint(self, filepath: Any) -> None:

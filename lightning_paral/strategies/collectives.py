@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.trainer_of import trainer_of
@@ -52,6 +53,11 @@ class Collectives(ParallelStrategy):
     timeout: timedelta
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
+
+    @property
+    def dims(self) -> ParallelDims:
+        """How the ranks are arranged: which of them draw samples of their own, and which hold the same."""
+        return ParallelDims(rank=self.global_rank, replicate=self.world_size)
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
@@ -157,9 +163,9 @@ class Collectives(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce `tensor` over the ranks, in place, and return it; anything but a tensor is returned as it is.
 
-        *Collective* over `group` (all ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA run,
-        and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts with
-        it the samples behind what is logged. If only some ranks failed, `tensor` stays as it is.
+        *Collective* over `group` (all data ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA
+        run, and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts
+        with it the samples behind what is logged. If only some ranks failed, `tensor` stays as it is.
         """
         reachable = self._reachable() if isinstance(tensor, Tensor) else None
         if reachable is None:
@@ -169,17 +175,24 @@ class Collectives(ParallelStrategy):
             operation = dist.ReduceOp.SUM  # gloo has no AVG
         else:
             operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        num_ranks = self.dims.data_size if group is None else dist.get_world_size(group)
         if group is None and reachable.group is not None:
             on_host = tensor.cpu()
             dist.all_reduce(on_host, op=operation, group=reachable.group)
             tensor.copy_(on_host)
+            num_ranks = self.dims.num_ranks
         else:
-            dist.all_reduce(tensor, op=operation, group=group_for(tensor) if group is None else group)
+            dist.all_reduce(tensor, op=operation, group=self._group_for(tensor) if group is None else group)
         if average:
             if not (tensor.is_floating_point() or tensor.is_complex()):
-                return tensor / dist.get_world_size(group)
-            tensor.div_(dist.get_world_size(group))
+                return tensor / num_ranks
+            tensor.div_(num_ranks)
         return tensor
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        """Return the group of the data ranks that carries `tensor`; `None` means the default group."""
+        dims = self.dims
+        return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
 
     def on_exception(self, exception: BaseException) -> None:
         """Name the timeout in the message of a collective that timed out; wait for no rank that may not come."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -28,16 +27,15 @@ from lightning_paral.compat.lightning.strategies import (
 )
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
 from lightning_paral.compat.torch.ddp_reducer import remove_reducer
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
-from lightning_paral.engines.ddp.options import check_choice, check_hook, check_options, explain_unused
+from lightning_paral.engines.ddp.options import DDPOptions, check_choice, check_hook, check_options, explain_unused
 from lightning_paral.engines.ddp.reducer import ReducedParameters
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_averaged
-from lightning_paral.option_types import as_timeout, check_at_least, checked_options
-from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Sampling, as_checkpoint_options
+from lightning_paral.option_types import check_at_least
+from lightning_paral.options import pop_rank_options, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
@@ -63,17 +61,13 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         gradient_as_bucket_view: let `.grad` be a view into the communication bucket, which saves a copy of all
             gradients. Code that gives gradients other memory (`p.grad.data = ...`) then trains wrongly: torch's reducer
             does not notice.
-        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective; a number means seconds.
-        checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
         start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
             `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
         model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
-        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
-        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
-        ddp_options: every other option of `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`,
-            `static_graph` and `find_unused_parameters`.
+        ddp_options: options of every strategy (see `RankOptions`), and every other option of
+            `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`, `static_graph` and
+            `find_unused_parameters`.
 
     Raises:
         ConfigurationError: an unknown `all_reduce`, `wire_dtype` or option, or two ways to reduce gradients at once.
@@ -81,7 +75,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
     strategy_name = "paral_ddp"
 
-    @checked_options
+    @takes_rank_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -93,27 +87,20 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         all_reduce: AllReduceName = "auto",
         wire_dtype: WireDtype | None = None,
         gradient_as_bucket_view: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float = DEFAULT_TIMEOUT,
-        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
-        activation_checkpointing: ActivationCheckpointing | None = None,
-        split: Literal["batch", "global"] = "batch",
-        remainder: Literal["drop", "wrap"] = "wrap",
-        shard_iterable: bool = True,
-        **ddp_options: Any,
+        **ddp_options: Unpack[DDPOptions],
     ) -> None:
         check_choice("all_reduce", all_reduce, get_args(AllReduceName))
         check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
         check_hook(ddp_comm_hook, all_reduce, wire_dtype)
+        lightnings = self._take_rank_options(pop_rank_options(ddp_options))
         check_options(ddp_options)
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         check_at_least("ParalDDPStrategy", "model_averaging_period", model_averaging_period, 1)
-        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -124,16 +111,13 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
-            process_group_backend=process_group_backend,
-            timeout=as_timeout(timeout),
+            process_group_backend=lightnings["process_group_backend"],
+            timeout=lightnings["timeout"],
             start_method=start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            **ddp_options,
+            **ddp_options,  # type: ignore[misc, arg-type]  # without `RankOptions`
         )
-        self.timeout = as_timeout(timeout)
         self._comm_state, self._comm_hook, self._comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
-        self._checkpoint_options = as_checkpoint_options(checkpoint)
-        self._activation_checkpointing = activation_checkpointing
         self._all_reduce = all_reduce
         if all_reduce == "ring":
             self.strategy_name = "paral_ddp_ring"
@@ -165,7 +149,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        if self.world_size > 1:
+        if self.dims.data_size > 1:
             check_averaged(self.optimizers, self.lightning_module)
         takes_turns = not self.lightning_module.automatic_optimization and len(self.optimizers) > 1
         options = ddp_options(self)
@@ -178,13 +162,13 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the module, and watch for what changes in it during the fit. *Collective* over the world."""
         assert self.lightning_module is not None
-        check_embeddings(self.lightning_module, self.world_size)
+        check_embeddings(self.lightning_module, self.dims.data_size)
         self._wrap()
         assert isinstance(self.model, DistributedDataParallel)
         self._reduced = ReducedParameters(self.lightning_module, self.timeout, self._undo)
         # Buffers with a hook of the user's own are the hook's.
         shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
-        self._buffers = RankZeroBuffers(self.lightning_module, shares)
+        self._buffers = RankZeroBuffers(self.lightning_module, shares, self.dims)
         if shares:
             self._undo.callback(share_when_swapped())
 

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.distributed.launch_checks import check_device
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import made_group, release_process_group
 from lightning_paral.engines.dp.checks import check_draws_all, check_replicable
 from lightning_paral.engines.dp.step import ParallelStep
@@ -123,6 +124,11 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
         """1: the number of processes."""
         return 1
 
+    @property
+    def dims(self) -> ParallelDims:
+        """One rank: the replicas of a step are threads of this process."""
+        return ParallelDims()
+
     def barrier(self, name: str | None = None) -> None:
         """Nothing: there is no other process to wait for."""
 
@@ -225,7 +231,7 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of a `DistributedSampler` that draws everything; Lightning's count each device as a process."""
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return `dataloader`.

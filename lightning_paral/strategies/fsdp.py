@@ -2,9 +2,8 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -20,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
-from lightning_paral.distributed.mesh import check_replicate, check_reshard, make_mesh
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT, check_carries_host_tensors
+from lightning_paral.distributed.mesh import ParallelDims, check_replicate, check_reshard, make_mesh
+from lightning_paral.distributed.process_group import check_carries_host_tensors
 from lightning_paral.engines.fsdp.averaged_shards import ShardedWeights
 from lightning_paral.engines.fsdp.explain_errors import explanation
 from lightning_paral.engines.fsdp.guards import check_pruning, check_user_hooks
@@ -46,15 +45,8 @@ from lightning_paral.model.explain_errors import Explanation, explain, explained
 from lightning_paral.model.foreign_parameters import check_averaged
 from lightning_paral.model.pretrained import was_loaded
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
-from lightning_paral.option_types import as_timeout, check_at_least, checked_options
-from lightning_paral.options import (
-    ActivationCheckpointing,
-    CheckpointOptions,
-    Sampling,
-    UnitChoice,
-    as_checkpoint_options,
-    check_unit_choice,
-)
+from lightning_paral.option_types import check_at_least
+from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -83,11 +75,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             the dtype of the weights.
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
-        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
-        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective; a number means seconds.
-        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
-        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
+        shared: options of every strategy; see `RankOptions`.
 
     Raises:
         ConfigurationError: options that contradict each other or are out of their range.
@@ -96,7 +84,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     strategy_name = "paral_fsdp"
     forward_has_collectives = True
 
-    @checked_options
+    @takes_rank_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -113,21 +101,13 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         offload: bool = False,
         reduce_dtype: ReduceDtype | None = None,
         broadcast_buffers: bool = True,
-        activation_checkpointing: ActivationCheckpointing | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float = DEFAULT_TIMEOUT,
-        split: Literal["batch", "global"] = "batch",
-        remainder: Literal["drop", "wrap"] = "wrap",
-        shard_iterable: bool = True,
-        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
+        **shared: Unpack[RankOptions],
     ) -> None:
         check_unit_choice(units, min_params)
         _check_options(accumulate, prefetch, reduce_dtype)
         if not isinstance(reshard_after_forward, bool):
             check_at_least("ParalFSDPStrategy", "reshard_after_forward", reshard_after_forward, 1)
-        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
-        super().__init__(process_group_backend=process_group_backend, timeout=as_timeout(timeout))
-        self.timeout = as_timeout(timeout)
+        super().__init__(**self._take_rank_options(shared))
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices
@@ -144,8 +124,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self.strategy_name = "paral_fsdp_offload"
         self._reduce_dtype = DTYPES[reduce_dtype] if reduce_dtype else None
         self._broadcast_buffers = broadcast_buffers
-        self._activation_checkpointing = activation_checkpointing
-        self._checkpoint_options = as_checkpoint_options(checkpoint)
         self._printed = False
         # Of one run:
         self._deferred: DeferredConstruction | None = None
@@ -178,12 +156,13 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         if self._offload:
             check_carries_host_tensors("offload=True")
         assert self.lightning_module is not None
-        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self._replicate))
+        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims.replicate))
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank draws samples of its own, replicas too."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    def dims(self) -> ParallelDims:
+        """How the ranks are arranged: `replicate` copies, each sharded over the ranks of its group."""
+        num_shards = self.world_size // self._replicate
+        return ParallelDims(rank=self.global_rank, replicate=self._replicate, shard=num_shards)
 
     # Model wrapping
 
@@ -218,7 +197,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
-            if self.world_size > 1:
+            if self.dims.data_size > 1:
                 check_averaged(self.optimizers, self.lightning_module)
             zero_shards_too(self.lightning_module, self.optimizers, self._undo)
             self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
@@ -231,7 +210,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         check_module(module)
         if fitting:
             check_user_hooks(module)
-            check_embeddings(module, self.world_size, "FSDP")
+            check_embeddings(module, self.dims.data_size, "FSDP")
             check_pruning(vars(module.trainer)["callbacks"])
         if fitting:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
@@ -254,7 +233,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         sharded.shard()
         self._deferred = None
         if fitting:
-            self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
+            self._buffers = RankZeroBuffers(module, self._broadcast_buffers, self.dims)
             self._trained = TrainedShards(module, self.timeout, self._undo)
         return sharded
 
@@ -265,7 +244,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         count = len(units.inner) + bool(units.root.parameters)
         replicas = f", {self._replicate} replicas" if self._replicate > 1 else ""
         rank_zero_info(f"FSDP: {count} units over {self.world_size} ranks{replicas}\n{as_tree(units)}")
-        if not units.inner and self.world_size > self._replicate:
+        if not units.inner and self.dims.shard > 1:
             rank_zero_warn(explain_single_unit(units))
 
     @contextmanager

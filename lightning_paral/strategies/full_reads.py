@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.ended_optimizers import read_whole_run
+from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
 from lightning_paral.engines.fsdp.gradients import gradient_norm
 from lightning_paral.engines.fsdp.whole import whole
 
@@ -44,7 +44,7 @@ class FullTensorReaders(Strategy):
         for optimizer in self.optimizers:
             value = optimizer.state.get(parameter, {}).get(key)
             if isinstance(value, FlatShard):  # after the run
-                return read_whole_run(value, self.root_device)
+                return gather_full_tensor(value, self.root_device)
             if value is not None:
                 return whole(torch.as_tensor(value))
         raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")

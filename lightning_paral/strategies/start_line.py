@@ -1,10 +1,9 @@
-"""The line at the start of a fit: strategy, ranks, backend, precision, global batch size."""
+"""The line at the start of a fit: strategy, ranks and their shape, backend, precision, global batch size."""
 
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -13,7 +12,7 @@ from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
 from lightning_paral.data.sampler import RankBatchSampler
 
 
-def print_start_line(trainer: Trainer, strategy: ParallelStrategy) -> None:
+def print_start_line(trainer: Trainer, strategy: Any) -> None:
     """Print the line on rank 0 as soon as the run has its training loaders; before the first progress bar of training.
 
     Called when the run begins. Does nothing outside of a fit.
@@ -28,22 +27,22 @@ def print_start_line(trainer: Trainer, strategy: ParallelStrategy) -> None:
     call_once_after_setup_of_data(trainer, print_line)
 
 
-def start_line(trainer: Trainer, strategy: ParallelStrategy, loaders: list[Any]) -> str:
-    """Return the line: `paral_zero2: 4 ranks on 2 nodes, gloo, 32-true, global batch size 64`.
+def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
+    """Return the line: `paral_zero2: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, global batch size 64`.
 
     Args:
         trainer: of the run.
-        strategy: its strategy; its process group exists.
+        strategy: one of ours; its process group exists.
         loaders: the training loaders of this rank. Without one whose batch size is known, nothing is said of it.
     """
-    device = strategy.root_device.type
-    if dist.is_initialized() and strategy.world_size > 1:
-        ranks = f"{_counted(strategy.world_size, 'rank')} on {_counted(trainer.num_nodes, 'node')}"
+    device, dims = strategy.root_device.type, strategy.dims
+    if dist.is_initialized() and dims.num_ranks > 1:
+        ranks = f"{_counted(dims.num_ranks, 'rank')} ({dims}) on {_counted(trainer.num_nodes, 'node')}"
         backend = str(dist.get_backend())
     else:
         ranks, backend = _counted(len(strategy.parallel_devices or [strategy.root_device]), "device"), device
     parts = [ranks, backend, strategy.precision_plugin.precision]
-    sizes = [_global_batch_size(loader, strategy.world_size) for loader in loaders]
+    sizes = [_global_batch_size(loader, dims.data_size) for loader in loaders]
     if sizes and None not in sizes:
         parts.append(f"global batch size {_written(sizes, trainer.accumulate_grad_batches)}")
     return f"{getattr(strategy, 'strategy_name', type(strategy).__name__)}: {', '.join(map(str, parts))}"
@@ -62,12 +61,12 @@ def _written(sizes: list[int | None], num_accumulated: int) -> str:
     return f"{each}, {num_accumulated} batches accumulated"
 
 
-def _global_batch_size(loader: Any, world_size: int) -> int | None:
+def _global_batch_size(loader: Any, data_size: int) -> int | None:
     """Return how many samples all ranks together draw in a step, if the loader says so."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, RankBatchSampler):
         size = getattr(sampler.order.batches, "batch_size", None)
-        world_size = 1 if sampler.shard.split == "global" else world_size
+        data_size = 1 if sampler.shard.split == "global" else data_size
     else:
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    return size * world_size if isinstance(size, int) else None
+    return size * data_size if isinstance(size, int) else None

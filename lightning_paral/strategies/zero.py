@@ -5,10 +5,9 @@ import os
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.config import settings
 from lightning_paral.engines.zero.config.options import ZeROOptions, as_offload, check_precision
 from lightning_paral.engines.zero.engine.accumulation import allow_accumulation_schedules
@@ -80,8 +79,7 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explained
 from lightning_paral.model.foreign_parameters import check_averaged
 from lightning_paral.model.host_memory_check import host_memory_shortage
-from lightning_paral.option_types import as_timeout, checked_options
-from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload, Sampling, as_checkpoint_options
+from lightning_paral.options import Offload, RankOptions, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -115,12 +113,8 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
-        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks are waited for, when joining and in every collective; a number means seconds.
-        checkpoint: `"sharded"`, a folder, the default; `"full"`, one file; or `CheckpointOptions` with more.
         logging_level: DeepSpeed's own messages below this level of `logging` are left out.
-        activation_checkpointing: keep the inputs of units only, and compute what is inside them anew.
-        split, remainder, shard_iterable: how samples are spread over the ranks; see `Sampling`.
+        shared: options of every strategy; see `RankOptions`.
 
     Raises:
         ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
@@ -128,7 +122,7 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
 
     strategy_name = "paral_zero"
 
-    @checked_options
+    @takes_rank_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -146,17 +140,10 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         gather_bucket_numel: int | None = None,
         deepspeed_config: dict[str, Any] | str | Path | None = None,
         broadcast_buffers: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float = DEFAULT_TIMEOUT,
-        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
         logging_level: int = logging.ERROR,
-        activation_checkpointing: ActivationCheckpointing | None = None,
-        split: Literal["batch", "global"] = "batch",
-        remainder: Literal["drop", "wrap"] = "wrap",
-        shard_iterable: bool = True,
+        **shared: Unpack[RankOptions],
     ) -> None:
         check_installed()
-        self.sampling = Sampling(split=split, remainder=remainder, shard_iterable=shard_iterable)
         self.stage = stage
         self.forward_has_collectives = stage == 3
         self._options = ZeROOptions(
@@ -175,7 +162,6 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         self._find_unused_parameters = find_unused_parameters
         self._logging_level = logging_level
         self._broadcast_buffers = broadcast_buffers
-        self._activation_checkpointing = activation_checkpointing
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
         DDPStrategy.__init__(
             self,
@@ -183,14 +169,11 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=as_timeout(timeout),
+            **self._take_rank_options(shared),
         )
-        self.timeout = as_timeout(timeout)
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self.remote_device = None
-        self._checkpoint_options = as_checkpoint_options(checkpoint)
         # Of one run:
         self._belongings: Belongings | None = None
         self._gradients: PartitionedGradients | JointGradients | None = None
@@ -225,6 +208,11 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         """This rank's device; with an index on CPU, too, which DeepSpeed asks for."""
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    @property
+    def dims(self) -> ParallelDims:
+        """How the ranks are arranged: what the stage says is sharded over all of them."""
+        return ParallelDims(rank=self.global_rank, shard=self.world_size)
 
     def _check_configured(self) -> None:
         super()._check_configured()
@@ -302,10 +290,10 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         module = self.lightning_module
         assert module is not None
         self.checkpoint_activations()
-        check_embeddings(module, self.world_size, "ZeRO")
+        check_embeddings(module, self.dims.data_size, "ZeRO")
         if self.stage == 3:
             warn_of_whole(module)
-        check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.world_size)
+        check_space(self._options, count_trained(module.parameters()) * self.num_processes // self.dims.shard)
         users = self._make_optimizers()
         if users is None:
             self._setup_without_optimizer()
@@ -330,14 +318,14 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
         vars(module)["zero_grad"] = self._gradients.zero_grad
         self._undo.callback(vars(module).pop, "zero_grad", None)
         self._fixed = FixedParameters(module, self._undo)
-        self._buffers = RankZeroBuffers(module, self._broadcast_buffers)
+        self._buffers = RankZeroBuffers(module, self._broadcast_buffers, self.dims)
         self._buffers.share()
         self._attach_averages(partial(WeightRuns, module, self._holdings, self._writes), self._broadcast_buffers)
 
     def _setup_without_optimizer(self) -> None:
         assert self.lightning_module is not None
         self._setup_evaluation()
-        self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers)
+        self._buffers = RankZeroBuffers(self.lightning_module, self._broadcast_buffers, self.dims)
 
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
@@ -348,7 +336,7 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
             self._writes = Writes(module, fill_all, hides_gradients=False)
         else:
             self.model_to_device()
-        if self.world_size > 1:
+        if self.dims.data_size > 1:
             whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
             broadcast([*whole, *shared_buffers(module)])
 
@@ -395,7 +383,7 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
             self.stage,
             count_trained(module.parameters()),
             device_type=self.root_device.type,
-            num_ranks=self.world_size,
+            num_ranks=self.dims.shard,
         )
         return self.config | {"zero_optimization": zero}
 

@@ -4,9 +4,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
+import lightning_paral
 from lightning_paral import ActivationCheckpointing, Offload, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 
@@ -70,3 +72,14 @@ CASES = (
     Case("paral_zero3_nvme", zero3_nvme, tolerance=1e-4, world_sizes=(2, 4)),
 )
 BY_LABEL = {case.label: case for case in CASES}
+
+
+def strategy_of(label: str, **options: Any) -> Any:
+    """The case's strategy with options of sampling; `one process` is Lightning's own, without any of ours."""
+    if label == "one process":
+        return "auto"
+    strategy = BY_LABEL[label].strategy()
+    if not isinstance(strategy, str):
+        return type(strategy)(**options)
+    (entry,) = [entry for entry in lightning_paral.registry.STRATEGIES if entry.name == strategy]
+    return entry.strategy(**entry.arguments, **options)

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_paral import ActivationCheckpointing, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.engines.zero.gradients.hidden import HiddenGradientError, HiddenStateError
 from tests.contract.cases import BY_LABEL
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 LABELS = [
     "paral_ddp", "paral_ddp_ring", "paral_fsdp", "paral_fsdp_offload", "fsdp_hybrid", "paral_zero1", "paral_zero2",

@@ -29,7 +29,8 @@ from lightning_paral import (
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.errors import CheckpointError
 from lightning_paral.reported import report_briefly
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 NAMES = [
     ("paral_zero4", "'paral_zero4'. Did you mean 'paral_zero3'"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.contract.cases import BY_LABEL, CASES
-from tests.models import fit_regression
+from tests.models.regression import fit_regression
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 

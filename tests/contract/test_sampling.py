@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sampling_models import SIZES, evaluate, train
+from tests.models.judged import SIZES, evaluate, train
 
 LABELS = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
 
@@ -22,14 +22,8 @@ def mean_losses(ranks: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([sum(loss * size for loss, size in step) / sum(size for _, size in step) for step in steps])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("split", ["batch", "global"])
-@pytest.mark.parametrize("label", LABELS)
-def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_size: int) -> None:
-    expected = evaluated_in_one_process()
-
-    ranks = on_ranks(world_size, evaluate, label, world_size, split)
-
+def assert_evaluation_equals(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Compare what the ranks, each with a data rank of its own, logged, collected and predicted with one process."""
     for rank in ranks:
         for ours, theirs in zip(rank["logged"], expected["logged"], strict=True):
             assert ours.keys() == theirs.keys()
@@ -41,6 +35,13 @@ def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_s
     for index in range(len(SIZES)):
         collected = [value for rank in ranks for value in rank["collected"].get(index, [])]
         assert sorted(collected) == sorted(expected["collected"][index])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("split", ["batch", "global"])
+@pytest.mark.parametrize("label", LABELS)
+def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_size: int) -> None:
+    assert_evaluation_equals(on_ranks(world_size, evaluate, label, world_size, split), evaluated_in_one_process())
 
 
 @pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero3"])

@@ -13,9 +13,9 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
-from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, fit, with_cpu_adam
 from tests.gpu.place import check_installed, options_of, trainer_options
 from tests.gpu.report import write_json
+from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, fit, with_cpu_adam
 
 ASYNC = {
     "paral_ddp": lambda options: ParalDDPStrategy(checkpoint=options),
@@ -43,7 +43,7 @@ class StateBesideWeights(Callback):
 
 
 def _options(label: str, device: str) -> dict[str, Any]:
-    """Return the Trainer's options without `devices`, which `tests.checkpoint_models.fit` sets."""
+    """Return the Trainer's options without `devices`, which `tests.models.resumable.fit` sets."""
     options = options_of(label, device)
     return {name: value for name, value in options.items() if name != "devices"}
 

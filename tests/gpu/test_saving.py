@@ -13,7 +13,7 @@ from lightning_paral.checkpoint.io.host_memory import fresh_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.save import Save
+from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
 from lightning_paral.options import Form
@@ -61,7 +61,7 @@ def test_what_is_saved_is_what_was_computed_last(tmp_path: Path, form: Form, sta
     weight += torch.arange(30_000_000, device="cuda")
     half.t().copy_(torch.arange(3000, device="cuda").expand(1000, 3000))
     checkpoint = {"state_dict": {"weight": weight, "half": half.t()}, "callbacks": {"seen": seen}}
-    save = Save.prepare(checkpoint, tmp_path / "saved", form, RankGroup(), set(), "Test")
+    save = SaveJob.prepare(checkpoint, tmp_path / "saved", form, RankGroup(), set(), "Test")
     staging = Staging(pin=True)
     if staged:
         before = torch.cuda.memory_allocated()

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_paral.checkpoint.io.arena import Arena, aligned
 from lightning_paral.checkpoint.save_plan import WriteItem
-from lightning_paral.checkpoint.shards import Part, same
+from lightning_paral.checkpoint.shards import Part, identity
 
 
 class Staging:
@@ -34,7 +34,7 @@ class Staging:
         for entry, numel in mine:
             values = entry.part.values()
             copy = self.arena.take(numel, entry.dtype).copy_(values, non_blocking=True)
-            entry.part = Part(entry.part.chunks, partial(same, copy))
+            entry.part = Part(entry.part.chunks, partial(identity, copy))
             if values.is_cuda:
                 streams.add(torch.cuda.current_stream(values.device))
         for stream in streams:

@@ -4,11 +4,36 @@ import inspect
 import re
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_names import explain_unknown_option, remember_options
 from lightning_paral.option_types import check_type
+from lightning_paral.options import RankOptions
+
+
+class DDPOptions(RankOptions, total=False):
+    """Keywords of `ParalDDPStrategy` that it hands on to `DistributedDataParallel`, besides those of `RankOptions`."""
+
+    output_device: int | torch.device | None
+    dim: int
+    broadcast_buffers: bool | None
+    init_sync: bool
+    bucket_cap_mb: float | None
+    bucket_cap_mb_list: list[float] | None
+    find_unused_parameters: bool
+    check_reduction: bool
+    static_graph: bool
+    delay_all_reduce_named_params: Any
+    param_to_hook_all_reduce: Any
+    mixed_precision: Any
+    device_mesh: Any
+    process_group: Any
+    skip_all_reduce_unused_params: bool
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+
 
 _DEFAULTS = {
     name: parameter.default
@@ -43,7 +68,7 @@ def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
         )
 
 
-def check_options(options: dict[str, Any]) -> None:
+def check_options(options: DDPOptions) -> None:
     """Raise a `ConfigurationError` for an option that neither we nor DDP know, or for a value of the wrong type."""
     for option in options:
         if option not in _DDP_OPTIONS:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.checkpoint.lazy_tensor import read_box, read_into
+from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
 from lightning_paral.checkpoint.shards import chunk_of_dtensor
 
 
@@ -61,7 +61,7 @@ class ShardedWeights:
             return
         chunk = chunk_of_dtensor(parameter)
         if chunk is not None and chunk.numel:
-            read_box(stored, chunk, average)
+            read_chunk(stored, chunk, average)
 
     def has_master(self, number: int) -> bool:
         """Return `False`."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.state.optimizer import group_names, hyper_parameters
+from lightning_paral.checkpoint.state.optimizer import hyper_parameters, param_names
 from lightning_paral.compat.torch import step_hooks
 from lightning_paral.engines.zero.gradients.hidden import HiddenState
 from lightning_paral.errors import ConfigurationError
@@ -38,7 +38,7 @@ class UsersOptimizer:
     def __init__(self, optimizer: Optimizer, module: Module) -> None:
         self.optimizer = optimizer
         self.groups = list(optimizer.param_groups)
-        self.names = group_names(optimizer, module)
+        self.names = param_names(optimizer, module)
         self._state = optimizer.state
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
 

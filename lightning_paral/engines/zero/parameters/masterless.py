@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.checkpoint.lazy_tensor import read_run, read_whole
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.deepspeed.parameter_files import in_memory
 from lightning_paral.engines.zero.parameters.partition import is_partitioned, run_of_partition
@@ -32,7 +32,7 @@ def fill(parameter: Any, stored: Tensor) -> bool:
         return False
     start, numel = run_of_partition(parameter)
     with in_memory(parameter, write=True):
-        read_run(stored, start, parameter.ds_tensor.data[:numel])
+        read_flat_range(stored, start, parameter.ds_tensor.data[:numel])
     fill_gathered(parameter, stored)
     return True
 
@@ -46,4 +46,4 @@ def fill_all(written: list[tuple[Parameter, Tensor]]) -> None:
 def fill_gathered(parameter: Any, stored: Tensor) -> None:
     """Put a stored tensor into the whole values of a parameter of stage 3, if it is kept whole between steps."""
     if not is_partitioned(parameter):  # small ones are
-        parameter.data.copy_(read_whole(stored).view(parameter.data.shape))
+        parameter.data.copy_(materialize(stored).view(parameter.data.shape))

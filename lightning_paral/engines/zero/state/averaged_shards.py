@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.checkpoint.lazy_tensor import read_run
-from lightning_paral.checkpoint.shards import FlatShard, same
+from lightning_paral.checkpoint.lazy_tensor import read_flat_range
+from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.checkpoint.state.weights import true_shape
 from lightning_paral.engines.zero.config.options import ZeROOptions
 from lightning_paral.engines.zero.parameters.masterless import fill_all
@@ -126,14 +126,14 @@ class WeightRuns:
         shape = true_shape(parameter)
         if numel == _numel(parameter) and not self._module_is_sharded(number):
             return average.view(shape)
-        return FlatShard(shape, average.dtype, start, numel, partial(same, average))
+        return FlatShard(shape, average.dtype, start, numel, partial(identity, average))
 
     def _module_is_sharded(self, number: int) -> bool:
         return any(runs[number] != self._runs[number] for runs in self._runs_of_ranks)
 
     def read(self, number: int, stored: Tensor, average: Tensor) -> None:
         """Fill an average with its run of `stored`."""
-        read_run(stored, self._runs[number][0], average)
+        read_flat_range(stored, self._runs[number][0], average)
 
     def has_master(self, number: int) -> bool:
         """Whether a checkpoint holds the fp32 master copy of a parameter."""

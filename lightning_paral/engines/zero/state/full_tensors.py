@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.state.ended_optimizers import read_whole_run
+from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
 from lightning_paral.engines.zero.gradients.partitioned import PartitionedGradients
 from lightning_paral.engines.zero.parameters.writes import Writes
 from lightning_paral.engines.zero.state.joint import JointGradients
@@ -73,7 +73,7 @@ class ZeroFullTensorReaders:
         if self._gradients is None:  # after the fit
             kept = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
             if kept:
-                return read_whole_run(kept[0], self.root_device)
+                return gather_full_tensor(kept[0], self.root_device)
         self._fit_gradients()
         try:
             state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
