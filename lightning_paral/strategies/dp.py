@@ -13,8 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
+from lightning_paral.distributed.launch_checks import check_device
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import check_device, made_group, release_process_group
+from lightning_paral.distributed.process_group import made_group, release_process_group
 from lightning_paral.engines.dp.checks import check_draws_all, check_replicable
 from lightning_paral.engines.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
