@@ -13,8 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
+from lightning_paral.distributed.launch_checks import check_device
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import check_device, made_group, release_process_group
+from lightning_paral.distributed.process_group import made_group, release_process_group
 from lightning_paral.engines.dp.checks import check_draws_all, check_replicable
 from lightning_paral.engines.dp.step import ParallelStep
 from lightning_paral.errors import ConfigurationError
@@ -30,7 +31,7 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
-    starting processes, in a notebook, say; `paral_ddp` is faster in nearly every other case (README, "DP").
+    starting processes, in a notebook, say; `paral_ddp` is faster in nearly every other case (docs/strategies/dp.md).
 
     In each step the batch is divided (`lightning_paral.engines.dp.scatter`), the module is copied to the further
     devices, and every replica runs the whole step, loss included, in a thread of its own. The losses are weighed by the

@@ -78,7 +78,7 @@ from lightning_paral.model.buffers import RankZeroBuffers, shared_buffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explained
 from lightning_paral.model.foreign_parameters import check_averaged
-from lightning_paral.model.host_room import lack_of_room
+from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.options import Offload, RankOptions, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
@@ -549,7 +549,7 @@ class ParalZeROStrategy(ZeroFullTensorReaders, ParalStrategy, DeepSpeedStrategy)
             return True
         lack: str | None = "its weights lie on NVMe"
         if not belongings.are_on_nvme:
-            lack = lack_of_room(belongings.num_bytes, self.num_processes)
+            lack = host_memory_shortage(belongings.num_bytes, self.num_processes)
         if lack is not None:
             rank_zero_warn(f"{type(self.lightning_module).__name__} stays partitioned: {lack}.")
         return lack is None

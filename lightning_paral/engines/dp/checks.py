@@ -1,4 +1,4 @@
-"""What cannot be replicated, named before the first step."""
+"""Reject modules and loaders that cannot be replicated, before the first step."""
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature

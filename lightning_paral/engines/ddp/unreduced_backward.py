@@ -1,4 +1,4 @@
-"""Backward passes that nobody announced: DDP averages the gradients of those alone that it was prepared for."""
+"""Detect backward passes whose gradients DDP does not average, because it was not prepared for them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,72 +14,80 @@ from lightning_paral.compat.torch.backward import at_end_of_backward
 from lightning_paral.errors import ConfigurationError
 
 
-class AnnouncedBackward:
-    """Refuses steps of any optimizer with gradients that came by a `loss.backward()` which no rank averages."""
+class UnreducedBackwardGuard:
+    """Rejects optimizer steps with gradients of a `loss.backward()` that DDP did not average.
+
+    Args:
+        is_manual: whether the module uses manual optimization.
+    """
 
     def __init__(self, *, is_manual: bool) -> None:
         self._is_manual = is_manual
         self._handles: dict[Parameter, RemovableHandle] = {}
-        self._is_running = self._is_ours = False
-        self._unannounced: set[Tensor] = set()
-        self._of_steps = register_optimizer_step_pre_hook(self._check)
+        self._is_reduced = self._in_strategy_step = False
+        self._unreduced: set[Tensor] = set()
+        self._step_hook = register_optimizer_step_pre_hook(self._check)
 
     def watch(self, parameters: Iterable[Parameter]) -> None:
-        """Notice gradients of `parameters`, which require them now."""
+        """Note gradients of `parameters`, which must require gradients now."""
         for parameter in parameters:
             if parameter not in self._handles:
-                handle = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
                 self._handles[parameter] = handle
 
-    def _note(self, parameter: Tensor) -> None:
-        if not self._is_running:
-            self._unannounced.add(parameter)
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if not self._is_reduced:
+            self._unreduced.add(parameter)
 
     def expect(self, loss: Tensor) -> None:
-        """Say that the backward pass of `loss` is averaged: not those of hooks before and after it."""
+        """Expect the backward pass of `loss` to be averaged; those of hooks before and after it are not."""
         loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def _begin(self, gradient: Tensor) -> None:
-        self._forget_those_set_to_zero()
-        self._is_running = True
+        self._drop_zeroed()
+        self._is_reduced = True
         at_end_of_backward(self._end)
 
     def _end(self) -> None:
-        self._is_running = False
+        self._is_reduced = False
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Say that backward passes inside the block are averaged."""
-        self._forget_those_set_to_zero()
-        before, self._is_running = self._is_running, True
+    def reduced(self) -> Iterator[None]:
+        """Treat backward passes inside the block as averaged."""
+        self._drop_zeroed()
+        before, self._is_reduced = self._is_reduced, True
         try:
             yield
         finally:
-            self._is_running = before
+            self._is_reduced = before
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Say that the step of `optimizer` inside the block is the strategy's.
+        """Treat the step of `optimizer` inside the block as the strategy's own.
 
         Raises:
-            ConfigurationError: as `AnnouncedBackward`, at the end where gradients come in the step's closure.
+            ConfigurationError: the step, or its closure, used gradients that were not averaged.
         """
-        self._is_ours = True
+        self._in_strategy_step = True
         try:
             yield
         finally:
-            self._is_ours = False
+            self._in_strategy_step = False
         if not self._is_manual:
             self._check_gradients(optimizer)
 
-    def _forget_those_set_to_zero(self) -> None:
-        if self._unannounced:
-            self._unannounced = {p for p in self._unannounced if p.grad is not None and bool(p.grad.any())}
+    def _drop_zeroed(self) -> None:
+        if self._unreduced:
+            self._unreduced = {p for p in self._unreduced if p.grad is not None and bool(p.grad.any())}
 
     def _check(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._is_ours and not self._is_manual:
-            return  # its closure has yet to set gradients to zero
-        if isinstance(optimizer, LBFGS) and not self._is_ours and _held_by(optimizer) & self._handles.keys():
+        if self._in_strategy_step and not self._is_manual:
+            return  # its closure is about to zero gradients
+        if (
+            isinstance(optimizer, LBFGS)
+            and not self._in_strategy_step
+            and _parameters_of(optimizer) & self._handles.keys()
+        ):
             raise ConfigurationError(
                 "LBFGS was stepped beside the strategy, where each rank would decide by its own loss how far to go. "
                 "Take it from self.optimizers()."
@@ -87,8 +95,8 @@ class AnnouncedBackward:
         self._check_gradients(optimizer)
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
-        self._forget_those_set_to_zero()
-        if self._unannounced and _held_by(optimizer) & self._unannounced:
+        self._drop_zeroed()
+        if self._unreduced and _parameters_of(optimizer) & self._unreduced:
             raise ConfigurationError(
                 "Gradients came by loss.backward(), of which DDP knows nothing: the ranks did not average them. Under "
                 "manual optimization call self.manual_backward(loss) instead; in hooks take torch.autograd.grad where "
@@ -96,12 +104,12 @@ class AnnouncedBackward:
             )
 
     def end(self) -> None:
-        """Watch no more."""
-        self._of_steps.remove()
+        """Remove all hooks."""
+        self._step_hook.remove()
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
 
 
-def _held_by(optimizer: Optimizer) -> set[Tensor]:
+def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
