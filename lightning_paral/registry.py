@@ -100,17 +100,21 @@ STRATEGIES = (
 )
 
 
-def register_strategies() -> None:
-    """Register all names of `STRATEGIES` with Lightning's Trainer, and have Fabric and `pytorch_lightning` refuse them.
+def register_strategies(*more: RegisteredStrategy) -> None:
+    """Register all names with Lightning's Trainer, and have Fabric and `pytorch_lightning` refuse them.
 
     Calling it again changes nothing.
+
+    Args:
+        more: strategies of another package, besides those of `STRATEGIES`.
     """
-    for entry in STRATEGIES:
+    entries = (*STRATEGIES, *more)
+    for entry in entries:
         StrategyRegistry.register(
             entry.name, entry.strategy, description=entry.description, override=True, **entry.arguments
         )
     check_before_lookup(accelerator_connector, _explain_unknown)
-    refuse_namesakes(tuple(entry.name for entry in STRATEGIES))
+    refuse_namesakes(tuple(entry.name for entry in entries))
 
 
 def _explain_unknown(strategy: Any) -> None:
