@@ -20,7 +20,7 @@ from lightning_paral.checkpoint.io.storage import without_scheme
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.hyper_parameters import with_whole_modules
+from lightning_paral.checkpoint.state.hyper_parameters import with_full_modules
 from lightning_paral.checkpoint.state.optimizer import load_state, param_names, place_state, state_of
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
@@ -156,7 +156,7 @@ class CheckpointMixin(FullTensorReaders):
             self.lightning_module, self._checkpoint_options.save_frozen, ranks, states
         )
         if self._default_form == "sharded":
-            with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            with_full_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
