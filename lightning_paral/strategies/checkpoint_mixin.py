@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
-from lightning_paral.checkpoint.io.storage import without_scheme
+from lightning_paral.checkpoint.io.storage import remove_at, without_scheme
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
@@ -250,8 +250,6 @@ class CheckpointMixin(FullTensorReaders):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once; what is none stays, with a warning. A user's `CheckpointIO` does it its way."""
-        from lightning_paral.checkpoint.save import remove_at
-
         if self._saves_users_way:
             super().remove_checkpoint(filepath)
             return

@@ -13,7 +13,9 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_paral.checkpoint.io.atomic import remove
 from lightning_paral.checkpoint.io.files import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
 from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
@@ -266,6 +268,27 @@ def get_file(url: str) -> Path | None:
     os.close(descriptor)
     fs.get_file(path, name)
     return Path(name)
+
+
+def remove_at(path: str) -> None:
+    """Remove the checkpoint at a path or URL, if there is one. Other files stay, with a warning."""
+    if not is_remote(path):
+        remove(Path(path))
+        return
+    fs, name = file_system(path)
+    if fs.isfile(name):
+        fs.rm_file(name)
+    if not fs.isdir(name):
+        return
+    found = found_at(fs, name)
+    if not found.is_checkpoint and not found.is_empty:
+        rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
+    elif found.foreign:
+        rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
+        for file in found.own:  # first what makes it a checkpoint
+            fs.rm(f"{name}/{file}", recursive=True)
+    else:
+        fs.rm(name, recursive=True)
 
 
 Folder = LocalStorage | FsspecStorage
