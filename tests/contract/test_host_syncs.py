@@ -21,7 +21,7 @@ from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-ON_THE_HOST = {"data/injection.py: _agreed: __bool__", "data/delayed_read.py: read: item"}
+ON_THE_HOST = {"distributed/host_exchange.py: _reduce: __bool__", "data/async_scalar.py: read: item"}
 """Reads of tensors that are on the host on every machine."""
 
 LABELS = (
@@ -130,7 +130,7 @@ def test_the_count_finds_what_reads() -> None:
         found = torch.tensor([1.0, 0.0])
         assert (float(found[0]), bool(found.any()), found.to("cpu").tolist(), found.numpy().sum()) == (1, 1, [1, 0], 1)
 
-    assert syncs.found == {"data/delayed_read.py: read: item": 1}
+    assert syncs.found == {"data/async_scalar.py: read: item": 1}
     assert syncs.num_of_others == 5
     assert not {"item", "to", "__bool__"} & vars(Tensor).keys()
 
