@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_paral.averaging.buffers import share_averaged_buffers
+from lightning_paral.averaging.buffers import broadcast_averaged_buffers
 from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.shards import is_sharded
@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.state.weights import sharded_state_dict
 from lightning_paral.errors import ConfigurationError
 
 
-class Averages:
+class ShardedAverages:
     """Averages this rank's shards, in place of the `AveragedModel` of a callback. torch's own code does the averaging.
 
     Created before the module is sharded; `attach` gives it the shards. After `end` it refers to the module itself: the
@@ -42,36 +42,36 @@ class Averages:
         self._options = options
         self._shards: WeightShards | None = None
         self._inner = AveragedModel(Module(), **options)
-        self._shares_buffers = False
+        self._broadcasts_buffers = False
         self._swapped = False
-        self._is_kept = False
+        self._became_weights = False
         self._state_to_read: Mapping[str, Any] | None = None
 
-    def attach(self, shards: WeightShards, *, shares_buffers: bool) -> None:
+    def attach(self, shards: WeightShards, *, broadcasts_buffers: bool) -> None:
         """Start the averages from the current weights.
 
         Args:
             shards: what this rank holds of them.
-            shares_buffers: whether rank 0's buffers are evaluated on all ranks.
+            broadcasts_buffers: whether rank 0's buffers are evaluated on all ranks.
         """
-        inner = AveragedModel(_Copied(shards.current(), self._module), self._device, **self._options)
+        inner = AveragedModel(_ShardModule(shards.current(), self._module), self._device, **self._options)
         if self._device is None:
             inner.n_averaged = inner.n_averaged.cpu()
         inner.n_averaged.copy_(self._inner.n_averaged)
-        self._inner, self._shards, self._shares_buffers = inner, shards, shares_buffers
+        self._inner, self._shards, self._broadcasts_buffers = inner, shards, broadcasts_buffers
         state, self._state_to_read = self._state_to_read, None
         if state is not None:
             self.load_state_dict(state)
 
     @property
-    def is_attached(self) -> bool:
+    def has_shards(self) -> bool:
         """Whether there are averages of shards now."""
         return self._shards is not None
 
     @property
-    def is_lost(self) -> bool:
+    def was_lost(self) -> bool:
         """Whether the fit ended before the averages became the module's weights."""
-        return not self._is_kept
+        return not self._became_weights
 
     def end(self) -> None:
         """Let go of the shards: the fit ends."""
@@ -89,13 +89,13 @@ class Averages:
     @property
     def module(self) -> Module:
         """The averages as a module: that of the shards during a fit, the LightningModule itself after it."""
-        return self._inner.module if self.is_attached else self._module
+        return self._inner.module if self.has_shards else self._module
 
     def update_parameters(self, module: Module) -> None:
         """Average in the weights as they are now. Nothing is sent."""
-        self._inner.update_parameters(_View(self._attached().current(), module))  # type: ignore[arg-type]
+        self._inner.update_parameters(_ShardView(self._attached().current(), module))  # type: ignore[arg-type]
 
-    def to(self, device: Any) -> "Averages":
+    def to(self, device: Any) -> "ShardedAverages":
         """Move the averages to another device."""
         self._inner.module.to(device)
         return self
@@ -112,7 +112,7 @@ class Averages:
 
     def _weights(self) -> dict[str, Any]:
         if self._shards is None:
-            if self.is_lost:
+            if self.was_lost:
                 raise ConfigurationError(
                     "The averages of weights are gone: they were kept as shards, and the fit ended before they became "
                     "the module's weights. Save them during the fit, with ModelCheckpoint(save_on_exception=True)."
@@ -193,7 +193,7 @@ class Averages:
         """Exchange averages and weights, buffers included, for an evaluation and after it. *Collective*."""
         shards = self._attached()
         shards.prepare()
-        self._share_buffers()
+        self._broadcast_buffers()
         for average, current in self._pairs(shards):
             before = current.clone()
             current.copy_(average)
@@ -207,16 +207,16 @@ class Averages:
         shards = self._attached()
         shards.prepare()
         if buffers:
-            self._share_buffers()
+            self._broadcast_buffers()
         for average, current in self._pairs(shards, buffers=buffers):
             current.copy_(average)
         shards.keep()
         shards.publish(borrowed=False)
-        self._is_kept = True
+        self._became_weights = True
 
     def current_view(self) -> Any:
         """Return a stand-in for the module whose parameters are the current shards."""
-        return _View(self._attached().current(), self._module)
+        return _ShardView(self._attached().current(), self._module)
 
     def _attached(self) -> WeightShards:
         if self._shards is None:
@@ -233,12 +233,12 @@ class Averages:
     def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self._module.buffers(), self._inner.module.buffers(), strict=True)
 
-    def _share_buffers(self) -> None:
-        if self._shares_buffers and not self._swapped:
-            share_averaged_buffers(self._module, self._inner.module)
+    def _broadcast_buffers(self) -> None:
+        if self._broadcasts_buffers and not self._swapped:
+            broadcast_averaged_buffers(self._module, self._inner.module)
 
 
-class CopiedAverages(Averages):
+class ShardedSWAAverages(ShardedAverages):
     """Takes the place of the copy of the module that `StochasticWeightAveraging` keeps."""
 
     prefix = ""
@@ -248,7 +248,7 @@ class CopiedAverages(Averages):
         return self._inner.module.parameters()
 
 
-class _Copied(Module):
+class _ShardModule(Module):
     """A module of the shards, to be copied."""
 
     def __init__(self, shards: list[Tensor], module: Module) -> None:
@@ -259,7 +259,7 @@ class _Copied(Module):
             self.register_buffer(f"buffer_{number}", buffer.detach())
 
 
-class _View:
+class _ShardView:
     """What averaging looks at in a module: its parameters, which are the shards, and its buffers."""
 
     def __init__(self, shards: list[Tensor], module: Module) -> None:

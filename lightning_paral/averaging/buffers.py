@@ -14,7 +14,7 @@ from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.model.buffers import shared_buffers
 
 
-def share_averaged_buffers(module: Module, averaged: Module) -> None:
+def broadcast_averaged_buffers(module: Module, averaged: Module) -> None:
     """Give all ranks rank 0's averages of the buffers of `module`, except of those that DDP ignores.
 
     *Collective* over the world.
@@ -26,7 +26,7 @@ def share_averaged_buffers(module: Module, averaged: Module) -> None:
     broadcast([average for buffer, average in averages if id(buffer) in shared])
 
 
-def share_when_swapped() -> Callable[[], None]:
+def broadcast_when_swapped() -> Callable[[], None]:
     """Make `WeightAveraging` share its averages of buffers whenever it swaps; return a function that ends this.
 
     For strategies under which a rank has whole weights, and averages them as Lightning does.
@@ -34,7 +34,7 @@ def share_when_swapped() -> Callable[[], None]:
     swap = swap_method()
 
     def swap_models(callback: Any, pl_module: LightningModule) -> None:
-        share_averaged_buffers(pl_module, averages_of(callback).module)
+        broadcast_averaged_buffers(pl_module, averages_of(callback).module)
         swap(callback, pl_module)
 
     return replace_methods(WeightAveraging, {SWAP: swap_models})

@@ -229,9 +229,9 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
             save_frozen = self._checkpoint_options.save_frozen
             self._averages = AveragingCallbacks(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
 
-    def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
+    def _attach_averages(self, make_shards: Callable[[], WeightShards], broadcasts_buffers: bool) -> None:
         if self._averages is not None:
-            self._averages.attach(make_shards, shares_buffers=shares_buffers)
+            self._averages.attach(make_shards, broadcasts_buffers=broadcasts_buffers)
             loaded, self._loaded_averages = self._loaded_averages, None
             if loaded is not None:
                 self._load_averages(*loaded)
@@ -244,7 +244,7 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
         averages = self._averages
         if averages is None or not averages.are_in_state_dict:
             return
-        if not averages.are_attached:
+        if not averages.have_shards:
             self._loaded_averages = checkpoint, strict
             return
         averages.take_current()
