@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import without_scheme
 from lightning_paral.checkpoint.lazy_tensor import read_into
-from lightning_paral.checkpoint.save_plan import tensors_in
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.state.hyper_parameters import with_whole_modules
@@ -30,6 +29,7 @@ from lightning_paral.checkpoint.state.weights import (
     replicated_storages,
     sharded_state_dict,
 )
+from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.rng_state import current_states, restore_states

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_paral.checkpoint.io.arena import Arena, _pin, _unpin
-from lightning_paral.checkpoint.io.host_memory import fresh_bytes
+from lightning_paral.checkpoint.io.arena import Arena, _pin, _unpin, fresh_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
@@ -95,11 +94,11 @@ def test_pieces_are_those_of_tensors_that_are_freed_meanwhile() -> None:
     def made_and_freed() -> Any:
         for number in range(8):
             busy()
-            yield torch.full((HostBytes.piece_bytes // 2 + number,), number, dtype=torch.uint8, device="cuda")
+            yield torch.full((HostBytes.buffer_bytes // 2 + number,), number, dtype=torch.uint8, device="cuda")
 
     with HostBytes(made_and_freed()) as source:
         for number in range(8):
-            for view in source.read(HostBytes.piece_bytes // 2 + number):
+            for view in source.read(HostBytes.buffer_bytes // 2 + number):
                 torch.full((2**24,), 99, dtype=torch.uint8, device="cuda")  # reuses the freed memory
                 assert (torch.frombuffer(view, dtype=torch.uint8) == number).all()
 

@@ -8,7 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.contract.cases import zero3_nvme
 from tests.running import quiet_trainer
 
 GLOBAL_BATCH_SIZE = 8
@@ -72,22 +71,6 @@ class SaveOnce(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx + 1 == SAVED_AFTER:
             trainer.save_checkpoint(self.path)
-
-
-STRATEGIES: dict[str, Any] = {
-    "dp": lambda: "paral_dp",
-    "ddp": lambda: "paral_ddp",
-    "fsdp": lambda: "paral_fsdp",
-    "zero1": lambda: "paral_zero1",
-    "zero2": lambda: "paral_zero2",
-    "zero3": lambda: "paral_zero3",
-    "zero2_offload": lambda: "paral_zero2_offload",
-    "zero3_nvme": zero3_nvme,
-}
-
-
-def with_cpu_adam(label: str) -> bool:
-    return "offload" in label or "nvme" in label
 
 
 def fit(

@@ -106,7 +106,7 @@ def gather_full_tensor(value: Tensor, device: torch.device) -> Tensor:
     if not isinstance(value, FlatShard):
         return value.clone()
     values = torch.zeros(value.numel(), dtype=value.dtype, device=device)
-    values[value.start : value.start + value.held] = value.read().to(device)
+    values[value.start : value.start + value.local_numel] = value.read().to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)  # each element is held by one rank
     return values.cpu().view(value.shape)

@@ -16,7 +16,7 @@ from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.cli.consolidate import consolidate
 from lightning_paral.errors import ConfigurationError
-from tests.contract.cases import zero3_nvme
+from tests.contract.cases import BY_LABEL, MAIN
 from tests.models.averaged import MAX_EPOCHS, Averaged, fit
 from tests.models.regression import regression_data
 from tests.running import quiet_trainer
@@ -31,13 +31,8 @@ def partitioned(**more: Any) -> ParalZeROStrategy:
 
 
 STRATEGIES: dict[str, Any] = {
-    "dp": lambda: "paral_dp",
-    "ddp": lambda: "paral_ddp",
-    "fsdp": lambda: "paral_fsdp",
+    **{case.label.removeprefix("paral_"): case.strategy for case in MAIN},
     "fsdp_gathered": lambda: ParalFSDPStrategy(units=["Linear"], reshard_after_forward=False),
-    "zero1": lambda: "paral_zero1",
-    "zero2": lambda: "paral_zero2",
-    "zero3": lambda: "paral_zero3",
     "zero3_partitioned": partitioned,
     "lightning": lambda: "ddp",
 }
@@ -371,7 +366,10 @@ def test_what_needs_whole_weights_is_refused(strategy: str, make: Any, message: 
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (zero3_nvme, r'EMAWeightAveraging cannot be used here: with parameters on NVMe.*offload_parameters="cpu"'),
+        (
+            BY_LABEL["paral_zero3_nvme"].strategy,
+            r'EMAWeightAveraging cannot be used here: with parameters on NVMe.*offload_parameters="cpu"',
+        ),
         (lambda: partitioned(zero_hpz_partition_size=2), r"zero_hpz_partition_size=2 lets DeepSpeed gather"),
     ],
 )

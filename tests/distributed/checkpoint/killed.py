@@ -19,14 +19,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import lightning_paral  # noqa: F401
-from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
+from lightning_paral import CheckpointOptions
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
+from tests.contract.cases import strategy_of
 from tests.models.resumable import fit
-
-STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy}
 
 
 def train(rank: int, folder: Path, attempt: int, strategy: str, options: CheckpointOptions) -> None:
@@ -39,7 +37,7 @@ def train(rank: int, folder: Path, attempt: int, strategy: str, options: Checkpo
     callback = ModelCheckpoint(
         folder, save_top_k=2, monitor="step", mode="max", save_last=True, every_n_train_steps=1, filename="{step}"
     )
-    made = STRATEGIES[strategy](checkpoint=options)
+    made = strategy_of(strategy, checkpoint=options)
     resume = newest(folder)
     fit(made, 2, resume_from=resume, num_batches=10_000, callbacks=[callback], enable_checkpointing=True)
 

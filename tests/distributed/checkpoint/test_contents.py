@@ -15,14 +15,12 @@ from lightning_paral import (
     CheckpointError,
     CheckpointOptions,
     ConfigurationError,
-    ParalDDPStrategy,
     ParalDPStrategy,
-    ParalFSDPStrategy,
-    ParalZeROStrategy,
 )
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
+from tests.contract.cases import strategy_of
 from tests.models.resumable import SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
 from tests.running import quiet_trainer
 
@@ -30,10 +28,8 @@ FORMS = ("full", "sharded")
 
 
 def make(label: str, form: Any, **options: Any) -> Any:
-    checkpoint = CheckpointOptions(form, **options)
-    if label.startswith("zero"):
-        return ParalZeROStrategy(stage=int(label[-1]), checkpoint=checkpoint)  # type: ignore[arg-type]
-    return {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy}[label](checkpoint=checkpoint)
+    """Return the strategy of the case `paral_<label>`, with these options of checkpoints."""
+    return strategy_of(f"paral_{label}", checkpoint=CheckpointOptions(form, **options))
 
 
 # Hooks that run on one rank only

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io.checksums import record_bytes
+from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.distributed.agreement import RankGroup

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from lightning_paral import CheckpointError
-from tests.distributed.checkpoint.test_contents import make
+from tests.contract.cases import PER_PLACEMENT, labels, strategy_of, with_ranks
 from tests.models.resumable import Resumable, fit, mean_losses
-
-STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
 
 
 def rename_old(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -58,11 +56,11 @@ def save_and_resume(path: str, label: str, saving: Any, loading: Any) -> list[di
     losses = []
     for kind, keep in ((saving, "save_to"), (loading, "resume_from")):
         torch.manual_seed(3)
-        losses.append(fit(make(label, None), 2, module=kind(), **{keep: path}).losses)  # type: ignore[arg-type]
+        losses.append(fit(strategy_of(label), 2, module=kind(), **{keep: path}).losses)  # type: ignore[arg-type]
     return losses
 
 
-@pytest.mark.parametrize("label", STRATEGIES)
+@pytest.mark.parametrize("label", labels(with_ranks(PER_PLACEMENT)))
 @pytest.mark.parametrize(("saving", "loading"), [(Old, Renamed), (Stripped, Stripped)])
 def test_hooks_rename_as_they_do_in_torch(on_ranks, tmp_path: Path, label: str, saving: Any, loading: Any) -> None:
     ranks = on_ranks(2, save_and_resume, str(tmp_path / "x.ckpt"), label, saving, loading)
@@ -73,6 +71,6 @@ def test_hooks_rename_as_they_do_in_torch(on_ranks, tmp_path: Path, label: str, 
 
 
 def test_names_that_no_hook_knows_are_listed(tmp_path: Path) -> None:
-    fit(make("ddp", None), 1, module=Old(), save_to=tmp_path / "x.ckpt")
+    fit("paral_ddp", 1, module=Old(), save_to=tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=r"Missing in the checkpoint: first\.bias, first\.weight"):
-        fit(make("ddp", None), 1, module=Stripped(), resume_from=tmp_path / "x.ckpt")
+        fit("paral_ddp", 1, module=Stripped(), resume_from=tmp_path / "x.ckpt")

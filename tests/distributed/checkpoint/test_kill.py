@@ -12,7 +12,7 @@ import torch
 
 from lightning_paral import CheckpointError, ParalDDPStrategy
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io.atomic import _beside, _id_of_save
+from lightning_paral.checkpoint.io.atomic import _id_of_save, _sibling
 from tests.models.resumable import fit
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +21,12 @@ NUM_KILLS = 16
 
 @pytest.mark.parametrize(
     ("strategy", "form", "mode"),
-    [("ddp", "full", "sync"), ("ddp", "sharded", "async"), ("fsdp", "sharded", "sync"), ("ddp", "full", "async")],
+    [
+        ("paral_ddp", "full", "sync"),
+        ("paral_ddp", "sharded", "async"),
+        ("paral_fsdp", "sharded", "sync"),
+        ("paral_ddp", "full", "async"),
+    ],
 )
 def test_ranks_killed_while_saving_leave_what_is_complete(tmp_path: Path, strategy: str, form: str, mode: str) -> None:
     command = [sys.executable, "-m", "tests.distributed.checkpoint.killed", str(tmp_path / "run"), strategy, form, mode]
@@ -117,7 +122,7 @@ def save_in(path: str) -> None:
 
 def test_leftovers_of_a_dead_save_are_removed_by_the_next(tmp_path: Path) -> None:
     target = tmp_path / "old.ckpt"
-    dead = _beside(target, "saving", _id_of_save(target))
+    dead = _sibling(target, "saving", _id_of_save(target))
     dead.mkdir()
     (dead / "__0_0.distcp").write_bytes(b"half")
     fit("paral_ddp", 1, save_to=tmp_path / "x.ckpt")

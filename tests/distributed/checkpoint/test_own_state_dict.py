@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.load import peek
+from tests.contract.cases import PER_PLACEMENT, labels, with_ranks
 from tests.models.resumable import Resumable, fit, mean_losses
 
-STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
+STRATEGIES = labels(with_ranks(PER_PLACEMENT))
 
 
 class Renames(Resumable):

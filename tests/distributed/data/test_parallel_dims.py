@@ -7,7 +7,7 @@ import torch
 
 from lightning_paral import ParalDDPStrategy
 from lightning_paral.distributed.mesh import ParallelDims
-from tests.contract.cases import BY_LABEL, Case
+from tests.contract.cases import BY_LABEL, variant
 from tests.contract.test_sampling import assert_evaluation_equals, mean_losses
 from tests.models.judged import evaluate, train
 
@@ -21,7 +21,7 @@ class InPairs(ParalDDPStrategy):
 
 
 def in_pairs(run: Any, *args: Any) -> Any:
-    BY_LABEL["in_pairs"] = Case("in_pairs", InPairs)
+    BY_LABEL["in_pairs"] = variant("in_pairs", InPairs)
     return run("in_pairs", *args)
 
 

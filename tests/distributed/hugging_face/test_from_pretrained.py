@@ -20,7 +20,7 @@ import transformers
 from lightning_paral.engines.zero.engine.construction import warn_of_other_draws
 from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
-from tests.contract.cases import strategy_of
+from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.hugging_face import VOCABULARY, Wrapped, made, tokens
 from tests.models.late_import import ImportsLate, load_late
 from tests.rank_pool import RankError, RankPool
@@ -33,8 +33,8 @@ KINDS = (
     "BertForSequenceClassification",
     "MixtralForCausalLM",
 )
-DIVIDED = ("paral_fsdp", "paral_zero3")
-WHOLE = ("paral_ddp", "paral_zero1", "paral_zero2")
+DIVIDED = labels(case for case in with_ranks(MAIN) if case.shards_parameters)
+WHOLE = labels(case for case in with_ranks(MAIN) if not case.shards_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

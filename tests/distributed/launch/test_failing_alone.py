@@ -14,17 +14,16 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.distributed import failure
 from lightning_paral.distributed import process_group as groups
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import collectives
+from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
-
-STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy, "zero2": lambda **options: ParalZeROStrategy(stage=2)}
 
 
 class FailsAlone(Regression):
@@ -65,7 +64,7 @@ def fail_alone(label: str, port: int) -> list[str]:
     groups.abort_all = abort_all
     collectives.log.addHandler(handler)
     model = FailsAlone()
-    trainer = quiet_trainer(strategy=STRATEGIES[label](), devices=2, max_epochs=1)
+    trainer = quiet_trainer(strategy=strategy_of(label), devices=2, max_epochs=1)
 
     def pretend() -> None:
         groups._made = replace(groups._made, backend="cuda:nccl,cpu:gloo")
@@ -87,7 +86,7 @@ def fail_alone(label: str, port: int) -> list[str]:
     return happened
 
 
-@pytest.mark.parametrize("label", STRATEGIES)
+@pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE)))
 def test_a_rank_that_fails_alone_reports_at_once_and_aborts(on_ranks, rank_pool, label: str) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]

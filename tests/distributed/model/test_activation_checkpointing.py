@@ -5,21 +5,15 @@ from typing import Any
 
 import pytest
 
-from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral import ActivationCheckpointing
+from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.blocks import Tied
 from tests.models.tokens import fit
 from tests.running import assert_same_fit
 
 NUM_BATCHES = 4
-ONLY_UNITS = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-STRATEGIES: dict[str, Any] = {
-    "ddp": ParalDDPStrategy,
-    "fsdp": ParalFSDPStrategy,
-    "fsdp_one_unit": lambda **options: ParalFSDPStrategy(units=["Embedding"], **options),
-    "zero1": lambda **options: ParalZeROStrategy(stage=1, **options),
-    "zero2": lambda **options: ParalZeROStrategy(stage=2, **options),
-    "zero3": lambda **options: ParalZeROStrategy(stage=3, deepspeed_config=ONLY_UNITS, **options),
-}
+ONE_UNIT = "paral_fsdp, one unit"
+LABELS = (*labels(case for case in with_ranks(MAIN) if case.label != "paral_zero3"), ONE_UNIT, "zero3_partitioned")
 
 
 class Deep(Tied):
@@ -48,15 +42,16 @@ def fit_on_rank(label: str, offload_to_cpu: bool) -> Any:
         return models[0]
 
     options = ActivationCheckpointing(units=["Block"], offload_to_cpu=offload_to_cpu)
-    strategy = STRATEGIES[label](activation_checkpointing=options)
+    units = {"units": ["Embedding"]} if label == ONE_UNIT else {}
+    strategy = strategy_of(label.partition(",")[0], activation_checkpointing=options, **units)
     fitted = fit(make, NUM_BATCHES, 2, gradient_clip_val=0.5, strategy=strategy)
     assert "forward" not in vars(models[0].blocks[0])
     return fitted, models[0].num_forwards
 
 
-@pytest.mark.parametrize("label", STRATEGIES)
+@pytest.mark.parametrize("label", LABELS)
 def test_training_equals_one_process_and_blocks_compute_twice(on_ranks, label: str) -> None:
-    ranks = on_ranks(2, fit_on_rank, label, label == "ddp")
+    ranks = on_ranks(2, fit_on_rank, label, label == "paral_ddp")
 
     assert_same_fit([fitted for fitted, _ in ranks], fit_in_one_process())
     for _, num_forwards in ranks:

@@ -8,16 +8,10 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.comm.broadcast import broadcast
+from tests.contract.cases import MAIN, labels, with_ranks
 from tests.running import quiet_trainer
 
-STRATEGIES = (
-    "paral_ddp",
-    "paral_ddp_ring",
-    "paral_fsdp",
-    "paral_zero1",
-    "paral_zero2",
-    "paral_zero3",
-)
+STRATEGIES = (*labels(with_ranks(MAIN)), "paral_ddp_ring")
 
 
 class Normalized(LightningModule):

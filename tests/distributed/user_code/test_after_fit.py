@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.process_group import made_group
+from tests.contract.cases import MAIN, labels, with_ranks
 from tests.models.regression import FEATURES, GLOBAL_BATCH_SIZE, Regression
 from tests.running import quiet_trainer
 
-STRATEGIES = ["paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3"]
+STRATEGIES = labels(with_ranks(MAIN))
 ALONE = [("paral_dp", 1), ("paral_fsdp", 1), ("paral_zero3", 1)]
 BATCHES = 3
 

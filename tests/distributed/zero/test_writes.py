@@ -16,6 +16,7 @@ from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.engines.zero.state.checkpoint_state import ZeroCheckpointState
 from lightning_paral.errors import ConfigurationError
+from tests.contract.cases import MAIN
 from tests.models.regression import FEATURES, Regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
@@ -28,9 +29,7 @@ def partitioned() -> ParalZeROStrategy:
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
-    "paral_zero1": lambda: "paral_zero1",
-    "paral_zero2": lambda: "paral_zero2",
-    "paral_zero3": lambda: "paral_zero3",
+    **{case.label: case.strategy for case in MAIN if case.needs_deepspeed},
     "partitioned": partitioned,
 }
 

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import named_tensors, verify
-from lightning_paral.checkpoint.io.checksums import record_bytes
+from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
@@ -102,7 +102,7 @@ FILES = [
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Return `data` with a few bytes, stretches or numbers changed."""
+    """Return `data` with a few bytes, flat_slices or numbers changed."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 5))):
         place = chance.randrange(len(found) + 1) if found else 0

@@ -21,7 +21,7 @@ from lightning_paral.options import Form
 def through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every tensor as one on another device, and small tensors as large ones."""
     monkeypatch.setattr(HostBytes, "is_copied", lambda _, tensor: True)
-    monkeypatch.setattr(HostBytes, "piece_bytes", 64)
+    monkeypatch.setattr(HostBytes, "buffer_bytes", 64)
 
 
 def tensors() -> list[Tensor]:
@@ -129,6 +129,6 @@ def test_an_error_while_tensors_are_read_is_told(tmp_path: Path, form: Form) -> 
     def fail() -> Tensor:
         raise RuntimeError("the GPU has gone")
 
-    save.entries[0].part = type(save.entries[0].part)(save.entries[0].part.chunks, fail)
+    save.items[0].shard = type(save.items[0].shard)(save.items[0].shard.chunks, fail)
     with pytest.raises(Exception, match="the GPU has gone"):
         save.write(RankGroup())

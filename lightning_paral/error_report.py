@@ -1,4 +1,4 @@
-"""How an error that nobody catches is reported: the lines of the user's own code, then what is wrong, once."""
+"""Report uncaught errors of this package briefly: the user's own lines and the message, once per host."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ from lightning_paral.errors import ParalError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-FULL_VARIABLE = "PARAL_TRACEBACK"
-"""The environment variable that brings back every frame and every cause if it is set to `full`."""
+TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
+"""The environment variable that restores complete tracebacks if it is `full`."""
 
 _INTERNALS = (
     "lightning_paral",
@@ -28,34 +28,34 @@ _INTERNALS = (
 )
 
 
-def report_briefly() -> None:
-    """Let errors of this package that end the process be printed without the frames of libraries.
+def install_brief_excepthook() -> None:
+    """Print uncaught errors of this package without the frames of libraries.
 
-    Where several ranks of a host end with the same error, one of them prints it. Errors with a cause in the user's own
-    code, as in a training step, are printed in full; so is every other error.
+    If several ranks of a host end with the same error, one of them prints it. An error of this package that has a cause
+    in user code, such as a training step, is printed in full, and so are all other errors.
     """
-    if not isinstance(sys.excepthook, _BriefHook):
-        sys.excepthook = _BriefHook(sys.excepthook)
+    if not isinstance(sys.excepthook, _BriefExceptHook):
+        sys.excepthook = _BriefExceptHook(sys.excepthook)
 
 
-class _BriefHook:
+class _BriefExceptHook:
     def __init__(self, otherwise: Hook) -> None:
         self._otherwise = otherwise
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ours = error if isinstance(error, ParalError) else inner_error(error)
-        if ours is None or os.environ.get(FULL_VARIABLE) == "full" or has_cause_of_users(ours):
+        ours = error if isinstance(error, ParalError) else unwrap_parser_error(error)
+        if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "full" or has_user_cause(ours):
             self._otherwise(kind, error, trace)
             return
         if not is_first_to_say(str(ours)):
             return
-        frames = traceback.StackSummary.extract(_frames_of_users(trace)).format()
+        frames = traceback.StackSummary.extract(_user_frames(trace)).format()
         heading = ["Traceback (most recent call last):\n"] if frames else []
         sys.stderr.write("".join([*heading, *frames, *traceback.format_exception_only(ours)]))
 
 
-def inner_error(error: BaseException) -> ParalError | None:
-    """Return the error of ours that a parser put its own words around, `None` if there is none."""
+def unwrap_parser_error(error: BaseException) -> ParalError | None:
+    """Return the `ParalError` inside an error of jsonargparse, or `None` if there is none."""
     trace = list(traceback.walk_tb(error.__traceback__))
     parser = sys.modules.get("jsonargparse")
     if not isinstance(error, ValueError) or parser is None or not trace:
@@ -70,17 +70,17 @@ def inner_error(error: BaseException) -> ParalError | None:
     return None
 
 
-def has_cause_of_users(error: BaseException) -> bool:
-    """Whether an error that led to this one was raised below a line of the user's, as in a training step."""
+def has_user_cause(error: BaseException) -> bool:
+    """Return whether `error` was caused by an error raised below user code, such as a training step."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while cause is not None:
-        if any(True for _ in _frames_of_users(cause.__traceback__)):
+        if any(True for _ in _user_frames(cause.__traceback__)):
             return True
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
 
 
-def _frames_of_users(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def _user_frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     internal = tuple(f"{folder}{os.sep}" for folder in _folders())
     site = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     standard = sysconfig.get_path("stdlib")
