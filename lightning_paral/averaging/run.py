@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_paral.averaging.callbacks import AveragingCallbacks
-from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.tree import CURRENT_KEY
 
 LoadWeights = Callable[[Mapping[str, Any], bool], None]

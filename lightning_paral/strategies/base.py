@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
-from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
