@@ -1,4 +1,4 @@
-"""Averages of buffers: each rank averages its own, and all ranks evaluate those of rank 0, which are also saved."""
+"""Averages of buffers: each rank averages its own; rank 0's are saved and evaluated on all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,7 @@ from lightning_paral.model.buffers import shared_buffers
 
 
 def broadcast_averaged_buffers(module: Module, averaged: Module) -> None:
-    """Give all ranks rank 0's averages of the buffers of `module`, except of those that DDP ignores.
-
-    *Collective* over the world.
-    """
+    """Broadcast rank 0's averages of the buffers of `module`, except of those that DDP ignores. *Collective*."""
     if dist.get_world_size() == 1:
         return
     shared = {id(buffer) for buffer in shared_buffers(module)}
@@ -27,9 +24,9 @@ def broadcast_averaged_buffers(module: Module, averaged: Module) -> None:
 
 
 def broadcast_when_swapped() -> Callable[[], None]:
-    """Make `WeightAveraging` share its averages of buffers whenever it swaps; return a function that ends this.
+    """Make `WeightAveraging` broadcast its averages of buffers at each swap; return a function that undoes this.
 
-    For strategies under which a rank has whole weights, and averages them as Lightning does.
+    For strategies whose ranks hold full weights, which Lightning averages itself.
     """
     swap = swap_method()
 

@@ -1,4 +1,4 @@
-"""Lightning's averaging callbacks, and users' subclasses of them, in a fit whose ranks hold parts of the weights."""
+"""Make Lightning's averaging callbacks, and subclasses of them, average shards of the weights."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -37,15 +37,15 @@ _OWN = {
 
 
 class AveragingCallbacks:
-    """The callbacks of a run that average weights, from before they are set up until the run ends.
+    """Adapts the callbacks of a run that average weights, from before their `setup` until the run ends.
 
     Lightning's `setup` copies the module before it is sharded, and its other methods use full parameters. Until the
     fit ends, these methods of the two classes are replaced by ones that keep `ShardedAverages` in place of the copy.
 
     Args:
-        trainer: whose callbacks are looked at.
+        trainer: the trainer that has the callbacks.
         save_frozen: whether checkpoints hold frozen parameters.
-        obstacle: why weights cannot be averaged by this strategy, if so.
+        obstacle: why this strategy cannot average weights; `None` if it can.
 
     Raises:
         ConfigurationError: weights cannot be averaged, an averaging function is not elementwise, or a subclass
@@ -73,10 +73,10 @@ class AveragingCallbacks:
         self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
 
     def attach(self, make_shards: Callable[[], WeightShards], *, broadcasts_buffers: bool) -> None:
-        """Begin to average: the module has been divided. *Collective* if there are averaging callbacks.
+        """Start averaging. Call it when the module is sharded. *Collective* if there are averaging callbacks.
 
         Raises:
-            ConfigurationError: a callback has a whole copy of the module.
+            ConfigurationError: a callback keeps a full copy of the module.
         """
         if not self._callbacks:
             return
@@ -92,12 +92,12 @@ class AveragingCallbacks:
 
     @property
     def are_in_state_dict(self) -> bool:
-        """Whether checkpoints hold averages in `state_dict`, and the weights under a key of their own."""
+        """Whether checkpoints hold averages in `state_dict`, and the weights under another key."""
         return bool(self._of_weights)
 
     @property
     def have_shards(self) -> bool:
-        """Whether the module has been divided."""
+        """Whether the averages have their shards: the module has been sharded."""
         return all(averages.has_shards for averages in self._of_weights)
 
     def take_current(self) -> None:
@@ -161,7 +161,7 @@ class AveragingCallbacks:
             save(callback, trainer, module, checkpoint)
 
         def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            # The strategy has given the weights to the averages, or will, when it loads the module's.
+            # The strategy passes the loaded weights to the averages when it loads those of the module.
             averages = averages_of(callback)
             if not isinstance(averages, ShardedAverages):
                 load(callback, trainer, module, checkpoint)
@@ -192,7 +192,7 @@ class AveragingCallbacks:
             if not self._is_of(trainer):
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
-                # Kept where the shards are until the first average is taken, as Lightning's copy.
+                # On the device of the shards until the first update, as Lightning's copy.
                 set_averages(callback, ShardedSWAAverages(pl_module, self._save_frozen))
 
         def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
@@ -222,7 +222,7 @@ class AveragingCallbacks:
 
 
 def forget_ended(callbacks: list[Any]) -> None:
-    """Forget averages of a fit that has ended: evaluation of a checkpoint takes the averages in its `state_dict`."""
+    """Drop averages of a finished fit, so that evaluating a checkpoint uses the averages in its `state_dict`."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging) and isinstance(averages_of(callback), ShardedAverages):
             set_averages(callback, None)
