@@ -160,7 +160,7 @@ class ShardedAverages:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages from `state`, of which this rank reads its shards. Postponed until `attach`, if called before."""
+        """Load averages from `state`, of which this rank reads its shards; before `attach`, postpone this."""
         if self._shards is None:
             self._state_to_read = state
             return

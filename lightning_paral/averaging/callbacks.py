@@ -85,8 +85,8 @@ class AveragingCallbacks:
             averages = averages_of(callback)
             if not isinstance(averages, ShardedAverages):
                 raise ConfigurationError(
-                    f"{type(callback).__name__} makes a copy of the whole module in a setup of its own, and ranks hold "
-                    "parts of it. Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
+                    f"{type(callback).__name__} copies the full module in its own setup, but ranks hold shards of it. "
+                    "Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
                 )
             averages.attach(shards, broadcasts_buffers=broadcasts_buffers)
 
@@ -234,7 +234,7 @@ def _check(callback: Any) -> None:
         for name in names if isinstance(callback, base) else ():
             if getattr(kind, name) is not getattr(base, name):
                 raise ConfigurationError(
-                    f"{kind.__name__} defines {name} itself. That method uses whole weights, but ranks hold parts of "
+                    f"{kind.__name__} defines {name} itself. That method needs full weights, but ranks hold shards of "
                     "them. Keep the method of Lightning's class, or use paral_ddp."
                 )
     if isinstance(callback, StochasticWeightAveraging):

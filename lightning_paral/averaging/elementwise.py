@@ -44,7 +44,7 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
         difference = (ours.reshape(-1) - torch.cat([first.reshape(-1), second.reshape(-1)])).abs().max()
         if not difference <= _TOLERANCE:
             raise ConfigurationError(
-                f"{name} is not elementwise: averages of a parameter's parts differ from the average of the whole (by "
+                f"{name} is not elementwise: averages of parts of a parameter differ from the average of all of it (by "
                 f"{float(difference):.1e} in a trial), and ranks hold parts. {remedy}"
             )
 
