@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
-from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -121,10 +121,12 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
         if self._buffers is not None:
             self._buffers.share()
 
-    def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
+    def _attach_averages(self, make_shards: Callable[[], WeightShards], broadcasts_buffers: bool) -> None:
         """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, shares_buffers=shares_buffers, load_weights=self.load_model_state_dict)
+            self._averages.attach(
+                make_shards, broadcasts_buffers=broadcasts_buffers, load_weights=self.load_model_state_dict
+            )
 
     # Sampler injection
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightning_paral.averaging.buffers import share_when_swapped
+from lightning_paral.averaging.buffers import broadcast_when_swapped
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
@@ -170,7 +170,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         shares = self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
         self._buffers = RankZeroBuffers(self.lightning_module, shares, self.dims)
         if shares:
-            self._undo.callback(share_when_swapped())
+            self._undo.callback(broadcast_when_swapped())
 
     def _wrap(self) -> None:
         """Wrap the module in DDP, and set up the requested reduction of gradients."""
