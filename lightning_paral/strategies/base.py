@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_paral.averaging.callbacks import AveragingCallbacks, forget_ended
-from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.save_plan import CURRENT_KEY
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
 from lightning_paral.data import Injection
@@ -262,7 +262,8 @@ class ParalStrategy(Collectives, CheckpointMixin, ParallelStrategy):
         """Save, and with it where training is in its data. *Collective* over the world."""
         if self._position is not None and "loops" in checkpoint:  # more than weights
             checkpoint = {**checkpoint, _DATA_STATE: self._position.state()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        with self._sharded_state.reading():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, with the position in the data if training goes on from it. *Collective*."""
