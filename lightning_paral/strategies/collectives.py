@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -17,10 +16,10 @@ from torch import Tensor
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import Meeting, meet, new_run_name
-from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.trainer_of import trainer_of
+from lightning_paral.strategies.description import StrategyDescription
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class _OnException:
         return MethodType, (type(self._callback).on_exception, self._callback)
 
 
-class Collectives(ParallelStrategy):
+class Collectives(StrategyDescription):
     """Mixin, placed before the Lightning base.
 
     After an exception, a rank finds out once whether all ranks failed, when it first needs the others. If all did, they
@@ -53,11 +52,6 @@ class Collectives(ParallelStrategy):
     timeout: timedelta
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
-
-    @property
-    def dims(self) -> ParallelDims:
-        """How the ranks are arranged: which of them draw samples of their own, and which hold the same."""
-        return ParallelDims(rank=self.global_rank, replicate=self.world_size)
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
@@ -102,18 +96,6 @@ class Collectives(ParallelStrategy):
     @property
     def _is_running(self) -> bool:
         return bool(self._run)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save. If only some ranks failed, warn and write nothing. *Collective* over the world."""
-        if self._meet().all_here:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            self._warn_of_others(f"{filepath} was not saved")
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, unless only some ranks failed: the one that takes its place was not saved then."""
-        if self._meet().all_here:
-            super().remove_checkpoint(filepath)
 
     def _save_on_exception(
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException

@@ -1,7 +1,7 @@
 """ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) sharded over the ranks."""
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -314,11 +314,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
     def _module_is_sharded(self) -> bool:
         # Low-precision weights restored before `setup` would lose digits that the master copies have.
         return self._zero_precision.is_low or super()._module_is_sharded()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, of which each rank reads only its shards, and averages of them."""
-        super().load_model_state_dict(checkpoint, strict)
-        self._load_averages(checkpoint, strict)
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain what DeepSpeed raised."""
