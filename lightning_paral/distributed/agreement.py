@@ -32,6 +32,15 @@ class RankGroup:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def broadcast(self, value: T, source: int) -> T:
+        """Return the `value` of rank `source` of this group. *Collective*."""
+        if self.world_size == 1:
+            return value
+        values = [value if self.rank == source else None]
+        rank = source if self.group is None else dist.get_global_rank(self.group, source)
+        dist.broadcast_object_list(values, src=rank, group=self.group)
+        return values[0]  # type: ignore[return-value]
+
     def agree(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on all ranks and return what each returned. *Collective*.
 

@@ -53,7 +53,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     Args:
         all_reduce: how gradients are averaged. `"native"` is the backend's own; `"ring"`, `"reduce_broadcast"` and
             `"all_to_all"` are those of `lightning_paral.comm`, on any backend. `"auto"` takes the backend's own, which
-            was as fast as our ring or faster wherever both were measured (README, "Measured"), except on gloo with a
+            was as fast as our ring or faster wherever both were measured (docs/measurements.md), except on gloo with a
             `wire_dtype`: there the ring is faster, for gloo's own cannot add in fp32 what it carries narrower.
         wire_dtype: gradients cross the wire as `"bf16"` or `"fp16"` and are added in their own dtype (fp32); halves the
             traffic of fp32 gradients, but not that of NCCL between nodes of more than four GPUs each: the sum in fp32

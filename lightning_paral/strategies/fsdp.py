@@ -254,7 +254,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its shards, which are DTensors.
 
     def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(run, self.optimizers, self._meet, self.num_processes)
+        return FSDPState(run, self.optimizers, self._reachable_ranks, self.num_processes)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name: tensors of full shape, of which this rank may hold a shard."""

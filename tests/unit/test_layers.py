@@ -12,7 +12,7 @@ LAYERS = (
     "__main__",
     "cli",
     "__init__",
-    "reported",
+    "error_report",
     "registry",
     "other_trainers",
     "strategies",

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.damage import naming
 from lightning_paral.checkpoint.io.storage import LocalStorage
 from lightning_paral.checkpoint.layout import chunks_of_flat_range
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
+from lightning_paral.checkpoint.resolve import explain_read_errors
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: files of ranks are missing, incomplete, damaged, or hold code.
     """
-    with naming(folder):
+    with explain_read_errors(folder):
         return _read(folder, weights_only)
 
 

@@ -40,7 +40,7 @@ class Contents:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(entry.nbytes for entry, _ in self.pairs)
+        return sum(item.nbytes for item, _ in self.pairs)
 
 
 def contents_of(
@@ -81,7 +81,7 @@ def contents_of(
     pairs = _untied({name: value for name, value in selected.items() if name not in model.ignored}, model)
     if expected is not None:
         _check(pairs, model, expected)
-    dtypes = [entry.dtype for entry, _ in pairs if entry.dtype.is_floating_point]
+    dtypes = [item.dtype for item, _ in pairs if item.dtype.is_floating_point]
     dtype = str(dtypes[0] if dtypes else torch.get_default_dtype()).removeprefix("torch.")
     return Contents(
         pairs=pairs,
@@ -151,16 +151,16 @@ def _read(path: Path) -> str:
 def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
     """Return what is written: of tied weights once what loading ties again, and otherwise each."""
     pairs: Pairs = []
-    for entry, tensor in pairs_of(weights):
-        paths = [entry.path, *entry.aliases]
+    for item, tensor in pairs_of(weights):
+        paths = [item.path, *item.aliases]
         kept = [path for path in paths if path[1] not in model.tied] or paths[:1]
-        pairs += [(replace(entry, path=path, aliases=[]), tensor) for path in kept]
+        pairs += [(replace(item, path=path, aliases=[]), tensor) for path in kept]
     return pairs
 
 
 def _check(pairs: Pairs, model: PretrainedModel, expected: Expected) -> None:
     """Compare names and shapes with those that loading expects: it would draw at random what it does not find."""
-    shapes = {str(entry.path[1]): entry.shape for entry, _ in pairs}
+    shapes = {str(item.path[1]): item.shape for item, _ in pairs}
     made = {*model.tied, *model.ignored, *expected.model.tied, *expected.model.ignored}
     missing = sorted(expected.shapes.keys() - shapes.keys() - made)
     unexpected = sorted(shapes.keys() - expected.shapes.keys())

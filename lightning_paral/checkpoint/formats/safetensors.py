@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.consolidate import STEP_BYTES, Cast, Progress, check_free_space, entries_of
+from lightning_paral.checkpoint.consolidate import STEP_BYTES, Cast, Progress, check_free_space, items_of
 from lightning_paral.checkpoint.formats.full import write_all
 from lightning_paral.checkpoint.io.atomic import AtomicPath
-from lightning_paral.checkpoint.io.writeback import BackgroundFsync
-from lightning_paral.checkpoint.lazy_tensor import stretches
+from lightning_paral.checkpoint.io.files import BackgroundFsync
+from lightning_paral.checkpoint.lazy_tensor import flat_slices
 from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import bytes_of
 from lightning_paral.errors import CheckpointError
@@ -58,7 +58,7 @@ class Layout:
 
 def pairs_of(weights: dict[str, Any]) -> Pairs:
     """Return the tensors of `weights`. Tied ones come once, under their first name, as safetensors demands."""
-    return entries_of({"state_dict": {name: v for name, v in weights.items() if isinstance(v, Tensor | Cast)}})
+    return items_of({"state_dict": {name: v for name, v in weights.items() if isinstance(v, Tensor | Cast)}})
 
 
 def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
@@ -75,8 +75,8 @@ def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
         return Layout({f"{stem}.safetensors": pairs}, None)
     files = {f"{stem}-{n + 1:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards)}
     index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs), _MARK: _OURS},
-        "weight_map": {str(entry.path[1]): name for name, shard in files.items() for entry, _ in shard},
+        "metadata": {"total_size": sum(item.nbytes for item, _ in pairs), _MARK: _OURS},
+        "weight_map": {str(item.path[1]): name for name, shard in files.items() for item, _ in shard},
     }
     return Layout(files, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
@@ -93,7 +93,7 @@ def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, 
     layout = divide(pairs, out.stem, max_shard_bytes)
     index_path = out.with_name(out.name + ".index.json")
     outdated = _outdated(out, index_path, layout)
-    check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
+    check_free_space(out.parent, sum(item.nbytes for item, _ in pairs))
     with ExitStack() as drafts:
         written = []
         for name, shard in layout.files.items():
@@ -174,26 +174,26 @@ def write_shard(shard: Pairs, path: Path, progress: Progress) -> None:
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _MARK: _OURS}}
     position = 0
-    for entry, _ in shard:
-        kind = _DTYPES.get(entry.dtype)
+    for item, _ in shard:
+        kind = _DTYPES.get(item.dtype)
         if kind is None:
-            raise CheckpointError(f"safetensors has no {entry.dtype}, of which {entry.path[1]} is. Choose a --dtype.")
-        header[str(entry.path[1])] = {
+            raise CheckpointError(f"safetensors has no {item.dtype}, of which {item.path[1]} is. Choose a --dtype.")
+        header[str(item.path[1])] = {
             "dtype": kind,
-            "shape": list(entry.shape),
-            "data_offsets": [position, position + entry.nbytes],
+            "shape": list(item.shape),
+            "data_offsets": [position, position + item.nbytes],
         }
-        position += entry.nbytes
+        position += item.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=0) as file, BackgroundFsync(file.fileno()) as flushing:
+    with open(path, "wb", buffering=0) as file, BackgroundFsync(file.fileno()) as fsync:
         write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
-        for entry, tensor in shard:
-            offset = 8 + len(text) + header[str(entry.path[1])]["data_offsets"][0]
-            for values in stretches(tensor, STEP_BYTES):
-                data = bytes_of(values.to(entry.dtype))
+        for item, tensor in shard:
+            offset = 8 + len(text) + header[str(item.path[1])]["data_offsets"][0]
+            for values in flat_slices(tensor, STEP_BYTES):
+                data = bytes_of(values.to(item.dtype))
                 write_all(file.fileno(), data, offset)
                 offset += len(data)
-                flushing.wrote(len(data))
+                fsync.wrote(len(data))
                 progress(len(data))
-        flushing.finish()
+        fsync.finish()

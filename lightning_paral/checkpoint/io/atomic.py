@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_paral.checkpoint.io.checksums import checksum
+from lightning_paral.checkpoint.io.files import checksum
 from lightning_paral.checkpoint.io.lock import Lock, abandoned
 from lightning_paral.checkpoint.ownership import check_replaceable, found_in
 
@@ -39,12 +39,12 @@ class AtomicPath:
         remove_leftovers(target.parent)
         while True:
             save = _id_of_save(target)
-            self._lock = Lock(_beside(target, "lock", save))
+            self._lock = Lock(_sibling(target, "lock", save))
             if self._lock.is_kept:
                 break
             self._lock.release()
-        self.path = _beside(target, "saving", save)
-        self._replaced = _beside(target, "replaced", save)
+        self.path = _sibling(target, "saving", save)
+        self._replaced = _sibling(target, "replaced", save)
         try:
             if folder:
                 self.path.mkdir()
@@ -78,7 +78,7 @@ class AtomicPath:
         self.discard()
 
     def _replace_in_steps(self) -> None:
-        """Swap draft and target where the system cannot: between two renames `present` finds the old one beside."""
+        """Swap draft and target where the system cannot: between two renames `resolve` finds the old one beside."""
         os.rename(self.target, self._replaced)
         try:
             os.rename(self.path, self.target)
@@ -115,7 +115,7 @@ def _of_saves(names: list[str]) -> Iterator[re.Match[str]]:
             yield match
 
 
-def _beside(target: Path, role: str, save: str) -> Path:
+def _sibling(target: Path, role: str, save: str) -> Path:
     """Return a path in the folder of `target` that is no checkpoint's, nor looks like one.
 
     The name is written backwards, for Lightning looks for `last` and `hpc_ckpt_` within names, and would take what a
@@ -124,19 +124,19 @@ def _beside(target: Path, role: str, save: str) -> Path:
     return target.parent / f".{target.name[::-1]}.{role}-{save}"
 
 
-def present(target: Path) -> Path:
+def resolve(target: Path) -> Path:
     """Return where the checkpoint `target` is: beside, if one that was to replace it did not get there (yet)."""
     for _ in range(3):  # while it is looked for beside, it may come back
         if os.path.lexists(target):
             break
         with suppress(FileNotFoundError):
-            moved = _moved_away(target)
+            moved = _replaced_versions(target)
             if moved:
                 return max(moved, key=lambda path: path.lstat().st_mtime)
     return target
 
 
-def _moved_away(target: Path) -> list[Path]:
+def _replaced_versions(target: Path) -> list[Path]:
     with suppress(OSError):
         found = _of_saves(os.listdir(target.parent))
         moved = [match[0] for match in found if match["target"][::-1] == target.name and match["role"] == "replaced"]
@@ -149,11 +149,11 @@ def remove_leftovers(folder: Path) -> None:
     found = _of_saves(os.listdir(folder))
     for name, save in {(match["target"], match["save"]) for match in found}:
         target = folder / name[::-1]
-        draft, replaced, lock = (_beside(target, role, save) for role in ("saving", "replaced", "lock"))
+        draft, replaced, lock = (_sibling(target, role, save) for role in ("saving", "replaced", "lock"))
         with suppress(OSError), abandoned(lock) as is_left:
             if not is_left:
                 continue
-            if present(target) == replaced:
+            if resolve(target) == replaced:
                 os.rename(replaced, target)
             delete(draft)
             if os.path.lexists(replaced):
@@ -167,7 +167,7 @@ def remove(target: Path) -> None:
 
     What is not a checkpoint's stays, and a warning says so.
     """
-    for path in (*_moved_away(target), target):
+    for path in (*_replaced_versions(target), target):
         if not os.path.lexists(path):
             continue
         found = found_in(path)
@@ -185,8 +185,8 @@ def remove(target: Path) -> None:
 
 def _remove_at_once(target: Path, path: Path) -> None:
     save = _id_of_save(target)
-    lock = Lock(_beside(target, "lock", save))
-    doomed = _beside(target, "saving", save)
+    lock = Lock(_sibling(target, "lock", save))
+    doomed = _sibling(target, "saving", save)
     try:
         os.rename(path, doomed)
         with suppress(OSError):

@@ -14,8 +14,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_paral.checkpoint.io.checksums import Block, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.io.writer import ChecksummedWriter
+from lightning_paral.checkpoint.io.files import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
 from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
 from lightning_paral.errors import CheckpointError

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.layout import run_of_box
-from lightning_paral.checkpoint.shards import FlatShard, chunk_of_dtensor, flat, same
-from lightning_paral.checkpoint.state.optimizer import State, group_names
+from lightning_paral.checkpoint.layout import flat_range_of
+from lightning_paral.checkpoint.shards import FlatShard, chunk_of_dtensor, flat, identity
+from lightning_paral.checkpoint.state.optimizer import State, param_names
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
@@ -46,7 +46,7 @@ class EndedOptimizers:
         optimizer.state.clear()
         for parameter, values in held:
             optimizer.state[parameters.get(parameter, parameter)] = tree_map_only(Tensor, _on_host, values)
-        self._names[optimizer] = group_names(optimizer, module)
+        self._names[optimizer] = param_names(optimizer, module)
 
     def lose(self, optimizer: Optimizer, reason: str) -> None:
         """Note that the state of `optimizer` was lost at the end of the run."""
@@ -63,7 +63,7 @@ class EndedOptimizers:
                 f"The optimizer's state can be saved during trainer.fit only: {self._lost[optimizer]}. Use "
                 "ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
             )
-        return self._names.get(optimizer) or group_names(optimizer, module)
+        return self._names.get(optimizer) or param_names(optimizer, module)
 
 
 def _by_parameter(optimizer: Optimizer, state: State) -> list[tuple[Parameter, dict[str, Any]]]:
@@ -81,7 +81,7 @@ def _on_host(value: Tensor) -> Tensor:
     coordinate = value.device_mesh.get_coordinate()
     if chunk is None or coordinate is None:
         return _run(value, 0, torch.empty(0, dtype=value.dtype))
-    span = run_of_box(value.shape, chunk) if chunk.numel else (0, 0)
+    span = flat_range_of(value.shape, chunk) if chunk.numel else (0, 0)
     if span is None:
         return value.detach()  # divided by the user, in another way than FSDP
     replica = any(n for n, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate())
@@ -93,10 +93,10 @@ def _run(value: Tensor, start: int, held: Tensor) -> Tensor:
     held = held.detach().cpu()
     if held.numel() == value.numel() and dist.is_initialized() and dist.get_world_size() == 1:
         return held.view(value.shape)
-    return FlatShard(value.shape, value.dtype, start, held.numel(), partial(same, held))
+    return FlatShard(value.shape, value.dtype, start, held.numel(), partial(identity, held))
 
 
-def read_whole_run(value: Tensor, device: torch.device) -> Tensor:
+def gather_full_tensor(value: Tensor, device: torch.device) -> Tensor:
     """Return a copy of `value` in its own shape, on the host. *Collective* over the world if it is a run.
 
     Args:
@@ -106,7 +106,7 @@ def read_whole_run(value: Tensor, device: torch.device) -> Tensor:
     if not isinstance(value, FlatShard):
         return value.clone()
     values = torch.zeros(value.numel(), dtype=value.dtype, device=device)
-    values[value.start : value.start + value.held] = value.read().to(device)
+    values[value.start : value.start + value.local_numel] = value.read().to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)  # each element is held by one rank
     return values.cpu().view(value.shape)

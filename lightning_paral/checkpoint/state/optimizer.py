@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.io.host_memory import fresh_like
-from lightning_paral.checkpoint.lazy_tensor import read_into, read_whole
+from lightning_paral.checkpoint.io.arena import fresh_like
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_into
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import CheckpointError
 
@@ -20,7 +20,7 @@ State = dict[str, Any]
 """What `Optimizer.state_dict` returns, with the parameters' names as `param_names` in each group."""
 
 
-BESIDE_KEY = "lightning_paral.optimizers"
+OTHER_ENTRIES_KEY = "lightning_paral.optimizers"
 """Where a folder holds what optimizers save beside what all optimizers do."""
 
 _REMEDY = (
@@ -29,7 +29,7 @@ _REMEDY = (
 )
 
 
-def group_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
+def param_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
     """Return the name of each parameter of each group; made up for those that are not the module's."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
@@ -51,7 +51,7 @@ def state_of(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> State:
     return state
 
 
-def by_name(state: State, names: Sequence[Sequence[str]] | None = None) -> State:
+def to_fqn_keys(state: State, names: Sequence[Sequence[str]] | None = None) -> State:
     """Return `state` with parameters by name instead of number, as Distributed Checkpoints have it.
 
     Args:
@@ -84,7 +84,7 @@ def by_name(state: State, names: Sequence[Sequence[str]] | None = None) -> State
     }
 
 
-def by_number(state: State) -> State:
+def to_int_keys(state: State) -> State:
     """Return state by name as `Optimizer.state_dict` has it: by number, with names in the groups.
 
     Distributed Checkpoints leave out empty dicts: the state of plain SGD, or of any optimizer before its first step.
@@ -100,7 +100,7 @@ def by_number(state: State) -> State:
     }
 
 
-def beside_state(state: State) -> dict[str, Any]:
+def other_entries(state: State) -> dict[str, Any]:
     """Return what an optimizer saves beside what all optimizers do: averages of weights, for instance."""
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
@@ -113,7 +113,7 @@ class SavedOptimizer:
     """
 
     def __init__(self, state: State, names: Sequence[Sequence[str]]) -> None:
-        named = by_name(state, names)
+        named = to_fqn_keys(state, names)
         self.state: dict[str, dict[str, Any]] = named["state"]
         self._group_of = {name: group for group in named["param_groups"] for name in group["params"]}
         wanted = {name for of_group in names for name in of_group}
@@ -164,7 +164,7 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
             if found is not None:
                 state[number] = {key: _restored(key, value, parameter) for key, value in found.items()}
             number += 1
-    beside = tree_map_only(Tensor, _copied, beside_state(saved))
+    beside = tree_map_only(Tensor, _copied, other_entries(saved))
     optimizer.load_state_dict(beside | {"state": state, "param_groups": groups})
 
 
@@ -196,7 +196,7 @@ def _restored(key: str, value: Any, parameter: Parameter) -> Any:
 
 
 def _copied(value: Tensor) -> Tensor:
-    return read_whole(value).clone()
+    return materialize(value).clone()
 
 
 def _memory_for(parameter: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def _memory_for(parameter: Tensor) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    return read_whole(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return materialize(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def listing(title: str, names: Sequence[str]) -> str:

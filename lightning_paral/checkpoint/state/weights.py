@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
 from lightning_paral.checkpoint.formats.hugging_face import describe_models
-from lightning_paral.checkpoint.lazy_tensor import LazyTensor, read_whole
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.custom_state_dict import (
@@ -145,7 +145,7 @@ def load_weights(
         for name, saved in state_dict.items():
             parameter = own.get(name)
             if _is_extra_state(name):
-                rest[name] = tree_map_only(LazyTensor, read_whole, saved)  # modules keep what they are given
+                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # modules keep what they are given
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, remember_options
+from lightning_paral.option_names import explain_unknown_option, register_options
 from lightning_paral.option_types import check_type
 from lightning_paral.options import RankOptions
 
@@ -49,7 +49,7 @@ _TYPES: dict[str, Any] = {
     "dim": int,
     "forward_sync_buffers": bool | None,
 }
-remember_options("ParalDDPStrategy", _DDP_OPTIONS)
+register_options("ParalDDPStrategy", _DDP_OPTIONS)
 _INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
 
 

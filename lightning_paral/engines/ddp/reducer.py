@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.engines.ddp.unannounced_backward import AnnouncedBackward
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, listed
+from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.user_hooks import has_hook
 
 _MANY_REBUILDS = 10
@@ -68,7 +68,7 @@ class ReducedParameters:
             self._needed = {name: p for name, p in self._trained.all_by_name.items() if p.requires_grad or p in kept}
             return bool(self._trained.by_name) and not _are_same(self._needed, self._reduced)
 
-        return self._agreement.look(epoch, batch_idx, is_needed) and is_needed()
+        return self._agreement.update(epoch, batch_idx, is_needed) and is_needed()
 
     @contextmanager
     def for_next_reducer(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class ReducedParameters:
         if late:
             raise ConfigurationError(
                 f"These parameters came to require a gradient inside training_step, after DDP had arranged for this "
-                f"step whose gradients it averages: {listed(late)}. Unfreeze or add them before the "
+                f"step whose gradients it averages: {first_names(late)}. Unfreeze or add them before the "
                 "step: in on_train_epoch_start or on_train_batch_start."
             )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_paral.compat.torch.collectives import all_gather_single
-from lightning_paral.distributed.failure import Meeting
+from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.distributed.mesh import shard_ranks
 from lightning_paral.model.host_room import lack_of_room
 
@@ -73,10 +73,10 @@ def gather_at_end(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gat
     return GatherToHost(group, list(range(dist.get_world_size(group))))
 
 
-def gather_after_failure(mesh: DeviceMesh, meeting: Meeting) -> GatherToHost | str:
+def gather_after_failure(mesh: DeviceMesh, reachable: ReachableRanks) -> GatherToHost | str:
     """Return what gathers parameters if all ranks failed, or the reason not to: only some of them did."""
-    if not meeting.all_here:
+    if not reachable.all_reachable:
         return "the run failed on some of its ranks only"
-    group = meeting.group or dist.group.WORLD
+    group = reachable.group or dist.group.WORLD
     assert group is not None
     return GatherToHost(group, shard_ranks(mesh), on_host=True)

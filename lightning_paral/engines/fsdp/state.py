@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.lazy_tensor import read_box, read_into
+from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import chunk_of_dtensor
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.distributed.failure import Meeting
+from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
 
@@ -31,11 +31,15 @@ class FSDPState:
     """
 
     def __init__(
-        self, run: FSDPRun, optimizers: Sequence[Optimizer], meet: Callable[[], Meeting], num_local_ranks: int
+        self,
+        run: FSDPRun,
+        optimizers: Sequence[Optimizer],
+        reachable_ranks: Callable[[], ReachableRanks],
+        num_local_ranks: int,
     ) -> None:
         self._run = run
         self.optimizers = optimizers
-        self._meet = meet
+        self._reachable_ranks = reachable_ranks
         self._num_local_ranks = num_local_ranks
 
     def weight_shards(self) -> WeightShards:
@@ -55,7 +59,7 @@ class FSDPState:
         run, sharded = self._run, self._run.sharded
         run.stop_watching()
         if failed:
-            gather = gather_after_failure(run.mesh, self._meet())
+            gather = gather_after_failure(run.mesh, self._reachable_ranks())
         else:
             gather = gather_at_end(run.mesh, sharded.num_bytes, self._num_local_ranks)
         if isinstance(gather, str):
@@ -117,7 +121,7 @@ class DTensorShards:
             return
         chunk = chunk_of_dtensor(parameter)
         if chunk is not None and chunk.numel:
-            read_box(stored, chunk, average)
+            read_chunk(stored, chunk, average)
 
     def has_master(self, number: int) -> bool:
         """Return `False`: the parameters are the master copies."""
