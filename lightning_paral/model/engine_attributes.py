@@ -21,7 +21,7 @@ def describes_shards(name: str) -> bool:
 
 
 def class_without_engine(kind: type) -> type:
-    """Return the class that a module of class `kind` had before `fully_shard` gave it one of its own."""
+    """Return the class that a module of class `kind` had before `fully_shard` replaced it by a subclass."""
     return next(base for base in kind.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
 
 
@@ -47,7 +47,7 @@ def _is_engines_name(name: str) -> bool:
 
 
 def _replaces(name: str, value: Any, kind: type) -> bool:
-    """Whether an attribute hides one of class `kind`, or is a function or class that was defined in a function."""
+    """Whether an attribute shadows one of class `kind`, or is a function or class that was defined in a function."""
     return hasattr(kind, name) or "<locals>" in getattr(value, "__qualname__", "")
 
 
@@ -60,7 +60,7 @@ def _is_of_engine(value: Any) -> bool:
         return _is_of_engine(value.__func__) or _is_of_engine(value.__self__)
     where: tuple[str | None, ...]
     if isinstance(value, FunctionType):
-        # They differ for what is decorated: engines decorate their hooks, and methods of users.
+        # The two differ for decorated functions: engines decorate their hooks, and methods of users.
         where = (value.__module__, value.__globals__.get("__name__"))
     elif isinstance(value, Tensor | Module):
         return False

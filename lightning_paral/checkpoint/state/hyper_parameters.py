@@ -1,8 +1,8 @@
-"""Modules among the hyper-parameters: saved as they would be without an engine, whole and of their own class.
+"""Save modules among the hyper-parameters as they would be without an engine: unsharded and of their own class.
 
 `self.save_hyperparameters()` keeps a network or a loss that is an argument of the module, and Lightning saves it with
-the checkpoint. It is the very object that is trained: under FSDP and ZeRO its parameters are divided, its class is
-replaced, and it carries hooks of the engine. None of that can or should be in a file.
+the checkpoint. It is the object that is trained: under FSDP and ZeRO its parameters are sharded, its class is replaced,
+and it has hooks of the engine, none of which belongs in a file.
 """
 
 import copyreg
@@ -28,18 +28,21 @@ _KEYS = ("hyper_parameters", "datamodule_hyper_parameters")
 _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
 
 
-def with_whole_modules(
-    checkpoint: dict[str, Any], parameters: Iterable[Parameter], whole: Callable[[Parameter], Tensor], ranks: RankGroup
+def with_full_modules(
+    checkpoint: dict[str, Any],
+    parameters: Iterable[Parameter],
+    full_parameter: Callable[[Parameter], Tensor],
+    ranks: RankGroup,
 ) -> None:
-    """Replace modules in the hyper-parameters of `checkpoint` by copies that no engine has touched. *Collective*.
+    """Replace modules in the hyper-parameters of `checkpoint` by unsharded copies without hooks. *Collective*.
 
-    Rank 0 gets the copies, on the host; the other ranks, which do not save them, get empty dicts.
+    Rank 0 gets the copies, on the host. The other ranks do not save hyper-parameters, and get empty dicts.
 
     Args:
-        checkpoint: as Lightning dumps it; its hyper-parameters are replaced where modules are among them.
-        parameters: all that may be divided; the same on all ranks, in the same order.
-        whole: returns one of them whole. *Collective* over the ranks.
-        ranks: who save.
+        checkpoint: as Lightning dumps it; its hyper-parameters are replaced if they contain modules.
+        parameters: all parameters that may be sharded, in the same order on all ranks.
+        full_parameter: returns the full values of one of them. *Collective* over `ranks`.
+        ranks: the ranks that save together.
 
     Raises:
         CheckpointError: ranks have different modules among their hyper-parameters.
@@ -47,34 +50,34 @@ def with_whole_modules(
     given = {key: checkpoint[key] for key in _KEYS if checkpoint.get(key)}
     if not given:
         return
-    held = _Held(given)
+    pickled = _PickledHyperParameters(given)
     ordered = list(parameters)
-    wanted = [number for number, parameter in enumerate(ordered) if id(parameter) in held.tensors]
-    found = ranks.gather((held.has_modules, wanted))
+    wanted = [number for number, parameter in enumerate(ordered) if id(parameter) in pickled.tensors]
+    found = ranks.gather((pickled.has_modules, wanted))
     if any(each != found[0] for each in found):
         raise CheckpointError(
             "Ranks have different modules among their hyper-parameters, so they cannot be saved. Give the module the "
             "same arguments on all ranks, or leave them out: `self.save_hyperparameters(ignore=[...])`."
         )
-    if not held.has_modules:
+    if not pickled.has_modules:
         return
     values: dict[int, Tensor] = {}
     for number in wanted:
-        value = whole(ordered[number])
+        value = full_parameter(ordered[number])
         if ranks.is_first:
             values[id(ordered[number])] = value.detach().cpu()
-    checkpoint.update(held.copy(values) if ranks.is_first else {key: {} for key in given})
+    checkpoint.update(pickled.copy(values) if ranks.is_first else {key: {} for key in given})
 
 
-class _Held:
-    """Hyper-parameters, pickled except for tensors and arrays, with modules as they were before an engine's changes."""
+class _PickledHyperParameters:
+    """Hyper-parameters, pickled except for tensors and arrays, with modules as they were before the engine."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         try:
             pickler.dump(given)
-        except Exception:  # what cannot be pickled cannot be saved: saving says so
+        except Exception:  # they cannot be saved either, and saving raises the error
             pickler.has_modules = False
         self._data = buffer.getvalue()
         self._objects = pickler.objects
@@ -82,7 +85,7 @@ class _Held:
         self.tensors = set(self._objects) if self.has_modules else set()
 
     def copy(self, values: dict[int, Tensor]) -> dict[str, Any]:
-        """Return a copy, with the tensors themselves, but `values` by the id of those parameters."""
+        """Return a copy that shares tensors, with `values` for the parameters whose ids are its keys."""
         objects = {key: _copied(value, values.get(key)) for key, value in self._objects.items()}
         unpickler = _Unpickler(io.BytesIO(self._data), objects)
         copied: dict[str, Any] = unpickler.load()
@@ -110,7 +113,7 @@ class _Pickler(pickle.Pickler):
         if make is None or not isinstance(state, dict):
             return reduced
         args = tuple(class_without_engine(arg) if arg is type(obj) else arg for arg in args)
-        # For `__newobj__` pickle accepts the object's own class only.
+        # With `__newobj__`, pickle accepts only the class of the object.
         return (_new if make is copyreg.__newobj__ else make, args, attributes_without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
 
 
@@ -128,10 +131,10 @@ def _new(kind: type, *args: Any) -> Any:
 
 
 @torch.no_grad()
-def _copied(value: Any, whole: Tensor | None) -> Any:
+def _copied(value: Any, full: Tensor | None) -> Any:
     if not isinstance(value, Parameter):
         return value
-    copied = Parameter(value.detach() if whole is None else whole, requires_grad=value.requires_grad)
+    copied = Parameter(value.detach() if full is None else full, requires_grad=value.requires_grad)
     attributes = {name: kept for name, kept in vars(value).items() if isinstance(kept, _PLAIN)}
     own = {name: kept for name, kept in attributes.items() if not (name.startswith("_") or describes_shards(name))}
     vars(copied).update(own)
