@@ -9,24 +9,22 @@ import copyreg
 import io
 import pickle
 from collections.abc import Callable, Iterable
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.deepspeed.modules import is_of_division
-from lightning_paral.compat.torch import module_hooks
-from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
+from lightning_paral.model.engine_attributes import (
+    attributes_without_engine,
+    class_without_engine,
+    describes_shards,
+)
 
 _KEYS = ("hyper_parameters", "datamodule_hyper_parameters")
-_ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
 
 
@@ -114,9 +112,9 @@ class _Pickler(pickle.Pickler):
         make, args, state, *rest = reduced if isinstance(reduced, tuple) and len(reduced) > 2 else (None, (), None)
         if make is None or not isinstance(state, dict):
             return reduced
-        args = tuple(_class_before(arg) if arg is type(obj) else arg for arg in args)
+        args = tuple(class_without_engine(arg) if arg is type(obj) else arg for arg in args)
         # With `__newobj__`, pickle accepts only the class of the object.
-        return (_new if make is copyreg.__newobj__ else make, args, _without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
+        return (_new if make is copyreg.__newobj__ else make, args, attributes_without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -132,60 +130,12 @@ def _new(kind: type, *args: Any) -> Any:
     return kind.__new__(kind, *args)
 
 
-def _class_before(kind: type) -> type:
-    """Return the class that a module had before `fully_shard` replaced it by a subclass."""
-    return next(base for base in kind.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
-
-
-def _without_engine(state: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return the attributes of a module of class `kind` without those that an engine has added."""
-    kept = {}
-    for name, value in state.items():
-        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.OF_STATE_DICTS) and isinstance(value, dict):
-            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_engine(hook))
-        elif name == "_parameters" and isinstance(value, dict):
-            kept[name] = dict(value.items())
-        elif not _names_engine(name) and not (_is_installed(name, value, kind) and _is_of_engine(value)):
-            kept[name] = value
-    hooks = {key for name in module_hooks.FORWARD for key in kept.get(name, ())}
-    for name in module_hooks.FLAGS:
-        if isinstance(kept.get(name), dict):
-            kept[name] = type(kept[name])((key, flag) for key, flag in kept[name].items() if key in hooks)
-    return kept
-
-
-def _names_engine(name: str) -> bool:
-    return is_of_fsdp(name) or is_of_division(name) or name.startswith("applied_pre_backward")
-
-
-def _is_installed(name: str, value: Any, kind: type) -> bool:
-    """Whether an attribute shadows one of class `kind`, or is a function or class that was defined in a function."""
-    return hasattr(kind, name) or "<locals>" in getattr(value, "__qualname__", "")
-
-
-def _is_of_engine(value: Any) -> bool:
-    """Whether a class, a function or an object comes from an engine or from this package."""
-    value = module_hooks.unwrapped(value)
-    if isinstance(value, partial):
-        return _is_of_engine(value.func)
-    if isinstance(value, MethodType):
-        return _is_of_engine(value.__func__) or _is_of_engine(value.__self__)
-    where: tuple[str | None, ...]
-    if isinstance(value, FunctionType):
-        # The two differ for decorated functions: engines decorate their hooks, and methods of users.
-        where = (value.__module__, value.__globals__.get("__name__"))
-    elif isinstance(value, Tensor | Module):
-        return False
-    else:
-        where = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
-    return any(f"{name}.".startswith(f"{engine}.") for name in where for engine in _ENGINES)
-
-
 @torch.no_grad()
 def _copied(value: Any, full: Tensor | None) -> Any:
     if not isinstance(value, Parameter):
         return value
     copied = Parameter(value.detach() if full is None else full, requires_grad=value.requires_grad)
     attributes = {name: kept for name, kept in vars(value).items() if isinstance(kept, _PLAIN)}
-    vars(copied).update({name: kept for name, kept in attributes.items() if not name.startswith(("ds_", "_"))})
+    own = {name: kept for name, kept in attributes.items() if not (name.startswith("_") or describes_shards(name))}
+    vars(copied).update(own)
     return copied
