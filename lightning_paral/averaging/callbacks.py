@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.averages import Averages, CopiedAverages
 from lightning_paral.averaging.elementwise import check_elementwise
-from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.compat.lightning.averaging import (
     COPY,
     SWAP,

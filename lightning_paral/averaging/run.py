@@ -6,8 +6,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_paral.averaging.callbacks import AveragingCallbacks
-from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.save_plan import CURRENT_KEY
+from lightning_paral.checkpoint.sharded_state import WeightShards
 
 LoadWeights = Callable[[Mapping[str, Any], bool], None]
 """`Strategy.load_model_state_dict`, called with a checkpoint and whether it has to match the module exactly."""

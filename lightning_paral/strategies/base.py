@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
-from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.injection import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -152,7 +152,8 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
             StorageOptionsError: `storage_options` are given, but no `CheckpointIO` that takes them.
         """
         if self._meet().all_here:
-            super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
+            with self._sharded_state.reading():
+                super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
         else:
             self._warn_of_others(f"{filepath} was not saved")
 
@@ -175,8 +176,9 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
             forget_ended(vars(trainer)["callbacks"])
         return checkpoint
 
-    def _load_averages(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Make the weights that were just loaded the averages, if callbacks average weights."""
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, of which each rank reads only its shards, and the averages that callbacks keep of them."""
+        super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
             self._averages.load(checkpoint, strict, self.load_model_state_dict)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral import ParalFSDPStrategy
-from lightning_paral.engines.fsdp.gradients import gradient_norm
+from lightning_paral.model.full_tensors import gradient_norm
 from tests.models import GLOBAL_BATCH_SIZE, Regression, quiet_trainer, regression_data
 
 NUM_BATCHES = 2

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
+from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.state.load_hooks import run_own_load_hooks, without_load_hooks
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.state_dicts import loading_by, saving_by, versions_in
@@ -61,16 +62,16 @@ def load_its_own(
     *,
     strict: bool,
     left_out: Collection[str],
-    fill: Callable[[Parameter, Tensor], bool],
+    into: ShardedState,
 ) -> None:
-    """Call `module.load_state_dict(state_dict, strict=strict)`, and let `fill` load the tensors that it can.
+    """Call `module.load_state_dict(state_dict, strict=strict)`, and let `into` load the tensors that it can.
 
     Args:
         module: has a `load_state_dict` of its own.
         state_dict: as it was saved.
         strict: passed on.
         left_out: names that may be absent.
-        fill: puts a tensor into a parameter and returns `True`, or `False` for one that torch can load.
+        into: the state of `module`.
 
     Raises:
         RuntimeError: names or shapes do not fit, as `Module.load_state_dict` raises it.
@@ -85,11 +86,11 @@ def load_its_own(
             saved = state.get(prefix + name)
             if parameter is None or not isinstance(saved, Tensor):
                 continue
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = into.full_shape(parameter)
             if tuple(saved.shape) != shape:
                 errors.append(f"{prefix + name} has shape {tuple(saved.shape)}, and in the module {shape}.")
                 done.add(prefix + name)
-            elif id(parameter) in filled or fill(parameter, saved):
+            elif id(parameter) in filled or into.write_shard(parameter, saved):
                 filled.add(id(parameter))
                 done.add(prefix + name)
         with without_load_hooks(part, recurse=False):

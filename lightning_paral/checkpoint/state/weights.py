@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
 from lightning_paral.checkpoint.formats.hugging_face import describe_models
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, read_whole
+from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.custom_state_dict import (
     load_its_own,
@@ -93,7 +94,7 @@ def load_weights(
     *,
     strict: bool,
     left_out: Collection[str],
-    fill: Callable[[Parameter, Tensor], bool],
+    into: ShardedState,
 ) -> None:
     """Give `module` the weights in `state_dict`, of which only what this rank holds is read.
 
@@ -102,14 +103,13 @@ def load_weights(
         state_dict: tensors of full shape by name, and what else `Module.state_dict` returns.
         strict: whether missing and unexpected names are errors.
         left_out: names that were not saved because they were frozen; the module's own values stay.
-        fill: puts a stored tensor into a parameter and returns `True`, or returns `False` for one that
-            `Module.load_state_dict` can take.
+        into: the state of `module`.
 
     Raises:
         CheckpointError: names or shapes do not fit; nothing was changed then.
     """
     if loads_its_own(module):
-        load_its_own(module, state_dict, strict=strict, left_out=left_out, fill=fill)
+        load_its_own(module, state_dict, strict=strict, left_out=left_out, into=into)
         return
     hooked = has_load_hooks(module)
     if hooked:
@@ -118,12 +118,12 @@ def load_weights(
     missing = sorted(own.keys() - state_dict.keys() - set(left_out))
     unexpected = sorted(state_dict.keys() - own.keys())
     shapes = [
-        f"{name} (checkpoint {tuple(saved.shape)}, module {true_shape(own[name])})"
+        f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(own[name])})"
         for name, saved in state_dict.items()
         if not _is_extra_state(name)  # of which a module may have another size every time
         and isinstance(saved, Tensor)
         and isinstance(own.get(name), Tensor)
-        and saved.shape != true_shape(own[name])
+        and saved.shape != into.full_shape(own[name])
     ]
     if shapes or (strict and (missing or unexpected)):
         raise CheckpointError(
@@ -149,7 +149,7 @@ def load_weights(
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names
-                if fill(parameter, saved):
+                if into.write_shard(parameter, saved):
                     filled.add(id(parameter))
                 else:
                     rest[name] = saved
@@ -161,8 +161,3 @@ def load_weights(
 
 def _is_extra_state(name: str) -> bool:
     return name.endswith(EXTRA_STATE)
-
-
-def true_shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor or parameter, partitioned or not."""
-    return tuple(getattr(value, "ds_shape", value.shape))

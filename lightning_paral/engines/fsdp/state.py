@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.averaging.shards import WeightShards
 from lightning_paral.checkpoint.lazy_tensor import read_box, read_into
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import chunk_of_dtensor
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.distributed.failure import Meeting

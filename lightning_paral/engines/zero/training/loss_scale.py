@@ -9,6 +9,7 @@ from lightning_paral.compat.deepspeed.loss_scale import scale_by
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+
 _FIRST_SCALE = 2.0**16
 
 

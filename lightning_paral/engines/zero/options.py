@@ -1,29 +1,33 @@
 """The strategy's own options: shorthands, and which of them go together."""
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_paral.engines.zero.config import settings
-from lightning_paral.engines.zero.offload import nvme
+from lightning_paral.engines.zero.runtime import config as settings
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import check_at_least
 from lightning_paral.options import Offload
+
+PATH_VARIABLE = "PARAL_NVME_PATH"
+"""The environment variable that says which folder `strategy="paral_zero3_nvme"` uses."""
 
 
 def as_offload(offload: Offload | str | None) -> Offload | None:
     """Return `"cpu"` and `"nvme"` as the `Offload` they stand for."""
     if isinstance(offload, str):
-        return Offload(offload, path=os.environ.get(nvme.PATH_VARIABLE))  # type: ignore[arg-type]
+        return Offload(offload, path=os.environ.get(PATH_VARIABLE))  # type: ignore[arg-type]
     return offload
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeROOptions:
-    """What is divided and where it lies, as `ParalZeROStrategy` documents it.
+    """What is sharded, where it is kept, and how it is trained, as `ParalZeROStrategy` documents it.
 
     Raises:
         ConfigurationError: a stage that does not exist, or that cannot offload what it is to; a contradiction between
@@ -38,6 +42,10 @@ class ZeROOptions:
     gather_bucket_numel: int | None = None
     users_config: Mapping[str, Any] = field(default_factory=dict)
     """The part of DeepSpeed's configuration that the user wrote."""
+    trust_optimizer: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    logging_level: int = logging.ERROR
 
     def __post_init__(self) -> None:
         check_stage(self.stage, self.offload_optimizer, self.offload_parameters)
@@ -46,6 +54,28 @@ class ZeROOptions:
             "ParalZeROStrategy", "gather_bucket_numel", self.gather_bucket_numel, 0 if self.stage == 3 else 1
         )
         settings.merge(self.section(pin_memory=False), self.users_config.get("zero_optimization", {}))
+
+    @property
+    def strategy_name(self) -> str:
+        """The registered name that is nearest to these options."""
+        if self.offload_optimizer is None:
+            return f"paral_zero{self.stage}"
+        return f"paral_zero{self.stage}_" + ("offload" if self.offload_optimizer.device == "cpu" else "nvme")
+
+    def deepspeed_config(
+        self, precision: str, device: torch.device, nvme_folders: Mapping[str, Path]
+    ) -> dict[str, Any]:
+        """Return DeepSpeed's configuration of one run, without sizes that depend on the module.
+
+        Args:
+            precision: what `Trainer(precision=...)` says.
+            device: of this rank.
+            nvme_folders: where the run offloads to NVMe, by DeepSpeed's name of the offload.
+        """
+        zero = self.section(pin_memory=device.type == "cuda")
+        for offload, folder in nvme_folders.items():
+            zero[offload]["nvme_path"] = str(folder)
+        return settings.complete({"zero_optimization": zero} | settings.precision_section(precision), self.users_config)
 
     def section(self, pin_memory: bool) -> dict[str, Any]:
         """Return DeepSpeed's section `zero_optimization`, without the paths of an NVMe offload, which are a run's."""
@@ -73,6 +103,23 @@ class ZeROOptions:
         """The offloads to NVMe, by the name of their option."""
         offloads = {"offload_optimizer": self.offload_optimizer, "offload_parameters": self.offload_parameters}
         return {option: offload for option, offload in offloads.items() if offload and offload.device == "nvme"}
+
+
+def averaging_obstacle(options: ZeROOptions) -> str | None:
+    """Return why weights cannot be averaged with `options`, and what to do; `None` if they can."""
+    if "offload_parameters" in options.on_nvme:
+        return (
+            "with parameters on NVMe, every average would read all of them. Keep them on the host, by "
+            'offload_parameters="cpu", or leave out the callback.'
+        )
+    zero = options.users_config.get("zero_optimization", {})
+    copies = [key for key in ("zero_hpz_partition_size", "mics_shard_size") if zero.get(key, 0) > 1]
+    if copies:
+        return (
+            f"{copies[0]}={zero[copies[0]]} lets DeepSpeed gather weights from elsewhere than where they are updated. "
+            "Leave the option out, or the callback."
+        )
+    return None
 
 
 def _whereabouts(offload: Offload, pin_memory: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.engines.zero.config.keys import check_keys
+from lightning_paral.engines.zero.runtime.config_keys import check_keys
 from lightning_paral.errors import ConfigurationError
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -77,7 +77,7 @@ def precision_section(precision: str) -> dict[str, Any]:
     return {}
 
 
-def check_precision(precision: str, users: Mapping[str, Any]) -> None:
+def check_users_precision(precision: str, users: Mapping[str, Any]) -> None:
     """Raise a `ConfigurationError` if the user's DeepSpeed configuration asks for another precision than the Trainer.
 
     Args:

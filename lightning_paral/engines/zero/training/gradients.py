@@ -11,16 +11,17 @@ from lightning_paral.compat.deepspeed.clipping import clip_next_step
 from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
 from lightning_paral.compat.deepspeed.masters import link_states
 from lightning_paral.compat.deepspeed.offload import is_offloaded
-from lightning_paral.engines.zero.gradients.clamping import clamp_gradients
-from lightning_paral.engines.zero.gradients.usage import Named, Usage
-from lightning_paral.engines.zero.optimizer.closures import StepArguments
-from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer
 from lightning_paral.engines.zero.parameters.writes import Writes
+from lightning_paral.engines.zero.training.step_arguments import StepArguments
+from lightning_paral.engines.zero.training.usage import Named, Usage
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
 from lightning_paral.errors import ConfigurationError, ParalError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+
+from lightning_paral.compat.deepspeed.gradients import refresh_norms
 
 _GONE = (
     "under ZeRO they are gone after the step. Call optimizer.zero_grad() before each window of backward passes, and in "
@@ -314,3 +315,28 @@ class PartitionedGradients:
 
     def _loss_scale(self) -> float:
         return float(self._optimizer.loss_scale)
+
+
+def clamp_gradients(optimizer: Any, stage: int, limit: float, *, offloaded: bool) -> None:
+    """Clamp each element of the averaged gradients to `[-limit, limit]`, in place. No collective.
+
+    Args:
+        optimizer: DeepSpeed's, with the gradients of a window that is complete.
+        stage: ZeRO's.
+        limit: for gradients as they are kept, which are scaled as the loss was.
+        offloaded: whether the optimizer runs on the host.
+    """
+    from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
+    if stage == 3 and offloaded:
+        for parameter in [parameter for group in optimizer.fp16_groups for parameter in group]:
+            # It may be on NVMe: what is read is not what is kept.
+            safe_set_local_grad(parameter, safe_get_local_grad(parameter).clamp_(-limit, limit))
+    elif offloaded:
+        for partition in optimizer.single_partition_of_fp32_groups:
+            partition.grad.clamp_(-limit, limit)
+        refresh_norms(optimizer)
+    else:
+        for group in optimizer.averaged_gradients.values():
+            for gradient in group or ():
+                gradient.clamp_(-limit, limit)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.distributed.process_group import host_group
-from lightning_paral.engines.zero.state.fp32_partitions import Partition, Run
+from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition
 from lightning_paral.errors import UnusedParametersError
 
 Named = Sequence[tuple[str, Parameter]]
@@ -158,10 +158,10 @@ class Usage:
         step = optimizer.step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            kept = self._runs_of_unused(optimizer)
+            kept = self._ranges_of_unused(optimizer)
             copies = [{key: run.clone() for key, run in runs.items()} for runs in kept]
             result = step(*args, **kwargs)
-            for runs, before in zip(self._runs_of_unused(optimizer), copies, strict=True):
+            for runs, before in zip(self._ranges_of_unused(optimizer), copies, strict=True):
                 for key, run in runs.items():
                     if key in before:
                         run.copy_(before[key])
@@ -171,17 +171,17 @@ class Usage:
 
         optimizer.step = guarded  # type: ignore[method-assign]
 
-    def _runs_of_unused(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
+    def _ranges_of_unused(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
         """Return this rank's runs of what is unused, by name of the state, `None` for values."""
         if not self.unused:
             return []
         stepping = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
         return [
-            _run_of(partition, partition.runs[id(parameter)])
+            _run_of(partition, partition.ranges[id(parameter)])
             for partition in self._partitions
             if id(partition.flat) in stepping
             for _, parameter in self.unused
-            if id(parameter) in partition.runs
+            if id(parameter) in partition.ranges
         ]
 
     def _missing_everywhere(self, orders: list[list[int]]) -> Named:
@@ -273,7 +273,7 @@ class Usage:
             self._num_taken[id(parameter)] = taken + 1
 
     def _counts_steps(self, parameter: Parameter) -> bool:
-        return any("step" in partition.state for partition in self._partitions if id(parameter) in partition.runs)
+        return any("step" in partition.state for partition in self._partitions if id(parameter) in partition.ranges)
 
 
 _FIRST_USED = "that had no part in the first step got a gradient in this one: {}"
@@ -291,7 +291,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
-def _run_of(partition: Partition, run: Run) -> dict[str | None, Tensor]:
+def _run_of(partition: Partition, run: FlatRange) -> dict[str | None, Tensor]:
     flat, state = partition.flat, partition.state
     tensors: dict[str | None, Tensor] = {None: flat.detach()}
     tensors |= {key: v for key, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == flat.shape}

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.compat.torch import step_hooks
-from lightning_paral.engines.zero.optimizer.closures import closure_for
+from lightning_paral.engines.zero.training.step_arguments import closure_for
 from lightning_paral.errors import ConfigurationError
 
 _NUM_STEPS = 4
