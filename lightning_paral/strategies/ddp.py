@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_paral.averaging.buffers import broadcast_when_swapped
 from lightning_paral.comm import WireDtype
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
