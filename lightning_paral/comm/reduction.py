@@ -74,7 +74,7 @@ def plan_reduction(
             tensor that is not floating point.
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ConfigurationError(f"all-reduce knows ReduceOp.SUM and ReduceOp.AVG, but got {op!r}.")
+        raise ConfigurationError(f"all-reduce supports ReduceOp.SUM and ReduceOp.AVG, but got {op!r}.")
     if not tensor.is_contiguous():
         raise ConfigurationError(
             f"all-reduce works in place on contiguous tensors, but got shape {tuple(tensor.shape)} with strides "

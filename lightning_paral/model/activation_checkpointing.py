@@ -58,7 +58,7 @@ def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequen
         inside = [other.name for other in units if other is not unit and other.name.startswith(f"{unit.name}.")]
         if inside:
             raise ConfigurationError(
-                f"activation_checkpointing takes in {unit.name!r} and {inside[0]!r} inside it, which would be computed "
+                f"activation_checkpointing chooses {unit.name!r} and {inside[0]!r} inside it, which would be computed "
                 "three times. Choose one of the two."
             )
     return units

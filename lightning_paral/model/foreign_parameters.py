@@ -31,7 +31,7 @@ def check_averaged(optimizers: Iterable[Optimizer], module: Module) -> None:
                 )
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} trains {what}. The ranks average gradients of registered parameters "
-                    "only, so each would train a value of its own."
+                    "only, so each rank would train its own value."
                 )
 
 

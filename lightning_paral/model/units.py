@@ -70,8 +70,8 @@ def choose_units(
         if not chosen:
             total = sum(parameter.numel() for parameter in root.parameters())
             raise ConfigurationError(
-                f"min_params={min_params:,} is met by no submodule of {type(root).__name__}, which has {total:,} "
-                "parameters altogether. Lower it, or name classes with units=[...]."
+                f"min_params={min_params:,}: no submodule of {type(root).__name__} has so many parameters. It has "
+                f"{total:,} in all. Lower min_params, or name classes with units=[...]."
             )
     elif units == "auto":
         chosen = set(_repeated_blocks(root))
@@ -150,7 +150,7 @@ def _match(root: Module, units: UnitChoice) -> list[Module]:
         chosen = [module for name, module in submodules if units(name, module)]
         if not chosen:
             raise ConfigurationError(
-                f"units={_name_of(units)} is true of none of the {len(submodules)} submodules of "
+                f"units={_name_of(units)} returned False for all {len(submodules)} submodules of "
                 f"{type(root).__name__}. It is called with a submodule's dotted name and the submodule; names: "
                 f"{_shortened([name for name, _ in submodules])}."
             )
@@ -170,7 +170,7 @@ def _match(root: Module, units: UnitChoice) -> list[Module]:
     lists = [module for module in chosen if not has_forward(module)]
     if lists:
         raise ConfigurationError(
-            f"units takes in a {type(lists[0]).__name__}, which is never called itself. Choose the modules in it."
+            f"units chooses a {type(lists[0]).__name__}, which is never called itself. Choose the modules in it."
         )
     return chosen
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
-from lightning_paral.averaging.shards import WeightShards
+from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -33,10 +33,9 @@ log = logging.getLogger(__name__)
 class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
-    `CheckedLaunch` has what a strategy states about itself and the checks of it, `Collectives` the barrier, broadcast
-    and reduction, which do not hang after an exception, and `CheckpointMixin` what is saved and loaded. `teardown`,
-    `save_checkpoint` and `load_checkpoint` of a strategy call those of this class, which call `CheckpointMixin`'s,
-    which call the Lightning base's; no other class defines them.
+    `CheckedLaunch` has what a strategy states about itself, and checks; `Collectives` has barrier, broadcast and
+    reduction, which do not hang after an exception. `teardown` and the methods of checkpoints are called in this order:
+    those of the strategy, of this class, of `CheckpointMixin`, of the Lightning base. No other class defines them.
     """
 
     sampling: Sampling = Sampling()
@@ -121,10 +120,12 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
         if self._buffers is not None:
             self._buffers.share()
 
-    def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
+    def _attach_averages(self, make_shards: Callable[[], WeightShards], broadcasts_buffers: bool) -> None:
         """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, shares_buffers=shares_buffers, load_weights=self.load_model_state_dict)
+            self._averages.attach(
+                make_shards, broadcasts_buffers=broadcasts_buffers, load_weights=self.load_model_state_dict
+            )
 
     # Sampler injection
 
@@ -152,7 +153,8 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
             StorageOptionsError: `storage_options` are given, but no `CheckpointIO` that takes them.
         """
         if self._reachable_ranks().all_reachable:
-            super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
+            with self._sharded_state.reading():
+                super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
         else:
             self._warn_of_others(f"{filepath} was not saved")
 
@@ -175,8 +177,9 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
             forget_ended(vars(trainer)["callbacks"])
         return checkpoint
 
-    def _load_averages(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Make the weights that were just loaded the averages, if callbacks average weights."""
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, of which each rank reads only its shards, and the averages that callbacks keep of them."""
+        super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
             self._averages.load(checkpoint, strict, self.load_model_state_dict)
 

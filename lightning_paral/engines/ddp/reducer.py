@@ -93,7 +93,7 @@ class ReducedParameters:
         self._num_rebuilds += 1
         if self._num_rebuilds == _MANY_REBUILDS:
             rank_zero_warn(
-                f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was made anew "
+                f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was rebuilt "
                 "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one."
             )
 
@@ -136,8 +136,8 @@ class ReducedParameters:
         late = [name for name, p in self._trained.current_by_name().items() if p.requires_grad and p not in reduced]
         if late:
             raise ConfigurationError(
-                f"These parameters came to require a gradient inside training_step, after DDP had arranged for this "
-                f"step whose gradients it averages: {first_names(late)}. Unfreeze or add them before the "
+                f"These parameters were unfrozen or added inside training_step, after DDP had fixed whose gradients it "
+                f"averages in this step: {first_names(late)}. Unfreeze or add them before the "
                 "step: in on_train_epoch_start or on_train_batch_start."
             )
 

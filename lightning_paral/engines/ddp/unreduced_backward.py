@@ -89,7 +89,7 @@ class UnreducedBackwardGuard:
             and _parameters_of(optimizer) & self._handles.keys()
         ):
             raise ConfigurationError(
-                "LBFGS was stepped beside the strategy, where each rank would decide by its own loss how far to go. "
+                "LBFGS was stepped without the strategy, so each rank would decide by its own loss how far to go. "
                 "Take it from self.optimizers()."
             )
         self._check_gradients(optimizer)
@@ -98,9 +98,9 @@ class UnreducedBackwardGuard:
         self._drop_zeroed()
         if self._unreduced and _parameters_of(optimizer) & self._unreduced:
             raise ConfigurationError(
-                "Gradients came by loss.backward(), of which DDP knows nothing: the ranks did not average them. Under "
-                "manual optimization call self.manual_backward(loss) instead; in hooks take torch.autograd.grad where "
-                "gradients are not for the optimizer."
+                "Some gradients come from loss.backward(), which bypasses DDP: the ranks did not average them. Under "
+                "manual optimization call self.manual_backward(loss) instead; in hooks use torch.autograd.grad for "
+                "gradients that are not for the optimizer."
             )
 
     def end(self) -> None:

@@ -51,9 +51,9 @@ class Rendezvous:
         self._wait()
         if len(set(self._calls)) > 1:
             raise ConfigurationError(
-                f"The replicas of paral_dp took different ways through training_step: {self._explain()}. Under manual "
+                f"The replicas of paral_dp diverged in training_step: {self._explain()}. Under manual "
                 "optimization all of them have to make the same calls in the same order, whatever is in their part of "
-                "the batch. Use paral_ddp where that cannot be."
+                "the batch. Otherwise use paral_ddp."
             )
         if replica == 0:
             self._running = True
