@@ -9,18 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failure import Meeting, meet, new_run_name
-from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
 from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.trainer_of import trainer_of
+from lightning_paral.strategies.description import StrategyDescription
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class _OnException:
         return MethodType, (type(self._callback).on_exception, self._callback)
 
 
-class Collectives(ParallelStrategy):
+class Collectives(StrategyDescription):
     """Mixin, placed before the Lightning base.
 
     After an exception, a rank finds out once whether all ranks failed, when it first needs the others. If all did, they
@@ -49,19 +48,14 @@ class Collectives(ParallelStrategy):
 
     _run: str = ""
     """The name of the run, from its beginning to its end."""
-    _meeting: Meeting | None = None
+    _reached: ReachableRanks | None = None
     timeout: timedelta
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
 
-    @property
-    def dims(self) -> ParallelDims:
-        """How the ranks are arranged: which of them draw samples of their own, and which hold the same."""
-        return ParallelDims(rank=self.global_rank, replicate=self.world_size)
-
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
-        self._meeting, self._is_reported = None, False
+        self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
         self._run = self.broadcast(new_run_name())
@@ -79,7 +73,7 @@ class Collectives(ParallelStrategy):
                 vars(callback).pop("on_exception", None)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
-        self._run, self._meeting = "", None
+        self._run, self._reached = "", None
 
     @property
     def _is_failing(self) -> bool:
@@ -87,33 +81,21 @@ class Collectives(ParallelStrategy):
         trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    def _meet(self) -> Meeting:
-        """Return whether all ranks are here: always without an exception; after one, the ranks wait for each other."""
+    def _reachable_ranks(self) -> ReachableRanks:
+        """Return whether all ranks can be reached. *Collective* once, after an exception; yes without one."""
         if not self._is_failing or not dist.is_initialized():
-            return Meeting(all_here=True)
-        if self._meeting is None:
-            self._meeting = meet(self._run, self.timeout)
-        return self._meeting
+            return ReachableRanks(all_reachable=True)
+        if self._reached is None:
+            self._reached = wait_for_all_ranks(self._run, self.timeout)
+        return self._reached
 
     def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
-        return all_ranks(self._meet().group)
+        return all_ranks(self._reachable_ranks().group)
 
     @property
     def _is_running(self) -> bool:
         return bool(self._run)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save. If only some ranks failed, warn and write nothing. *Collective* over the world."""
-        if self._meet().all_here:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            self._warn_of_others(f"{filepath} was not saved")
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, unless only some ranks failed: the one that takes its place was not saved then."""
-        if self._meet().all_here:
-            super().remove_checkpoint(filepath)
 
     def _save_on_exception(
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
@@ -121,7 +103,7 @@ class Collectives(ParallelStrategy):
         """Let `callback` save, if that is possible. The exception that is raised stays the one that ended the run."""
         self._report(exception)
         try:
-            if self._meet().all_here:
+            if self._reachable_ranks().all_reachable:
                 type(callback).on_exception(callback, trainer, module, exception)
             else:
                 self._warn_of_others(f"{type(callback).__name__} saved no checkpoint")
@@ -136,28 +118,28 @@ class Collectives(ParallelStrategy):
             stacklevel=2,
         )
 
-    def _reachable(self) -> Meeting | None:
-        """Return the `Meeting` of the ranks; `None` without a process group of the run, or if ranks are missing."""
-        meeting = self._meet()
-        if not dist.is_initialized() or not meeting.all_here or dist.get_world_size() != self.world_size:
+    def _reachable(self) -> ReachableRanks | None:
+        """Return the ranks if all are reachable; `None` otherwise, or without a process group of the run."""
+        reachable = self._reachable_ranks()
+        if not dist.is_initialized() or not reachable.all_reachable or dist.get_world_size() != self.world_size:
             return None
-        return meeting
+        return reachable
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. *Collective*; does nothing without a process group, or if only some ranks failed."""
-        meeting = self._reachable()
-        if meeting is None:
+        reachable = self._reachable()
+        if reachable is None:
             return
-        on_cuda = self.root_device.type == "cuda" and meeting.group is None
-        dist.barrier(group=meeting.group, device_ids=[self.root_device.index] if on_cuda else None)
+        on_cuda = self.root_device.type == "cuda" and reachable.group is None
+        dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s `obj`. *Collective*; returns `obj` itself if only some ranks failed."""
-        meeting = self._reachable()
-        if meeting is None:
+        reachable = self._reachable()
+        if reachable is None:
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src, group=meeting.group)
+        dist.broadcast_object_list(objects, src, group=reachable.group)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -167,8 +149,8 @@ class Collectives(ParallelStrategy):
         run, and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts
         with it the samples behind what is logged. If only some ranks failed, `tensor` stays as it is.
         """
-        meeting = self._reachable() if isinstance(tensor, Tensor) else None
-        if meeting is None:
+        reachable = self._reachable() if isinstance(tensor, Tensor) else None
+        if reachable is None:
             return tensor
         average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if average:
@@ -176,9 +158,9 @@ class Collectives(ParallelStrategy):
         else:
             operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
         num_ranks = self.dims.data_size if group is None else dist.get_world_size(group)
-        if group is None and meeting.group is not None:
+        if group is None and reachable.group is not None:
             on_host = tensor.cpu()
-            dist.all_reduce(on_host, op=operation, group=meeting.group)
+            dist.all_reduce(on_host, op=operation, group=reachable.group)
             tensor.copy_(on_host)
             num_ranks = self.dims.num_ranks
         else:
@@ -199,7 +181,7 @@ class Collectives(ParallelStrategy):
         super().on_exception(exception)
         name_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
-        if self._may_hang and made_group() is not None and not self._meet().all_here:
+        if self._may_hang and made_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # aborted communicators have an error
             abort_nccl()  # device work in the teardown would wait for the other ranks
 

@@ -1,52 +1,34 @@
-"""Fully sharded data parallel on FSDP2: parameters, gradients and optimizer state divided among the ranks."""
+"""Fully sharded data parallel on FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
-from lightning_paral.distributed.mesh import ParallelDims, check_replicate, check_reshard, make_mesh
+from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.distributed.process_group import check_carries_host_tensors
-from lightning_paral.engines.fsdp.averaged_shards import ShardedWeights
-from lightning_paral.engines.fsdp.explain_errors import explanation
-from lightning_paral.engines.fsdp.guards import check_pruning, check_user_hooks
-from lightning_paral.engines.fsdp.optimizers import check_optimizers
-from lightning_paral.engines.fsdp.precision import (
-    DTYPES,
-    ReduceDtype,
-    check_precision,
-    sharded_precision,
-    sharding_policy,
-)
-from lightning_paral.engines.fsdp.requires_grad import TrainedShards
-from lightning_paral.engines.fsdp.restore_room import gather_after_failure, gather_over
-from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding, check_module
-from lightning_paral.engines.fsdp.zeroing import zero_shards_too
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.engines.fsdp.construction import has_mapped_weights, recording
+from lightning_paral.engines.fsdp.options import FSDPOptions
+from lightning_paral.engines.fsdp.precision import ReduceDtype, check_precision, sharded_precision
+from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
+from lightning_paral.engines.fsdp.shard import check_module
+from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explain_errors import Explanation, explain, explained
-from lightning_paral.model.foreign_parameters import check_averaged
-from lightning_paral.model.pretrained import was_loaded
-from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
-from lightning_paral.option_types import check_at_least
-from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice, takes_rank_options
+from lightning_paral.options import RankOptions, UnitChoice, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -83,6 +65,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     strategy_name = "paral_fsdp"
     forward_has_collectives = True
+    _default_form = "sharded"
 
     @takes_rank_options
     def __init__(
@@ -103,37 +86,33 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         broadcast_buffers: bool = True,
         **shared: Unpack[RankOptions],
     ) -> None:
-        check_unit_choice(units, min_params)
-        _check_options(accumulate, prefetch, reduce_dtype)
-        if not isinstance(reshard_after_forward, bool):
-            check_at_least("ParalFSDPStrategy", "reshard_after_forward", reshard_after_forward, 1)
+        self._options = FSDPOptions(
+            units=units,
+            min_params=min_params,
+            replicate=replicate,
+            reshard_after_forward=reshard_after_forward,
+            accumulate=accumulate,
+            prefetch=prefetch,
+            offload=offload,
+            reduce_dtype=reduce_dtype,
+            broadcast_buffers=broadcast_buffers,
+        )
         super().__init__(**self._take_rank_options(shared))
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
-        self._units = units
-        self._min_params = min_params
-        self._replicate = replicate
-        self._reshard_after_forward = reshard_after_forward
-        self._accumulate = accumulate
-        self._prefetch = prefetch
-        self._offload = offload
-        if offload:
-            self.strategy_name = "paral_fsdp_offload"
-        self._reduce_dtype = DTYPES[reduce_dtype] if reduce_dtype else None
-        self._broadcast_buffers = broadcast_buffers
-        self._printed = False
+        self.strategy_name = "paral_fsdp_offload" if offload else "paral_fsdp"
+        self._units, self._min_params = units, min_params
+        self._has_printed_units = False
         # Of one run:
         self._deferred: DeferredConstruction | None = None
-        self._sharded: ShardedModule | None = None
-        self._trained: TrainedShards | None = None
-        self._undo = ExitStack()
+        self._fsdp: FSDPRun | None = None
 
     @property
     def precision_plugin(self) -> Precision:
-        """What converts, autocasts, scales and clips."""
+        """What converts, autocasts, scales and clips; the plugin that the Trainer sets is replaced by FSDP's."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -144,251 +123,179 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def _check_configured(self) -> None:
         super()._check_configured()
-        self.precision_plugin = self.precision_plugin  # replaces Lightning's default plugin with ours
+        self.precision_plugin = self.precision_plugin  # replaces Lightning's default plugin by FSDP's
         check_precision(self.precision_plugin, self.root_device)
-        check_replicate(self._replicate, self.num_nodes * self.num_processes)
-        check_reshard(self._reshard_after_forward, self.num_nodes * self.num_processes // self._replicate)
+        self._options.check_world_size(self.num_nodes * self.num_processes)
 
     def setup_environment(self) -> None:
         """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""
+        assert self.lightning_module is not None
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
-        if self._offload:
+        if self._options.offload:
             check_carries_host_tensors("offload=True")
-        assert self.lightning_module is not None
         set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims.replicate))
 
     @property
     def dims(self) -> ParallelDims:
-        """How the ranks are arranged: `replicate` copies, each sharded over the ranks of its group."""
-        num_shards = self.world_size // self._replicate
-        return ParallelDims(rank=self.global_rank, replicate=self._replicate, shard=num_shards)
+        """How the ranks are arranged: `replicate` copies of the model, each sharded over an equal number of ranks."""
+        replicate = self._options.replicate
+        return ParallelDims(rank=self.global_rank, replicate=replicate, shard=self.world_size // replicate)
 
     # Model wrapping
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Make tensors in the dtype of the weights."""
+        """Create tensors in the dtype of the weights; their device is the user's choice."""
         with self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Build what `configure_model` builds without values; they are drawn unit by unit in `setup`."""
-        if self.lightning_module is None:  # `trainer.init_module()`
+        """Build what `configure_model` builds without values; they are computed unit by unit in `setup`."""
+        with recording(self.lightning_module, self.root_device, self.precision_plugin) as deferred:
             yield
-            return
-        deferred = DeferredConstruction(self.root_device)
-        with deferred.recording(self.lightning_module):
-            yield
-        if isinstance(self.precision_plugin, DoublePrecision | HalfPrecision):  # which converts the module
-            deferred.put_loaded_aside(self.lightning_module)
-        self._deferred = None if deferred.is_empty else deferred
+        self._deferred = None if deferred is None or deferred.is_empty else deferred
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module and make its optimizers. *Collective* over the world."""
+        """Shard the module and create its optimizers. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: the module cannot be sharded, or an optimizer cannot update shards.
+        """
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        module, is_fit = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
         evaluate_without_inference_mode(trainer)
-        sharded = self._shard(fitting)
-        if fitting:
-            self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, self.lightning_module, sharded, self.root_device)
-            if self.dims.data_size > 1:
-                check_averaged(self.optimizers, self.lightning_module)
-            zero_shards_too(self.lightning_module, self.optimizers, self._undo)
-            self._attach_averages(partial(ShardedWeights, self.lightning_module), self._broadcast_buffers)
+        check_module(module)
+        if is_fit:
+            check_before_fit(module, self.dims)
+            sync_batchnorm(module, layer_sync_of(self), self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        if is_fit:
+            self.checkpoint_activations()
+        self._shard()
+        if is_fit:
+            self._setup_fit(trainer)
         self.setup_precision_plugin()
         self.barrier()
 
-    def _shard(self, fitting: bool) -> ShardedModule:
-        module = self.lightning_module
-        assert module is not None
-        check_module(module)
-        if fitting:
-            check_user_hooks(module)
-            check_embeddings(module, self.dims.data_size, "FSDP")
-            check_pruning(vars(module.trainer)["callbacks"])
-        if fitting:
-            sync_batchnorm(module, layer_sync_of(self), self.root_device)
-        self.model = self.precision_plugin.convert_module(module)
-        if fitting:
-            self.checkpoint_activations()
-        # In manual optimization backward passes and steps come between the calls of networks, inside one step.
-        manual = not module.automatic_optimization
-        units = choose_units(module, self._units, self._min_params, children=manual)
-        self._show(units)
-        sharding = Sharding(
+    def _shard(self) -> None:
+        assert self.lightning_module is not None
+        self._fsdp = FSDPRun(
+            self.lightning_module,
+            self._options,
+            self.dims,
             mesh=self.device_mesh,
             device=self.root_device,
-            policy=sharding_policy(self.precision_plugin, self._reduce_dtype),
-            reshard_after_forward=self._reshard_after_forward,
-            prefetch=self._prefetch,
-            offload=self._offload,
+            precision=self.precision_plugin,
+            deferred=self._deferred,
         )
-        self._sharded = sharded = ShardedModule(units, sharding, self._deferred)
-        sharded.shard()
+        if not self._has_printed_units:
+            self._fsdp.print_units()
+            self._has_printed_units = True
+        self._fsdp.shard()
         self._deferred = None
-        if fitting:
-            self._buffers = RankZeroBuffers(module, self._broadcast_buffers, self.dims)
-            self._trained = TrainedShards(module, self.timeout, self._undo)
-        return sharded
 
-    def _show(self, units: Units) -> None:
-        if self._printed:
-            return
-        self._printed = True
-        count = len(units.inner) + bool(units.root.parameters)
-        replicas = f", {self._replicate} replicas" if self._replicate > 1 else ""
-        rank_zero_info(f"FSDP: {count} units over {self.world_size} ranks{replicas}\n{as_tree(units)}")
-        if not units.inner and self.dims.shard > 1:
-            rank_zero_warn(explain_single_unit(units))
+    def _setup_fit(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        self._buffers = RankZeroBuffers(self.lightning_module, self._options.broadcast_buffers, self.dims)
+        self._engine.start_fit(self.timeout)
+        self.setup_optimizers(trainer)
+        self._engine.add_optimizers(self.optimizers)
+        self._attach_averages(self._sharded_state.weight_shards, self._options.broadcast_buffers)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate in backward passes inside this context, as `accumulate` says."""
-        assert self._sharded is not None
+        """Accumulate gradients in backward passes inside this context, as the option `accumulate` says."""
         assert self._buffers is not None
-        self._sharded.set_gradient_sync(reduce=self._accumulate == "sharded", all_reduce=False)
-        try:
-            with self._buffers.accumulating():
-                yield
-        finally:
-            self._sharded.set_gradient_sync(reduce=True, all_reduce=True)
+        with self._engine.accumulating(), self._buffers.accumulating():
+            yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Check that all ranks train the same parameters. *Collective* in the first step of an epoch."""
+        """Check that all ranks train the same parameters. *Collective* in the first step of an epoch.
+
+        Raises:
+            ConfigurationError: the ranks disagree, or a parameter is new and not sharded.
+        """
         super().on_train_batch_start(batch, batch_idx)
-        assert self._trained is not None
-        assert self.lightning_module is not None
-        self._trained.before_batch(self.lightning_module.current_epoch, batch_idx)
+        self._engine.before_batch(batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step with the root's parameters gathered."""
-        assert self._trained is not None
-        assert self._sharded is not None
-        assert self.lightning_module is not None
+        """Run the training step with the root's parameters unsharded. *Collective* over the world."""
         assert self._buffers is not None
         self._buffers.before_training_step()
-        calls = self._sharded.calls
-        automatic = self.lightning_module.automatic_optimization
-        run = calls.training_step if automatic else calls.manual_step
-        self._trained.before_step()
-        with explained(self._explanation(in_step=True)):
-            output = run(super().training_step, args, kwargs)
-        self._trained.carry_over()
-        return output
+        return self._engine.training_step(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the validation step with the root's parameters gathered."""
-        assert self._sharded is not None
-        with explained(self._explanation(in_step=True)):
-            return self._sharded.calls.evaluation_step(super().validation_step, args, kwargs)
+        """Run the validation step with the root's parameters unsharded. *Collective* over the world."""
+        return self._engine.evaluation_step(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the test step with the root's parameters gathered."""
-        assert self._sharded is not None
-        with explained(self._explanation(in_step=True)):
-            return self._sharded.calls.evaluation_step(super().test_step, args, kwargs)
+        """Run the test step with the root's parameters unsharded. *Collective* over the world."""
+        return self._engine.evaluation_step(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the predict step with the root's parameters gathered."""
-        assert self._sharded is not None
-        with explained(self._explanation(in_step=True)):
-            return self._sharded.calls.evaluation_step(super().predict_step, args, kwargs)
+        """Run the predict step with the root's parameters unsharded. *Collective* over the world."""
+        return self._engine.evaluation_step(super().predict_step, args, kwargs)
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
-        assert self._sharded is not None
-        assert self._trained is not None
-        self._trained.carry_over()
-        self._sharded.calls.before_backward(closure_loss)
-        with explained(self._explanation(in_step=False)):  # hooks run inside, too
-            result = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._sharded.calls.after_backward()
-        return result
-
-    def _explanation(self, *, in_step: bool) -> Explanation:
-        assert self._sharded is not None
-        return partial(explanation, units=self._sharded.units, in_step=in_step)
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass, which leaves each rank with its shards of the gradients. *Collective*."""
+        return self._engine.backward(super().backward, closure_loss, args, kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run `closure`, the hooks and the optimizer, on this rank's parts."""
-        assert self._sharded is not None
-        self._sharded.calls.before_optimizer()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._sharded.calls.after_optimizer()
-        return result
+        """Run `closure`, the hooks and the optimizer, which updates this rank's shards."""
+        with self._engine.optimizer_step():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its part of the DTensors.
+    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its shards, which are DTensors.
 
-    _default_form = "sharded"
+    @property
+    def _sharded_state(self) -> ShardedState:
+        return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state by name: tensors of true shapes, of which this rank may hold a part."""
-        if self._is_failing and self._sharded is not None:
-            self._sharded.reshard()
-        return super().lightning_module_state_dict()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the module its weights, of which each rank reads only what it holds."""
-        super().load_model_state_dict(checkpoint, strict)
-        self._load_averages(checkpoint, strict)
+    def _state_of(self, run: FSDPRun) -> FSDPState:
+        return FSDPState(
+            run,
+            self.optimizers,
+            self._ended,
+            is_failing=self._is_failing,
+            reachable_ranks=self._reachable_ranks,
+            ranks_per_host=self.num_processes,
+        )
 
     def _module_is_sharded(self) -> bool:
-        module = self.lightning_module
-        assert module is not None
-        # What `from_pretrained` has mapped from files takes no memory, until it is loaded into.
-        is_mapped = is_overridden("configure_model", module) and any(map(was_loaded, module.parameters()))
-        return self._deferred is not None or is_mapped or super()._module_is_sharded()
+        assert self.lightning_module is not None
+        is_built_late = self._deferred is not None or has_mapped_weights(self.lightning_module)
+        return is_built_late or super()._module_is_sharded()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Explain what FSDP raised."""
+        """Add to the message of an error of torch about DTensors what it means."""
         super().on_exception(exception)
-        if self._sharded is not None:
-            explain(exception, self._explanation(in_step=False))
+        if self._fsdp is not None:
+            self._fsdp.explain(exception)
+
+    @property
+    def _engine(self) -> FSDPRun:
+        assert self._fsdp is not None
+        return self._fsdp
 
     def teardown(self) -> None:
-        """Give the module back as it was, whole, on the host. *Collective*.
+        """Return the module to the user, full and on the host. *Collective* over the world.
 
-        After a failure of some ranks only, or where a host's memory has no room for it, it stays sharded.
+        After a failure of some ranks only, or where a host lacks memory for it, it stays sharded.
         """
-        sharded, self._sharded, self._deferred = self._sharded, None, None
-        ended, self._trained = ([] if self._trained is None else self.optimizers), None
-        self._undo.close()
+        run, self._fsdp, self._deferred = self._fsdp, None, None
+        layer_sync = layer_sync_of(self)
         try:
-            if sharded is not None:
-                mesh = self.device_mesh
-                if self._is_failing and self.world_size > 1:
-                    gather = gather_after_failure(mesh, self._meet())
-                else:
-                    gather = gather_over(mesh, sharded.num_bytes, self.num_processes)
-                if isinstance(gather, str):
-                    rank_zero_warn(f"{type(self.lightning_module).__name__} stays sharded: {gather}.")
-                originals = sharded.restore(gather)
-                for optimizer in ended if originals else ():
-                    self._ended.keep(optimizer, sharded.root, None, originals)
-                if not isinstance(gather, str):
-                    sharded.root.cpu()
+            if run is not None:
+                self._state_of(run).restore(self._ended, failed=self._is_failing and self.world_size > 1)
         finally:
-            set_device_mesh(self, None if sharded is None else self.lightning_module, None)
+            set_device_mesh(self, None if run is None else self.lightning_module, None)
             super().teardown()
-            layer_sync = layer_sync_of(self)
-            if self.lightning_module is not None and sharded is not None and layer_sync is not None:
+            if self.lightning_module is not None and run is not None and layer_sync is not None:
                 layer_sync.revert(self.lightning_module)
-
-
-def _check_options(accumulate: str, prefetch: int | None, reduce_dtype: str | None) -> None:
-    if accumulate not in ("sharded", "unsharded"):
-        raise ConfigurationError(f"accumulate={accumulate!r} is not known. Choose 'sharded' or 'unsharded'.")
-    if prefetch is not None and prefetch < 1:
-        raise ConfigurationError(f"prefetch={prefetch!r} has to be at least 1, or None for FSDP2's own choice.")
-    if reduce_dtype not in (None, *DTYPES):
-        raise ConfigurationError(
-            f"reduce_dtype={reduce_dtype!r} is not known. Choose from: {', '.join(map(repr, DTYPES))}."
-        )

@@ -24,14 +24,8 @@ def mean_losses(ranks: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([sum(loss * size for loss, size in step) / sum(size for _, size in step) for step in steps])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("split", ["batch", "global"])
-@pytest.mark.parametrize("label", LABELS)
-def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_size: int) -> None:
-    expected = evaluated_in_one_process()
-
-    ranks = on_ranks(world_size, evaluate, label, world_size, split)
-
+def assert_evaluation_equals(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Compare what the ranks, each with a data rank of its own, logged, collected and predicted with one process."""
     for rank in ranks:
         for ours, theirs in zip(rank["logged"], expected["logged"], strict=True):
             assert ours.keys() == theirs.keys()
@@ -45,8 +39,15 @@ def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_s
         assert sorted(collected) == sorted(expected["collected"][index])
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("split", ["batch", "global"])
+@pytest.mark.parametrize("label", LABELS)
+def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_size: int) -> None:
+    assert_evaluation_equals(on_ranks(world_size, evaluate, label, world_size, split), evaluated_in_one_process())
+
+
 @pytest.mark.parametrize("label", RESUMED)
-def test_fillers_leave_no_trace(on_ranks, label: str) -> None:
+def test_padding_batches_leave_no_trace(on_ranks, label: str) -> None:
     for rank in on_ranks(3, evaluate, label, 3, "batch"):
         num_steps, num_hooks, num_calls = rank["steps"]
         assert num_steps == num_hooks == num_calls

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.backward import at_end_of_backward
 from lightning_paral.compat.torch.fsdp_param import can_be_sharded
 
@@ -85,7 +86,7 @@ class AveragedGradients:
     def _average(self) -> None:
         self._queued = False
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        for alike in _by_type(gradients):
+        for alike in group_by_dtype_and_device(gradients):
             flat = torch.cat([gradient.view(-1) for gradient in alike])
             dist.all_reduce(flat)
             flat.div_(dist.get_world_size())
@@ -123,10 +124,3 @@ def make_room_on(device: torch.device, tensors: Iterable[Tensor], *, is_source: 
             tensor.data = tensor.data.to(device)
         elif device.type != "cpu" or isinstance(tensor, Parameter):
             tensor.data = torch.empty_like(tensor.data, device=device)
-
-
-def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(alike.values())

@@ -28,6 +28,7 @@ from lightning_paral.compat.torch.modules import own_buffers, own_parameters
 from lightning_paral.compat.torch.normalization import BatchNorm, InstanceNorm
 from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
+from lightning_paral.engines.fsdp.gather import GatherToHost
 from lightning_paral.engines.fsdp.gathered_writes import WatchedGroup
 from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
 from lightning_paral.engines.fsdp.guards import Registrations
@@ -39,7 +40,7 @@ from lightning_paral.engines.fsdp.replicated_tensors import (
     unshardable,
     watch_assignments,
 )
-from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, Belongings, Gather
+from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, ModuleSnapshot
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -72,7 +73,7 @@ class ShardedModule:
         self.units = units
         self._sharding = sharding
         self._deferred = deferred
-        self._belongings = Belongings(self.root)
+        self._snapshot = ModuleSnapshot(self.root)
         self._sharded: list[Any] = []
         self._averaged: AveragedGradients | None = None
         self._semantics: DTensorSemantics | None = None
@@ -89,7 +90,7 @@ class ShardedModule:
         try:
             self._shard_all()
         finally:
-            self._belongings.seal()
+            self._snapshot.mark_added()
 
     def _shard_all(self) -> None:
         units, sharding = self.units, self._sharding
@@ -137,7 +138,7 @@ class ShardedModule:
         if isinstance(self.root, FSDPModule):
             reset_iteration(self.root)
 
-    def restore(self, gather: Gather | str) -> dict[Parameter, Parameter]:
+    def restore(self, gather: GatherToHost | str) -> dict[Parameter, Parameter]:
         """Give the module back as it was. *Collective* over the group of `gather`.
 
         A string in place of it says why that cannot be; the module stays sharded.
@@ -153,7 +154,7 @@ class ShardedModule:
         if self._registrations is not None:
             self._registrations.remove()
         self.reshard()
-        return self._belongings.restore(gather)
+        return self._snapshot.restore(gather)
 
     def _watch_writes(self) -> None:
         """Let what user code writes to parameters arrive, sharded or gathered."""
@@ -164,7 +165,7 @@ class ShardedModule:
             return any(group.shares_memory(param, value) for group in watched)
 
         params = [param for group in groups for param in group.fsdp_params]
-        originals = originals_of(params, self._belongings.original)
+        originals = originals_of(params, self._snapshot.original)
         present = {*originals.values(), *self.root.parameters()}
         hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
         watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward, hooks) for group in groups]
@@ -179,14 +180,14 @@ class ShardedModule:
         for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
             parts = list(module.modules())
             self._deferred.fill(parts)
-            self._belongings.note(parts)
+            self._snapshot.record_values(parts)
 
     def _shard(self, unit: Unit) -> None:
         module = unit.module
         parts = _own_parts(module)
         if self._deferred is not None:
             self._deferred.fill(parts)
-            self._belongings.note(parts)
+            self._snapshot.record_values(parts)
         if dist.get_world_size() > 1:
             share_on(self._sharding.device, _own_tensors(parts))
         replicated = set(unshardable(module))
@@ -202,7 +203,7 @@ class ShardedModule:
                     self._fully_shard(part, MixedPrecisionPolicy(), replicated)
         policy = MixedPrecisionPolicy() if _normalizes_in_full(module) else self._sharding.policy
         self._fully_shard(module, policy, replicated)
-        self._belongings.release(parts)
+        self._snapshot.free_full(parts)
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
         sharding = self._sharding

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 from tests.contract.user_code.models import Loaders, Supervised, regression
 from tests.running import quiet_trainer
 
@@ -126,7 +126,7 @@ class Run:
         """Return what a checkpoint holds, whatever its form."""
         if self.rank:
             return OfRankZero(None)
-        _, checkpoint = look(path, weights_only=False)
+        _, checkpoint = peek(path, weights_only=False)
         kept = {
             key: value
             for key, value in checkpoint.items()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import lightning_paral
 import tests.contract.user_code.themes  # noqa: F401  registers the rows
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.rows import ROWS, Row
 from tests.running import quiet_trainer
@@ -154,7 +154,7 @@ def _collect_quickly(column: str) -> None:
 
 
 def _contents(path: Path) -> dict[str, Any]:
-    _, checkpoint = look(path, weights_only=False)
+    _, checkpoint = peek(path, weights_only=False)
     kept = {
         key: value
         for key, value in checkpoint.items()

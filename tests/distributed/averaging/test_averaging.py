@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 from lightning_paral.cli.consolidate import consolidate
 from lightning_paral.errors import ConfigurationError
 from tests.contract.cases import BY_LABEL, MAIN
@@ -113,7 +113,7 @@ def test_ema_is_that_of_one_process_and_goes_on_from_any_checkpoint(
         assert len(found["fit"][1]) == MAX_EPOCHS
         assert found["collectives"][0] == []
     path = tmp_path / f"{label}-{num_ranks}.ckpt"
-    _, content = look(path)
+    _, content = peek(path)
     expected = torch.load(reference, weights_only=True)
     for key in ("state_dict", "current_model_state", "averaging_state"):
         assert_same_weights(content[key], expected[key])
@@ -324,7 +324,7 @@ def test_swa_is_that_of_ddp_with_its_pass_for_batch_norm(
         for found in (whole, resumed):
             assert_same_weights(found[0], weights)
             assert found[1] == pytest.approx(losses[-len(found[1]) :], rel=1e-4)
-    _, content = look(tmp_path / f"{label}.ckpt")
+    _, content = peek(tmp_path / f"{label}.ckpt")
     (state,) = (state for key, state in content["callbacks"].items() if key.startswith("StochasticWeightAveraging"))
     theirs = torch.load(saved, weights_only=True)["callbacks"]
     (expected,) = (state for key, state in theirs.items() if key.startswith("StochasticWeightAveraging"))
@@ -354,7 +354,7 @@ def normed(average: Tensor, current: Tensor, count: Any) -> Tensor:
     ("make", "message"),
     [
         (lambda: WeightAveraging(avg_fn=normed), r"avg_fn of WeightAveraging is not elementwise.*use paral_ddp"),
-        (OwnCopy, r"OwnCopy makes a copy of the whole module.*super\(\)\.setup"),
+        (OwnCopy, r"OwnCopy copies the full module.*super\(\)\.setup"),
         (OwnSwap, r"OwnSwap defines _swap_models itself"),
     ],
 )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io.checksums import record_bytes
+from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.distributed.agreement import RankGroup
@@ -160,7 +160,7 @@ def nowhere(metadata: Metadata, key: str) -> None:
 Doctor = Callable[[Metadata, str], None]
 """Changes what the metadata of a folder say of a tensor of 7 rows, of which one box holds 4 and the other 3."""
 DOCTORS: list[tuple[Doctor, str]] = [
-    (hole, "15 of 35 elements are in no box"),
+    (hole, "15 of 35 elements are in no chunk"),
     (overlap, "overlap"),
     (out_of_bounds, "lies outside of shape (7, 5)"),
 ]

@@ -59,7 +59,7 @@ def test_module_comes_back_from_a_folder(on_ranks, tmp_path: Path, strategy: str
         raise AssertionError("a tensor was read beside the one it is loaded into")
 
     with monkeypatch.context() as patched:
-        patched.setattr(stored, "read_whole", refuse)
+        patched.setattr(stored, "materialize", refuse)
         loaded = Wide.load_from_checkpoint(path)
     assert loaded.hparams["width"] == 7
     found = loaded.state_dict()

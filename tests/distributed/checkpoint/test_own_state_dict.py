@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 from tests.contract.cases import PER_PLACEMENT, labels, with_ranks
 from tests.models.resumable import Resumable, fit, mean_losses
 
@@ -51,7 +51,7 @@ def save_and_resume(path: str, strategy: str) -> list[dict[int, float]]:
 def test_what_the_module_says_is_saved_and_loaded(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "x.ckpt")
     ranks = on_ranks(2, save_and_resume, path, strategy)
-    names = look(path)[1]["state_dict"].keys()
+    names = peek(path)[1]["state_dict"].keys()
     assert {"added", "input.weight", "out.weight"} <= names
     assert not [name for name in names if name.startswith(("first", "frozen"))]
     expected, found = (mean_losses([rank[run] for rank in ranks]) for run in (0, 1))
@@ -77,7 +77,7 @@ def refused(path: str) -> str:
 
 def test_what_needs_the_other_ranks_is_refused(on_ranks, tmp_path: Path) -> None:
     for message in on_ranks(2, refused, str(tmp_path / "x.ckpt")):
-        assert "a tensor of which this rank holds a part only" in message
+        assert "a tensor of which this rank holds only a shard" in message
 
 
 def test_names_it_does_not_know_are_what_torch_says(tmp_path: Path) -> None:

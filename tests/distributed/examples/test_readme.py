@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_paral import STRATEGIES
 from tests.distributed.launch.test_launch import outputs, start
 
 ROOT = Path(__file__).parents[3]
@@ -51,10 +52,29 @@ def test_every_command_is_accounted_for() -> None:
     assert {language for language, _ in BLOCKS} <= {"bash", "python", "yaml"}
 
 
-def test_install_command_is_the_one_ci_runs() -> None:
-    (install,) = set(INSTALLS)
+def test_install_for_development_is_the_one_ci_runs() -> None:
+    (for_development,) = set(INSTALLS) - {"pip install ."}
 
-    assert install.removeprefix("pip install ") in (ROOT / ".ci/run").read_text()
+    assert for_development.removeprefix("pip install ") in (ROOT / ".ci/run").read_text()
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_table_has_every_strategy() -> None:
+    named = re.findall(r"^\| `(paral_\w+)` \|", README, flags=re.MULTILINE)
+
+    assert named == [entry.name for entry in STRATEGIES]
+
+
+def test_measurements_name_programs_that_exist() -> None:
+    cells = re.findall(r"^\|.*\|.*\| (`tests\.benchmarks\..*`) \|$", README, flags=re.MULTILINE)
+    programs = [name.rpartition(".")[2] for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+
+    assert programs
+    for program in programs:
+        assert (ROOT / "tests/benchmarks" / f"{program}.py").is_file(), program
 
 
 @pytest.mark.parametrize("command", TRAININGS)

@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_paral.engines.fsdp.snapshot import Gather
+from lightning_paral.engines.fsdp.gather import GatherToHost
 
 SHAPES = [(7, 3), (1, 5), (4,), (9, 2, 3), (3, 1), (8, 16)]
 
 
-class InSmallPieces(Gather):
+class InSmallPieces(GatherToHost):
     piece_bytes = 48
 
 

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.mesh import make_mesh
-from lightning_paral.engines.fsdp import restore_room as recovery
-from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value, gradient_norm
+from lightning_paral.engines.fsdp.gather import gather_after_failure
+from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value
 from lightning_paral.engines.fsdp.precision import ShardedScaler
 from lightning_paral.engines.fsdp.replicated_tensors import AveragedGradients, broadcast
+from lightning_paral.model.full_tensors import gradient_norm
 
 CPU = torch.device("cpu")
 
@@ -115,12 +116,12 @@ def gather_alone() -> bool:
     try:
         if dist.get_rank():
             dist.barrier()  # rank 1 comes too late, and is told so
-        meeting = failure.meet("a run", timedelta(seconds=30))
+        reachable = failure.wait_for_all_ranks("a run", timedelta(seconds=30))
         if not dist.get_rank():
             dist.barrier()
     finally:
         failure.PATIENCE = patience
-    return recovery.gather_after_failure(mesh, meeting) == "the run failed on some of its ranks only"
+    return gather_after_failure(mesh, reachable) == "the run failed on some of its ranks only"
 
 
 def test_rank_that_failed_alone_does_not_wait_for_good(on_ranks) -> None:
@@ -129,8 +130,8 @@ def test_rank_that_failed_alone_does_not_wait_for_good(on_ranks) -> None:
 
 def gather_together() -> Tensor:
     mesh = make_mesh(CPU, 2)
-    meeting = failure.meet(f"another run of {dist.get_world_size()}", timedelta(seconds=30))
-    gather = recovery.gather_after_failure(mesh, meeting)
+    reachable = failure.wait_for_all_ranks(f"another run of {dist.get_world_size()}", timedelta(seconds=30))
+    gather = gather_after_failure(mesh, reachable)
     assert not isinstance(gather, str)
     return gather(distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Replicate(), Shard(0)]))
 

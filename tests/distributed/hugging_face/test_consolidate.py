@@ -204,7 +204,7 @@ def test_folder_that_is_not_empty_is_left_alone(fitted, consolidate, tmp_path: P
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
-    assert "no empty folder" in consolidate(path, out, "--hugging-face")
+    assert "not an empty folder" in consolidate(path, out, "--hugging-face")
     assert [file.read_text() for file in out.iterdir()] == ["mine"]
     (out / "thesis.tex").unlink()
     assert "config.json" in consolidate(path, out, "--hugging-face")
@@ -229,7 +229,7 @@ def test_prefix_is_stripped(fitted, consolidate, tmp_path: Path) -> None:
         ),
         (["--strip-prefix", "mod"], "No weight's name begins with 'mod.'"),
         (["--strip-prefix", "model"], "2 of 31 names do not begin with 'model.', and would be lost. They are: head.w"),
-        (["--only-prefix"], "--only-prefix needs a --strip-prefix"),
+        (["--only-prefix"], "--only-prefix needs --strip-prefix"),
         (["--config", "x"], "--config is for --hugging-face"),
     ],
 )

@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import named_tensors, verify
-from lightning_paral.checkpoint.io.checksums import record_bytes
-from lightning_paral.checkpoint.lazy_tensor import read_whole
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.io.files import record_bytes
+from lightning_paral.checkpoint.lazy_tensor import materialize
+from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.save import Save
+from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 
 SEED = 20
@@ -73,7 +73,7 @@ def make_all(folder: Path) -> None:
     """Write a sound checkpoint of each form, of our own writers and of torch's."""
     for form in ("full", "sharded"):
         own = contents() | {"lightning_paral": {"frozen": [], "random_states": []}}
-        Save.prepare(own, folder / form, form, RankGroup(), set(), "Test").write(RankGroup())  # type: ignore[arg-type]
+        SaveJob.prepare(own, folder / form, form, RankGroup(), set(), "Test").write(RankGroup())  # type: ignore[arg-type]
     plain = contents()
     torch.save(plain, folder / "lightning.ckpt")
     tensors = {"state_dict": plain.pop("state_dict"), "optimizer_0": plain.pop("optimizer_states")[0]}
@@ -102,7 +102,7 @@ FILES = [
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Return `data` with a few bytes, stretches or numbers changed."""
+    """Return `data` with a few bytes, flat_slices or numbers changed."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 5))):
         place = chance.randrange(len(found) + 1) if found else 0
@@ -505,10 +505,10 @@ def measure_peak_anew() -> None:
 def try_one(path: Path) -> str:
     """Load, read and verify: how it ended."""
     try:
-        _, found = look(path)
+        _, found = peek(path)
         for _, tensor in named_tensors(found):
             if tensor.device.type == "cpu":
-                read_whole(tensor)
+                materialize(tensor)
         verify(path)
     except CheckpointError as error:
         said = str(error)
@@ -621,9 +621,9 @@ def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(tmp_path: Path) -
 def test_sound_ones_load_as_they_were_saved(tmp_path: Path) -> None:
     make_all(tmp_path)
     for form in ("full", "sharded", "lightning.ckpt", "dcp"):
-        _, found = look(tmp_path / form)
+        _, found = peek(tmp_path / form)
         assert found["hyper_parameters"] == contents()["hyper_parameters"]
         for name, value in contents()["state_dict"].items():
-            torch.testing.assert_close(read_whole(found["state_dict"][name]), value)
-    _, found = look(tmp_path / "deepspeed")
-    torch.testing.assert_close(read_whole(found["state_dict"]["a.weight"]), torch.ones(4, 3))
+            torch.testing.assert_close(materialize(found["state_dict"][name]), value)
+    _, found = peek(tmp_path / "deepspeed")
+    torch.testing.assert_close(materialize(found["state_dict"]["a.weight"]), torch.ones(4, 3))

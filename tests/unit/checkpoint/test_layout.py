@@ -12,9 +12,9 @@ from lightning_paral.checkpoint.layout import (
     balanced_range,
     chunks_of_flat_range,
     coverage_fault,
+    flat_range_of,
+    full_chunk,
     intersection,
-    run_of_box,
-    whole,
 )
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -115,8 +115,8 @@ def test_shares_are_equal(numel, world_size) -> None:
 
 
 def test_whole_tensor_is_one_box() -> None:
-    assert chunks_of_flat_range((3, 4), 0, 12) == [whole((3, 4))]
-    assert chunks_of_flat_range((), 0, 1) == [whole(())]
+    assert chunks_of_flat_range((3, 4), 0, 12) == [full_chunk((3, 4))]
+    assert chunks_of_flat_range((), 0, 1) == [full_chunk(())]
 
 
 @given(st.data())
@@ -125,14 +125,14 @@ def test_box_is_a_run_if_its_elements_follow_each_other(data) -> None:
     chunk = data.draw(chunks(shape))
     numbers = torch.arange(prod(shape)).view(shape)[chunk.index].flatten().tolist()
     follow = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert run_of_box(shape, chunk) == ((numbers[0], numbers[-1] + 1) if follow else None)
+    assert flat_range_of(shape, chunk) == ((numbers[0], numbers[-1] + 1) if follow else None)
 
 
 @given(runs())
 def test_boxes_of_a_run_are_runs(run) -> None:
     shape, start, stop = run
     for chunk in chunks_of_flat_range(shape, start, stop):
-        found = run_of_box(shape, chunk)
+        found = flat_range_of(shape, chunk)
         assert found is not None
         assert found[0] == start
         start = found[1]

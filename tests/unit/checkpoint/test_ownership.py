@@ -18,17 +18,18 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
 from lightning_paral.checkpoint.io.staging import Staging
-from lightning_paral.checkpoint.load import look
-from lightning_paral.checkpoint.save import Save, remove_at
+from lightning_paral.checkpoint.io.storage import remove_at
+from lightning_paral.checkpoint.load import peek
+from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.options import Form
 
 FORMS: list[Form] = ["full", "sharded"]
 
 
-def prepared(path: object, form: Form) -> Save:
+def prepared(path: object, form: Form) -> SaveJob:
     checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
-    return Save.prepare(checkpoint, path, form, RankGroup(), set(), "Test")
+    return SaveJob.prepare(checkpoint, path, form, RankGroup(), set(), "Test")
 
 
 def save(path: object, form: Form) -> None:
@@ -186,7 +187,7 @@ def test_checkpoints_are_replaced(tmp_path: Path, form: Form, make: Any) -> None
     path = tmp_path / "last.ckpt"
     make(path)
     save(path, form)
-    assert look(path)[1]["global_step"] == 1
+    assert peek(path)[1]["global_step"] == 1
     assert path.is_dir() == (form == "sharded")
     assert not path.is_symlink()
 
@@ -265,7 +266,7 @@ def test_files_beside_a_checkpoint_behind_a_url_are_kept(memory: Any, form: Form
 def test_checkpoints_behind_urls_are_replaced_and_removed(memory: Any) -> None:
     for form in ("sharded", "sharded", "full", "full"):  # here, unlike in an object store, no folder replaces a file
         save("memory://owned/x.ckpt", form)  # type: ignore[arg-type]
-        assert look("memory://owned/x.ckpt")[1]["global_step"] == 1
+        assert peek("memory://owned/x.ckpt")[1]["global_step"] == 1
     remove_at("memory://owned/x.ckpt")
     assert memory.find("/owned") == []
     memory.pipe("/owned/notes.txt", b"mine")

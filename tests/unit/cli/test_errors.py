@@ -45,7 +45,7 @@ YAML: list[tuple[dict[str, Any], str]] = [
         strategy("lightning_paral.ParalFSDPStrateg"),
         "There is no lightning_paral.ParalFSDPStrateg.",
     ),
-    ({"trainer": {"strategy": {"class_path": DDP, "all_reduce": "ring"}}}, "'all_reduce' stands beside class_path."),
+    ({"trainer": {"strategy": {"class_path": DDP, "all_reduce": "ring"}}}, "'all_reduce' is next to class_path."),
     ({"trainer": {"strategy": "paral_zero4"}}, "paral: There is no strategy named 'paral_zero4'. Did you mean"),
     ({"trainer": {"stratgy": "paral_ddp"}}, "There is no option 'trainer.stratgy'. Did you mean trainer.strategy"),
     ({"trainr": {"strategy": "paral_ddp"}}, "There is no option 'trainr'. Did you mean trainer?"),

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_paral.data.batch_slices import CutBatches, Taking, num_samples_in
-from lightning_paral.data.global_batches import Order, Seed
-from lightning_paral.data.sampler import RankBatchSampler, Share
+from lightning_paral.data.batch_slices import BatchSlices, BatchTaker, num_samples_in
+from lightning_paral.data.global_order import GlobalOrder, Seed
+from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 
 
 class FromList:
@@ -75,7 +75,7 @@ def test_taken_some_at_a_time_they_are_those_of_the_sampler(make, length, batch_
     after = torch.rand(1)
 
     torch.manual_seed(5)
-    taking = Taking(batches)
+    taking = BatchTaker(batches)
     found = [taking.take(count) for count in [*counts, 1000]]
 
     assert [list(some) for some in found] == expected
@@ -86,7 +86,7 @@ def test_taken_some_at_a_time_they_are_those_of_the_sampler(make, length, batch_
 
 
 def test_what_was_put_back_comes_next() -> None:
-    taking = Taking(BatchSampler(FromList(list(range(10))), 2, False))
+    taking = BatchTaker(BatchSampler(FromList(list(range(10))), 2, False))
     first = taking.take(3)
     taking.put_back(first)
     assert [list(taking.take(2)), list(taking.take(9))] == [[[0, 1], [2, 3]], [[4, 5], [6, 7], [8, 9]]]
@@ -106,8 +106,8 @@ class Counted(list[int]):
 def test_a_rank_cuts_out_its_own_batches_only() -> None:
     world_size, batch_size, num_steps = 64, 4, 40
     batches = BatchSampler(FromList(Counted(range(world_size * batch_size * num_steps))), batch_size, False)
-    share = Share(rank=3, world_size=world_size, split="batch", ending="drop")
-    sampler = RankBatchSampler(Order(batches, Seed(0)), share)
+    shard = ShardSpec(rank=3, world_size=world_size, split="batch", remainder="drop")
+    sampler = RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
 
     Counted.taken = 0
     steps = list(sampler)
@@ -118,7 +118,7 @@ def test_a_rank_cuts_out_its_own_batches_only() -> None:
 
 
 def test_cut_batches_are_a_sequence() -> None:
-    batches = CutBatches(list(range(100)), 10, 31, 5)
+    batches = BatchSlices(list(range(100)), 10, 31, 5)
     as_lists = [list(range(start, min(start + 5, 31))) for start in range(10, 31, 5)]
     assert list(batches) == as_lists
     assert list(batches[1:9]) == as_lists[1:]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral.data.global_batches import Seed
-from lightning_paral.data.iterable import ShardedIterable, in_agreement
-from lightning_paral.data.loader import with_stream
-from lightning_paral.data.padding import Filler, Uneven
-from lightning_paral.data.sampler import Share
+from lightning_paral.data.global_order import Seed
+from lightning_paral.data.iterable import ShardedIterable, with_stream
+from lightning_paral.data.padding import MaybeUneven, PaddingBatch
+from lightning_paral.data.sampler import ShardSpec
+from lightning_paral.data.self_sharded import in_lockstep
 from lightning_paral.errors import ConfigurationError
 
 exactly = settings(deadline=None, max_examples=60)
@@ -42,20 +42,24 @@ class Sized(Stream):
 
 
 def loaders(
-    dataset: Stream, batch_size: int | None, world_size: int, split: str, ending: str, **options: object
+    dataset: Stream, batch_size: int | None, world_size: int, split: str, remainder: str, **options: object
 ) -> list[DataLoader[int]]:
     """What each rank's loader becomes."""
     made = []
     for rank in range(world_size):
         loader = DataLoader(dataset, batch_size, **options)
-        share = Share(rank=rank, world_size=world_size, split=split, ending=ending)
-        stream = ShardedIterable(dataset, share, batch_size or 1, loader.drop_last, Seed(5), 0)
+        shard = ShardSpec(rank=rank, world_size=world_size, split=split, remainder=remainder)
+        stream = ShardedIterable(dataset, shard, batch_size or 1, loader.drop_last, Seed(5), 0)
         made.append(with_stream(loader, stream))
     return made
 
 
 def counted(batches: list[object]) -> list[list[int]]:
-    kept = [batch.batch if isinstance(batch, Uneven) else batch for batch in batches if not isinstance(batch, Filler)]
+    kept = [
+        batch.batch if isinstance(batch, MaybeUneven) else batch
+        for batch in batches
+        if not isinstance(batch, PaddingBatch)
+    ]
     return [batch.tolist() for batch in kept]
 
 
@@ -65,7 +69,7 @@ def test_evaluation_reads_each_sample_once_in_equally_many_steps(length, batch_s
     batch_size = batch_size * world_size if split == "global" else batch_size
 
     by_rank = [
-        list(loader) for loader in loaders(Stream(length), batch_size, world_size, split, "fill", drop_last=drop_last)
+        list(loader) for loader in loaders(Stream(length), batch_size, world_size, split, "pad", drop_last=drop_last)
     ]
 
     kept = length - length % batch_size if drop_last else length
@@ -76,11 +80,11 @@ def test_evaluation_reads_each_sample_once_in_equally_many_steps(length, batch_s
 
 @given(lengths, st.integers(1, 5), worlds, st.sampled_from(["drop", "wrap"]), st.booleans())
 @exactly
-def test_training_takes_whole_batches_in_turns_and_equal_steps(length, batch_size, world_size, ending, shuffle):
-    made = loaders(Sized(length, shuffle), batch_size, world_size, "batch", ending)
+def test_training_takes_whole_batches_in_turns_and_equal_steps(length, batch_size, world_size, remainder, shuffle):
+    made = loaders(Sized(length, shuffle), batch_size, world_size, "batch", remainder)
     (one,) = loaders(Stream(length, shuffle), batch_size, 1, "batch", "wrap")
     expected = [batch.tolist() for batch in one]
-    if ending == "drop" and 0 < len(expected) < world_size:
+    if remainder == "drop" and 0 < len(expected) < world_size:
         with pytest.raises(ConfigurationError, match="Sized has fewer batches than there are ranks"):
             list(made[0])
         return
@@ -92,7 +96,7 @@ def test_training_takes_whole_batches_in_turns_and_equal_steps(length, batch_siz
     turns = [batches[step] for step in range(num_steps) for batches in by_rank]
     common = min(len(turns), len(expected))
     assert turns[:common] == expected[:common]
-    assert len(expected) - common < world_size if ending == "drop" else common == len(expected)
+    assert len(expected) - common < world_size if remainder == "drop" else common == len(expected)
 
 
 @given(lengths, st.integers(1, 3), worlds)
@@ -125,14 +129,14 @@ def test_stream_resumes_behind_the_samples_seen() -> None:
     (one,) = loaders(Stream(30, shuffle=True), 4, 1, "batch", "wrap")
     whole = [sample for batch in one for sample in batch.tolist()]
     for world_size in (1, 2, 3):
-        resumed = loaders(Stream(30, shuffle=True), 4, world_size, "batch", "fill")
+        resumed = loaders(Stream(30, shuffle=True), 4, world_size, "batch", "pad")
         for loader in resumed:
             loader.dataset.resume(0, 8)
         samples = [sample for loader in resumed for batch in counted(list(loader)) for sample in batch]
         assert sorted(samples) == sorted(whole[8:])
 
 
-def agreed(lengths: list[int], ending: str) -> list[list[object]]:
+def agreed(lengths: list[int], remainder: str) -> list[list[object]]:
     """What ranks yield whose own streams are of these lengths; each is a thread."""
     flags, barrier = [False] * len(lengths), threading.Barrier(len(lengths), timeout=20)
 
@@ -147,9 +151,9 @@ def agreed(lengths: list[int], ending: str) -> list[list[object]]:
         def restart() -> Iterator[int]:
             return iter(range(lengths[rank]))
 
-        share = Share(rank=rank, world_size=len(lengths), split="batch", ending=ending)
+        shard = ShardSpec(rank=rank, world_size=len(lengths), split="batch", remainder=remainder)
         any_has, all_have = (lambda flag: any(all_flags(flag))), (lambda flag: all(all_flags(flag)))
-        return list(in_agreement(restart(), restart, share, any_has, all_have))
+        return list(in_lockstep(restart(), restart, shard, any_has, all_have))
 
     with ThreadPoolExecutor(len(lengths)) as threads:
         return list(threads.map(run, range(len(lengths))))
@@ -158,4 +162,4 @@ def agreed(lengths: list[int], ending: str) -> list[list[object]]:
 def test_streams_that_shard_themselves_end_together() -> None:
     assert agreed([3, 5], "drop") == [[0, 1, 2], [0, 1, 2]]
     assert agreed([2, 5], "wrap") == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
-    assert agreed([1, 3], "fill") == [[0, Filler(0), Filler(0)], [0, 1, 2]]
+    assert agreed([1, 3], "pad") == [[0, PaddingBatch(0), PaddingBatch(0)], [0, 1, 2]]

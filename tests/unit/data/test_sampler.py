@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_paral.data.global_batches import Order, Seed
-from lightning_paral.data.sampler import RankBatchSampler, Share
+from lightning_paral.data.global_order import GlobalOrder, Seed
+from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
 
@@ -22,9 +22,9 @@ splits, remainders = st.sampled_from(["batch", "global"]), st.sampled_from(["dro
 exactly = settings(deadline=None, max_examples=60)
 
 
-def sampler_of(rank: int, world_size: int, split: str, ending: str, batches: Any) -> RankBatchSampler:
-    share = Share(rank=rank, world_size=world_size, split=split, ending=ending)
-    return RankBatchSampler(Order(batches, Seed(7), samplers=(batches, getattr(batches, "sampler", None))), share)
+def sampler_of(rank: int, world_size: int, split: str, remainder: str, batches: Any) -> RankBatchSampler:
+    shard = ShardSpec(rank=rank, world_size=world_size, split=split, remainder=remainder)
+    return RankBatchSampler(GlobalOrder(batches, Seed(7), samplers=(batches, getattr(batches, "sampler", None))), shard)
 
 
 def batches_of(length: int, batch_size: int) -> BatchSampler:
@@ -32,8 +32,10 @@ def batches_of(length: int, batch_size: int) -> BatchSampler:
     return BatchSampler(indices, batch_size, drop_last=False)
 
 
-def all_ranks(length: int, batch_size: int, world_size: int, split: str, ending: str) -> list[RankBatchSampler]:
-    return [sampler_of(rank, world_size, split, ending, batches_of(length, batch_size)) for rank in range(world_size)]
+def all_ranks(length: int, batch_size: int, world_size: int, split: str, remainder: str) -> list[RankBatchSampler]:
+    return [
+        sampler_of(rank, world_size, split, remainder, batches_of(length, batch_size)) for rank in range(world_size)
+    ]
 
 
 def one_process(length: int, batch_size: int) -> list[list[int]]:
@@ -43,7 +45,7 @@ def one_process(length: int, batch_size: int) -> list[list[int]]:
 @given(lengths, batch_sizes, worlds, splits)
 @exactly
 def test_evaluation_draws_each_sample_once_in_equally_many_steps(length, batch_size, world_size, split) -> None:
-    samplers = all_ranks(length, batch_size, world_size, split, "fill")
+    samplers = all_ranks(length, batch_size, world_size, split, "pad")
 
     by_rank = [list(sampler) for sampler in samplers]
 
@@ -51,13 +53,13 @@ def test_evaluation_draws_each_sample_once_in_equally_many_steps(length, batch_s
         index
         for sampler, batches in zip(samplers, by_rank, strict=True)
         for step, batch in enumerate(batches)
-        if step not in sampler.fillers
+        if step not in sampler.padding_steps
         for index in batch
     ]
     assert sorted(counted) == list(range(length))
     assert {len(batches) for batches in by_rank} == {len(samplers[0])}
-    some_filler = set().union(*(sampler.fillers for sampler in samplers))
-    assert all(sampler.uneven == some_filler for sampler in samplers)
+    padded = set().union(*(sampler.padding_steps for sampler in samplers))
+    assert all(sampler.uneven_steps == padded for sampler in samplers)
 
 
 @given(lengths, batch_sizes, worlds, remainders)
@@ -111,7 +113,7 @@ def test_resuming_draws_what_was_left_at_any_world_size(length, batch_size, savi
         next(drawn)
     position = saved.position(num_steps)
 
-    samplers = all_ranks(length, batch_size, resuming, split, "fill")
+    samplers = all_ranks(length, batch_size, resuming, split, "pad")
     starts = {sampler.resume(0, position, num_steps) for sampler in samplers}
     by_rank = [list(sampler) for sampler in samplers]
 
@@ -121,7 +123,7 @@ def test_resuming_draws_what_was_left_at_any_world_size(length, batch_size, savi
         index
         for sampler, batches in zip(samplers, by_rank, strict=True)
         for step, batch in enumerate(batches, len(samplers[0]) - len(batches))
-        if step not in sampler.fillers
+        if step not in sampler.padding_steps
         for index in batch
     ]
     assert sorted(left) == sorted(expected[position["samples"] :])
@@ -160,13 +162,13 @@ class Bucketing:
 
 @pytest.mark.parametrize("split", ["batch", "global"])
 def test_any_sampler_that_depends_on_the_generators_alone_is_drawn_alike(split) -> None:
-    samplers = [sampler_of(rank, 3, split, "fill", Bucketing(1000)) for rank in range(3)]
+    samplers = [sampler_of(rank, 3, split, "pad", Bucketing(1000)) for rank in range(3)]
     samples = []
     for rank, sampler in enumerate(samplers):
         torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
         for step, batch in enumerate(sampler):
             torch.rand(rank + 1), np.random.rand(2), random.random()  # training draws, too
-            samples += batch if step not in sampler.fillers else []
+            samples += batch if step not in sampler.padding_steps else []
 
     assert sorted(samples) == list(range(1000))
     with pytest.raises(TypeError, match="Bucketing has no length"):
@@ -232,12 +234,12 @@ def test_torchs_samplers_are_divided_without_overlap(indices) -> None:
 
 
 def test_single_indices_are_dealt_in_turns() -> None:
-    samplers = [sampler_of(rank, 3, "batch", "fill", SequentialSampler(range(7))) for rank in range(3)]
+    samplers = [sampler_of(rank, 3, "batch", "pad", SequentialSampler(range(7))) for rank in range(3)]
     for sampler in samplers:
         sampler.order.batched = False
 
     assert [list(sampler) for sampler in samplers] == [[0, 3, 6], [1, 4, 6], [2, 5, 6]]
-    assert [sampler.fillers for sampler in samplers] == [set(), {2}, {2}]
+    assert [sampler.padding_steps for sampler in samplers] == [set(), {2}, {2}]
 
 
 def test_options_are_checked() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_paral.checkpoint.io.atomic import AtomicPath, _beside, _id_of_save, present, remove, remove_leftovers
+from lightning_paral.checkpoint.io.atomic import AtomicPath, _new_save_id, _sibling, remove, remove_leftovers, resolve
 
 ROOT = Path(__file__).parents[4]
 
@@ -80,8 +80,8 @@ def test_nothing_is_closed_twice(tmp_path: Path) -> None:
 HOLDING = """
 import sys
 from pathlib import Path
-from lightning_paral.checkpoint.io.atomic import Draft
-draft = Draft(Path(sys.argv[1]), folder=True)
+from lightning_paral.checkpoint.io.atomic import AtomicPath
+draft = AtomicPath(Path(sys.argv[1]), folder=True)
 (draft.path / "content").write_text("half")
 print("holding", flush=True)
 sys.stdin.read()
@@ -151,7 +151,7 @@ flock = fcntl.flock
 
 def test_locks_suit_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
-    _beside(tmp_path / "x.ckpt", "saving", _id_of_save(tmp_path / "x.ckpt")).mkdir()
+    _sibling(tmp_path / "x.ckpt", "saving", _new_save_id(tmp_path / "x.ckpt")).mkdir()
     write(tmp_path / "x.ckpt", "new")
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
@@ -192,7 +192,7 @@ def test_files_of_similar_names_stay(tmp_path: Path) -> None:
     remove(tmp_path / "x.ckpt")
     assert [(tmp_path / name / "thesis.tex").read_text() for name in NAMES] == ["ten years"] * len(NAMES)
     assert (tmp_path / ".a.lock-0123456789abcdef").read_text() == "a user's"
-    assert present(tmp_path / "x.ckpt") == tmp_path / "x.ckpt"
+    assert resolve(tmp_path / "x.ckpt") == tmp_path / "x.ckpt"
 
 
 def test_a_copy_of_a_draft_under_another_name_stays(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import Linear, Parameter
 
 from lightning_paral.checkpoint.io import staging as module_under_test
-from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena
-from lightning_paral.checkpoint.io.host_memory import fresh_bytes
+from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena, fresh_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
-from lightning_paral.checkpoint.layout import whole
+from lightning_paral.checkpoint.layout import full_chunk
 from lightning_paral.checkpoint.save_plan import WriteItem
-from lightning_paral.checkpoint.shards import NOTHING, Part, flat, same
+from lightning_paral.checkpoint.shards import NO_SHARD, LocalShard, flat, identity
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -25,7 +24,7 @@ DTYPES = [
 
 
 def entry_of(value: Tensor, dtype: torch.dtype | None = None) -> WriteItem:
-    part = Part((whole(value.shape),), partial(same, flat(value)))
+    part = LocalShard((full_chunk(value.shape),), partial(identity, flat(value)))
     return WriteItem(("state_dict", "x"), tuple(value.shape), dtype or value.dtype, part)
 
 
@@ -44,7 +43,7 @@ def test_tensors_of_all_dtypes_are_copied_side_by_side_and_aligned() -> None:
     for value in originals:
         value.zero_()
 
-    staged = [entry.part.values() for entry in entries]
+    staged = [entry.shard.values() for entry in entries]
     for copy, value in zip(staged, expected, strict=True):
         assert copy.dtype == value.dtype
         assert torch.equal(copy.view(torch.uint8), flat(value).view(torch.uint8))
@@ -60,8 +59,8 @@ def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
         value = torch.full((numel,), float(len(seen)))
         entries = [entry_of(value)]
         staging.stage(entries)
-        assert torch.equal(entries[0].part.values(), value)
-        seen.append((entries[0].part.values().data_ptr(), staging.arena.nbytes))
+        assert torch.equal(entries[0].shard.values(), value)
+        seen.append((entries[0].shard.values().data_ptr(), staging.arena.nbytes))
 
     assert seen[0] == seen[1] == seen[2] == seen[3]
     assert [nbytes for _, nbytes in seen[3:]] == [20_000_000, 36_000_000]
@@ -69,13 +68,13 @@ def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
 
 def test_a_part_that_is_cast_on_its_way_takes_the_room_of_what_is_written() -> None:
     staging, value = Staging(), torch.rand(1000)
-    entries = [entry_of(value, torch.bfloat16), WriteItem(("state_dict", "y"), (7,), torch.float32, NOTHING)]
+    entries = [entry_of(value, torch.bfloat16), WriteItem(("state_dict", "y"), (7,), torch.float32, NO_SHARD)]
 
     staging.stage(entries)
 
-    assert torch.equal(entries[0].part.values(), value.bfloat16())
+    assert torch.equal(entries[0].shard.values(), value.bfloat16())
     assert staging.arena.nbytes <= 2000 + ALIGNMENT
-    assert entries[1].part is NOTHING
+    assert entries[1].shard is NO_SHARD
 
 
 def test_memory_goes_when_released_but_for_what_is_still_used() -> None:

@@ -12,7 +12,7 @@ from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.save import Save
+from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.options import Form
 
@@ -21,7 +21,7 @@ from lightning_paral.options import Form
 def through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every tensor as one on another device, and small tensors as large ones."""
     monkeypatch.setattr(HostBytes, "is_copied", lambda _, tensor: True)
-    monkeypatch.setattr(HostBytes, "piece_bytes", 64)
+    monkeypatch.setattr(HostBytes, "buffer_bytes", 64)
 
 
 def tensors() -> list[Tensor]:
@@ -104,7 +104,7 @@ def test_a_save_through_buffers_writes_the_same_bytes(
 
     def save(path: Path) -> None:
         checkpoint = {"epoch": 0, "global_step": 1, "state_dict": dict(states), "callbacks": {"mean": weight[0]}}
-        Save.prepare(checkpoint, path, form, RankGroup(), set(), "Test").write(RankGroup())
+        SaveJob.prepare(checkpoint, path, form, RankGroup(), set(), "Test").write(RankGroup())
 
     save(tmp_path / "plain")
     request.getfixturevalue("through_buffers")
@@ -124,11 +124,11 @@ def test_a_save_through_buffers_writes_the_same_bytes(
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_an_error_while_tensors_are_read_is_told(tmp_path: Path, form: Form) -> None:
-    save = Save.prepare({"state_dict": {"a": torch.ones(3)}}, tmp_path / "saved", form, RankGroup(), set(), "Test")
+    save = SaveJob.prepare({"state_dict": {"a": torch.ones(3)}}, tmp_path / "saved", form, RankGroup(), set(), "Test")
 
     def fail() -> Tensor:
         raise RuntimeError("the GPU has gone")
 
-    save.entries[0].part = type(save.entries[0].part)(save.entries[0].part.chunks, fail)
+    save.items[0].shard = type(save.items[0].shard)(save.items[0].shard.chunks, fail)
     with pytest.raises(Exception, match="the GPU has gone"):
         save.write(RankGroup())

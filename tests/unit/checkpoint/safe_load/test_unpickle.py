@@ -23,9 +23,9 @@ from torch import nn
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.load import load, look
+from lightning_paral.checkpoint.load import load, peek
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
-from lightning_paral.checkpoint.save import Save
+from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 
 
@@ -205,12 +205,12 @@ def test_compressed_tensors_are_named(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
-    Save.prepare(checkpoint, tmp_path / "x.ckpt", "sharded", RankGroup(), set(), "Test").write(RankGroup())
+    SaveJob.prepare(checkpoint, tmp_path / "x.ckpt", "sharded", RankGroup(), set(), "Test").write(RankGroup())
     return tmp_path / "x.ckpt"
 
 
 def refused(path: Path, reason: str) -> None:
-    for read in (look, lambda path: load(path, RankGroup())):
+    for read in (peek, lambda path: load(path, RankGroup())):
         with pytest.raises(CheckpointError, match=reason):
             read(path)
     assert reason in " ".join(verify(path))
@@ -240,7 +240,7 @@ def test_links_to_a_checkpoint_and_inside_it_are_followed(folder: Path, tmp_path
     (folder / "__0_0.distcp").symlink_to("moved")
     full = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
     (tmp_path / "elsewhere").mkdir()
-    Save.prepare(full, tmp_path / "elsewhere" / "y.ckpt", "full", RankGroup(), set(), "Test").write(RankGroup())
+    SaveJob.prepare(full, tmp_path / "elsewhere" / "y.ckpt", "full", RankGroup(), set(), "Test").write(RankGroup())
     (tmp_path / "link.ckpt").symlink_to("elsewhere/y.ckpt")
     for name in ("last.ckpt", "link.ckpt"):
         assert load(tmp_path / name, RankGroup())["global_step"] == 1

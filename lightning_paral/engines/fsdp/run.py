@@ -1,0 +1,209 @@
+"""One run under FSDP: the module is sharded at its beginning, trained or evaluated, and restored at its end."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.fsdp.explain_errors import explanation
+from lightning_paral.engines.fsdp.guards import check_pruning, check_user_hooks
+from lightning_paral.engines.fsdp.optimizers import check_optimizers
+from lightning_paral.engines.fsdp.options import FSDPOptions
+from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
+from lightning_paral.engines.fsdp.requires_grad import TrainedShards
+from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.explain_errors import explain, explained
+from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
+
+log = logging.getLogger(__name__)
+
+Step = Callable[..., Any]
+"""A step of the strategy, such as `training_step`, which calls that of the module."""
+
+
+def check_before_fit(module: LightningModule, dims: ParallelDims) -> None:
+    """Raise a `ConfigurationError` if `module` has something that cannot be trained in shards."""
+    check_user_hooks(module)
+    check_embeddings(module, dims.data_size, "FSDP")
+    check_pruning(vars(module.trainer)["callbacks"])
+
+
+class FSDPRun:
+    """A module from when it is sharded to when it is restored, and the steps in between.
+
+    Args:
+        module: with its units chosen, but not sharded, by `options`.
+        options: of the strategy.
+        dims: how the ranks are arranged.
+        mesh: the ranks; the last dimension is the one that a copy of the module is sharded over.
+        device: of this rank.
+        precision: one of `lightning_paral.engines.fsdp.precision`.
+        deferred: gives values to parameters that have none yet, unit by unit; `None` if all have values.
+
+    Raises:
+        ConfigurationError: the module does not have the units that `options` name.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        options: FSDPOptions,
+        dims: ParallelDims,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        precision: Precision,
+        deferred: DeferredConstruction | None,
+    ) -> None:
+        self.module = module
+        self.dims = dims
+        self.mesh = mesh
+        self.device = device
+        self._options = options
+        # In manual optimization, backward passes and optimizer steps come between calls of networks inside one step.
+        children = not module.automatic_optimization
+        self.units = choose_units(module, options.units, options.min_params, children=children)
+        sharding = Sharding(
+            mesh=mesh,
+            device=device,
+            policy=sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None),
+            reshard_after_forward=options.reshard_after_forward,
+            prefetch=options.prefetch,
+            offload=options.offload,
+        )
+        self.sharded = ShardedModule(self.units, sharding, deferred)
+        self._trained: TrainedShards | None = None
+        self._undo = ExitStack()
+
+    def print_units(self) -> None:
+        """Print the units on rank 0, and warn if there is only the root."""
+        count = len(self.units.inner) + bool(self.units.root.parameters)
+        replicas = f", {self.dims.replicate} replicas" if self.dims.replicate > 1 else ""
+        rank_zero_info(f"FSDP: {count} units over {self.dims.num_ranks} ranks{replicas}\n{as_tree(self.units)}")
+        if not self.units.inner and self.dims.shard > 1:
+            rank_zero_warn(explain_single_unit(self.units))
+
+    def shard(self) -> None:
+        """Shard the module, unit by unit. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: a unit has trained parameters of several dtypes.
+        """
+        self.sharded.shard()
+
+    # Training
+
+    def start_fit(self, timeout: timedelta) -> None:
+        """Watch which parameters are trained from now on; `timeout` is how long other ranks are waited for."""
+        self._trained = TrainedShards(self.module, timeout, self._undo)
+
+    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check `optimizers`, and let `module.zero_grad()` set the gradients of their shards to zero, too.
+
+        Raises:
+            ConfigurationError: an optimizer cannot update shards, or holds parameters whose gradients are not averaged.
+        """
+        check_optimizers(optimizers, self.module, self.sharded, self.device)
+        if self.dims.data_size > 1:
+            check_averaged(optimizers, self.module)
+        _zero_gradients_of_shards(self.module, optimizers, self._undo)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the module is trained."""
+        return self._trained is not None
+
+    def before_batch(self, batch_idx: int) -> None:
+        """Check that all ranks train the same parameters. *Collective* in the first step of an epoch.
+
+        Raises:
+            ConfigurationError: the ranks disagree, or a parameter is new and not sharded.
+        """
+        assert self._trained is not None
+        self._trained.before_batch(self.module.current_epoch, batch_idx)
+
+    def training_step(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
+        assert self._trained is not None
+        calls = self.sharded.calls
+        run = calls.training_step if self.module.automatic_optimization else calls.manual_step
+        self._trained.before_step()
+        with self._explained(in_step=True):
+            output = run(step, args, kwargs)
+        self._trained.carry_over()
+        return output
+
+    def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
+        with self._explained(in_step=True):
+            return self.sharded.calls.evaluation_step(step, args, kwargs)
+
+    def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Return `backward(loss, *args, **kwargs)`, which leaves the gradients in the shards. *Collective*."""
+        assert self._trained is not None
+        self._trained.carry_over()
+        self.sharded.calls.before_backward(loss)
+        with self._explained(in_step=False):  # hooks run inside, too
+            result = backward(loss, *args, **kwargs)
+        self.sharded.calls.after_backward()
+        return result
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Accumulate gradients in backward passes inside the block, as the option `accumulate` says."""
+        self.sharded.set_gradient_sync(reduce=self._options.accumulate == "sharded", all_reduce=False)
+        try:
+            yield
+        finally:
+            self.sharded.set_gradient_sync(reduce=True, all_reduce=True)
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Run an optimizer's step inside the block; in manual optimization the root is unsharded again after it."""
+        self.sharded.calls.before_optimizer()
+        yield
+        self.sharded.calls.after_optimizer()
+
+    # Errors, and the end of the run
+
+    def explain(self, error: BaseException) -> None:
+        """Put what `error`, raised by a hook, means before its message."""
+        explain(error, partial(explanation, units=self.units, in_step=False))
+
+    def _explained(self, *, in_step: bool) -> AbstractContextManager[None]:
+        return explained(partial(explanation, units=self.units, in_step=in_step))
+
+    def stop_watching(self) -> None:
+        """Undo what the fit has changed in the module and in torch, at the beginning of the teardown."""
+        self._undo.close()
+
+
+def _zero_gradients_of_shards(module: Module, optimizers: Sequence[Optimizer], undo: ExitStack) -> None:
+    """Let `module.zero_grad()` set the gradients of the optimizers' shards to zero, too, until `undo` is closed.
+
+    Inside a step, the module has unsharded parameters, while the shards have the gradients.
+    """
+    zero_unsharded = module.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        zero_unsharded(set_to_none)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    vars(module)["zero_grad"] = zero_grad
+    undo.callback(vars(module).pop, "zero_grad", None)

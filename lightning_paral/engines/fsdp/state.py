@@ -1,0 +1,143 @@
+"""The state of a module under FSDP: shards that are DTensors, for averages of weights and for the end of the run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
+from lightning_paral.checkpoint.sharded_state import WeightShards
+from lightning_paral.checkpoint.shards import chunk_of_dtensor
+from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.tensor_state import TensorState
+from lightning_paral.distributed.failure import ReachableRanks
+from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
+from lightning_paral.engines.fsdp.run import FSDPRun
+
+
+class FSDPState(TensorState):
+    """The state of the module of `run`, whose parameters are DTensors; implements `ShardedState`.
+
+    Args:
+        run: not ended.
+        optimizers: of the fit; those of an earlier one where the run is an evaluation.
+        ended: the optimizers of past runs.
+        is_failing: whether an exception has ended the run, perhaps in the middle of a step.
+        meet: after an exception, waits for the other ranks and returns whether all of them failed.
+        ranks_per_host: how many ranks share the memory of a host.
+    """
+
+    def __init__(
+        self,
+        run: FSDPRun,
+        optimizers: Sequence[Optimizer],
+        ended: EndedOptimizers,
+        *,
+        is_failing: bool,
+        reachable_ranks: Callable[[], ReachableRanks],
+        ranks_per_host: int,
+    ) -> None:
+        super().__init__(run.module, optimizers, run.device, ended)
+        self._run = run
+        self._is_failing = is_failing
+        self._reachable_ranks = reachable_ranks
+        self._ranks_per_host = ranks_per_host
+
+    def collect_writes(self) -> None:
+        """Reshard what a failed step has left unsharded; otherwise do nothing, as `Module.state_dict` reshards."""
+        if self._is_failing:
+            self._run.sharded.reshard()
+
+    def weight_shards(self) -> WeightShards:
+        """Return the local tensors of the parameters. No collective."""
+        return DTensorShards(self._run.module)
+
+    def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
+        """Return the module to the user: its own parameters, full and on the host, in their submodules.
+
+        *Collective* over the world, also if `failed`: ranks that all failed wait for each other. If only some of them
+        did, or where a host lacks memory, parameters stay sharded, with a warning.
+
+        Args:
+            ended: takes over the states of the optimizers of a fit.
+            failed: whether an exception ended the run, with several ranks.
+        """
+        run, sharded = self._run, self._run.sharded
+        run.stop_watching()
+        if failed:
+            gather = gather_after_failure(run.mesh, self._reachable_ranks())
+        else:
+            gather = gather_at_end(run.mesh, sharded.num_bytes, self._ranks_per_host)
+        if isinstance(gather, str):
+            rank_zero_warn(f"{type(run.module).__name__} stays sharded: {gather}.")
+        originals = sharded.restore(gather)
+        if run.is_fit and originals:
+            for optimizer in self.optimizers:
+                ended.keep(optimizer, run.module, None, originals)
+        if not isinstance(gather, str):
+            run.module.cpu()
+
+
+class DTensorShards:
+    """The local tensors of the parameters of a sharded `module`; implements `WeightShards`."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+    def prepare(self) -> None:
+        """Reshard unsharded parameters, which brings what was written to them into the shards."""
+        for unit in self._units:
+            unit.reshard()
+
+    def current(self) -> list[Tensor]:
+        """Return the local tensors of DTensors, and other parameters in full."""
+        self.prepare()  # an evaluation with reshard_after_forward=False leaves parameters unsharded
+        with torch.no_grad():
+            return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self._module.parameters()]
+
+    def publish(self, *, borrowed: bool) -> None:
+        """Do nothing: parameters are unsharded from the shards."""
+
+    def keep(self) -> None:
+        """Do nothing: there are no other copies of the weights."""
+
+    def as_saved(self, number: int, average: Tensor) -> Tensor:
+        """Return the average as a DTensor placed like the parameter, or itself where the parameter is none."""
+        parameter = self._parameter(number)
+        if not isinstance(parameter, DTensor):
+            return average
+        return cast(
+            "Tensor",
+            DTensor.from_local(
+                average,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            ),
+        )
+
+    def read(self, number: int, stored: Tensor, average: Tensor) -> None:
+        """Copy this rank's shard of `stored`, which has the full shape, into `average`."""
+        parameter = self._parameter(number)
+        if not isinstance(parameter, DTensor):
+            read_into(stored, average)
+            return
+        chunk = chunk_of_dtensor(parameter)
+        if chunk is not None and chunk.numel:
+            read_chunk(stored, chunk, average)
+
+    def has_master(self, number: int) -> bool:
+        """Return `False`: the parameters are the master copies."""
+        return False
+
+    def _parameter(self, number: int) -> Any:
+        return list(self._module.parameters())[number]
