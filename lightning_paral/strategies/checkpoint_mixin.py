@@ -30,6 +30,7 @@ from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
+from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.full_reads import FullTensorReaders
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
@@ -37,11 +38,10 @@ from lightning_paral.strategies.full_reads import FullTensorReaders
 _LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
 
 
-class CheckpointMixin(FullTensorReaders):
+class CheckpointMixin(FullTensorReaders, StrategyDescription):
     """Mixin, placed before the Lightning base: saves and loads by the `ShardedState` of the run."""
 
     _checkpoint_options: CheckpointOptions
-    _default_form: Form = "full"
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
