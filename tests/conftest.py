@@ -36,7 +36,7 @@ def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
 BUILD = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
-from lightning_paral.engines.zero.offload.operators import load_operator
+from lightning_paral.engines.zero.runtime.operators import load_operator
 load_operator("cpu_adam", "the tests")
 load_operator("async_io", "the tests")
 """

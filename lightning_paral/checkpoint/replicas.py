@@ -1,4 +1,4 @@
-"""Compare replicas by checksums before parts of several become one tensor in a checkpoint."""
+"""Compare replicas by checksums before a save takes elements of one tensor from several of them."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.checkpoint.formats.full import write_full
@@ -23,12 +22,12 @@ from lightning_paral.checkpoint.formats.sharded import (
     serialized,
     write_rank_file,
 )
-from lightning_paral.checkpoint.io.atomic import AtomicPath, remove
+from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at, found_at
+from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.safe_load.unpickle import warn_of_refused
 from lightning_paral.checkpoint.save_plan import WriteItem, plan_save
 from lightning_paral.checkpoint.shards import is_sharded
@@ -49,7 +48,7 @@ class SaveJob:
     path: str
     form: Form
     tree: dict[str, Any]
-    """For the full form, the checkpoint; for the sharded form, its weights and optimizer states."""
+    """For the full form, the checkpoint; for the sharded form, its weights and optimizer states. Rank 0 writes it."""
     rest: dict[str, Any]
     """For the sharded form, the other entries of the checkpoint: the content of `meta.pt`."""
     items: list[WriteItem]
@@ -105,7 +104,7 @@ class SaveJob:
         if form == "sharded":
             tree, rest, objects = ranks.each(what, lambda: _split(tree, items, serialize=ranks.is_first))
         elif has_stages:
-            tree = ranks.each(what, lambda: restore_int_keys(tree, items))
+            tree = ranks.each(what, lambda: restore_int_keys(tree, items) if ranks.is_first else {})
         about = {
             "form": form,
             "strategy": strategy,
@@ -282,24 +281,3 @@ def _split(
 def _write(folder: Folder, name: str, data: bytes) -> None:
     with folder.create(name) as file:
         file.write(data)
-
-
-def remove_at(path: str) -> None:
-    """Remove the checkpoint at a path or URL, if there is one. Other files stay, with a warning."""
-    if not is_remote(path):
-        remove(Path(path))
-        return
-    fs, name = file_system(path)
-    if fs.isfile(name):
-        fs.rm_file(name)
-    if not fs.isdir(name):
-        return
-    found = found_at(fs, name)
-    if not found.is_checkpoint and not found.is_empty:
-        rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
-    elif found.foreign:
-        rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
-        for file in found.own:  # first what makes it a checkpoint
-            fs.rm(f"{name}/{file}", recursive=True)
-    else:
-        fs.rm(name, recursive=True)

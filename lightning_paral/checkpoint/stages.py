@@ -35,8 +35,8 @@ def merge_stages(
         what: what failed, for errors.
 
     Returns:
-        dict[str, Any]: on rank 0 the merged tree, with a placeholder at each path of `items` whose tensor other ranks
-            hold; on other ranks `tree`.
+        dict[str, Any]: on rank 0, which writes it, the merged tree, with a placeholder at each path of `items` whose
+            tensor other ranks hold; on other ranks an empty dict.
 
     Raises:
         CheckpointError: the trees cannot be copied or do not fit together; on all ranks.
@@ -52,7 +52,7 @@ def merge_stages(
     for stage in sorted(set(stages) - {stages[0]}):
         other = ranks.broadcast(local, stages.index(stage))
         ranks.on_first(what, lambda other=other: merge(other))  # type: ignore[misc]
-    return ranks.each(what, lambda: _with_placeholders(merged, paths) if ranks.is_first else tree)
+    return ranks.each(what, lambda: _with_placeholders(merged, paths) if ranks.is_first else {})
 
 
 def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict[str, Any]:

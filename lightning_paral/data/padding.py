@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.deepspeed.modules import is_of_division
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.distributed.rng_state import global_states, set_global_states
+from lightning_paral.model.engine_attributes import describes_shards
 
 # Attributes that `Module.__init__` creates. Apart from buffers, torch and the engines change them, not the step.
 _TORCH_ATTRIBUTES = set(vars(Module()))
@@ -97,7 +97,7 @@ def _user_attributes(module: Module) -> dict[str, Any]:
 
 
 def _names(attributes: dict[str, Any]) -> list[str]:
-    return [name for name in attributes if name not in _TORCH_ATTRIBUTES and not is_of_division(name)]
+    return [name for name in attributes if name not in _TORCH_ATTRIBUTES and not describes_shards(name)]
 
 
 def _snapshot(value: Any) -> Any:

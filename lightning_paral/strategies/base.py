@@ -154,7 +154,8 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
             StorageOptionsError: `storage_options` are given, but no `CheckpointIO` that takes them.
         """
         if self._reachable_ranks().all_reachable:
-            super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
+            with self._sharded_state.reading():
+                super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
         else:
             self._warn_of_others(f"{filepath} was not saved")
 
@@ -177,8 +178,9 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
             forget_ended(vars(trainer)["callbacks"])
         return checkpoint
 
-    def _load_averages(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Make the weights that were just loaded the averages, if callbacks average weights."""
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, of which each rank reads only its shards, and the averages that callbacks keep of them."""
+        super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
             self._averages.load(checkpoint, strict, self.load_model_state_dict)
 

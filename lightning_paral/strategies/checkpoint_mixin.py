@@ -4,24 +4,18 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
-from lightning_paral.checkpoint.io.storage import without_scheme
-from lightning_paral.checkpoint.lazy_tensor import read_into
+from lightning_paral.checkpoint.io.storage import remove_at, without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.hyper_parameters import with_whole_modules
-from lightning_paral.checkpoint.state.optimizer import load_state, param_names, place_state, state_of
+from lightning_paral.checkpoint.state.hyper_parameters import with_full_modules
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -44,7 +38,7 @@ _LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
 
 
 class CheckpointMixin(FullTensorReaders):
-    """Mixin, placed before the Lightning base. Strategies that divide tensors say what a rank holds of them."""
+    """Mixin, placed before the Lightning base: saves and loads by the `ShardedState` of the run."""
 
     _checkpoint_options: CheckpointOptions
     _default_form: Form = "full"
@@ -55,7 +49,6 @@ class CheckpointMixin(FullTensorReaders):
     """Random states at the end of the last fit. What runs after it draws numbers that a resumed fit must not miss."""
     _own_state: Mapping[str, Any] = MappingProxyType({})
     """What the checkpoint that was loaded last holds for this package only. Hooks see what they see under `ddp`."""
-    _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
     _restores_after_setup: bool | None = None
     """Of one run, from `setup` on."""
 
@@ -79,27 +72,18 @@ class CheckpointMixin(FullTensorReaders):
     def _checkpoint_form(self) -> Form:
         return self._checkpoint_options.form or self._default_form
 
-    def _held(self, parameter: Parameter) -> Tensor:
-        """Return what this rank has of `parameter`: whole, a DTensor, or a run."""
-        return parameter.detach()
-
-    def _fill(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Put a stored tensor into `parameter`; `False` if `Module.load_state_dict` can do that."""
-        if isinstance(parameter, DTensor):
-            read_into(stored, parameter.detach())
-        return isinstance(parameter, DTensor)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state by name: tensors of true shapes, of which this rank may hold a part."""
+        """Return the module's state by name: tensors of full shape, of which this rank may hold a shard."""
         assert self.lightning_module is not None
-        return sharded_state_dict(self.lightning_module, self._held, self._checkpoint_options.save_frozen)
+        state = self._sharded_state
+        state.collect_writes()
+        return sharded_state_dict(self.lightning_module, state.read_shard, self._checkpoint_options.save_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as torch does, with the names of the parameters in the groups."""
-        assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        return state_of(optimizer, self._ended.names(optimizer, self.lightning_module))
+        return self._sharded_state.optimizer_state(optimizer)
 
     def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
@@ -155,7 +139,7 @@ class CheckpointMixin(FullTensorReaders):
             self.lightning_module, self._checkpoint_options.save_frozen, ranks, states
         )
         if self._default_form == "sharded":
-            with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            with_full_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
@@ -214,16 +198,16 @@ class CheckpointMixin(FullTensorReaders):
         return self._restores_after_setup
 
     def _module_is_sharded(self) -> bool:
-        """Whether ranks hold parts of the module before `setup`, or nothing."""
-        assert self.lightning_module is not None
-        parameters = self.lightning_module.parameters()
-        return any(isinstance(p, DTensor) or p.is_meta or hasattr(p, "ds_id") for p in parameters)
+        """Whether ranks hold shards of the module before `setup`, or no values."""
+        return self._sharded_state.is_sharded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""
         assert self.lightning_module is not None
         left_out = self._own_state.get("frozen", ())
-        load_weights(self.lightning_module, checkpoint["state_dict"], strict=strict, left_out=left_out, fill=self._fill)
+        state = self._sharded_state
+        load_weights(self.lightning_module, checkpoint["state_dict"], strict=strict, left_out=left_out, into=state)
+        state.finish_writing()
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -239,18 +223,11 @@ class CheckpointMixin(FullTensorReaders):
                 f"{len(self.optimizers)}. Return as many, or say CheckpointOptions(restore_optimizer=False)."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            self._load_optimizer_state(optimizer, state)
+            self._sharded_state.load_optimizer_state(optimizer, state)
         restore_states(self._own_state.get("random_states", []), all_ranks(), self._own_devices)
-
-    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        assert self.lightning_module is not None
-        load_state(optimizer, param_names(optimizer, self.lightning_module), state)
-        place_state(optimizer, self.root_device)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once; what is none stays, with a warning. A user's `CheckpointIO` does it its way."""
-        from lightning_paral.checkpoint.save import remove_at
-
         if self._saves_users_way:
             super().remove_checkpoint(filepath)
             return

@@ -1,50 +1,68 @@
-"""Readers for hooks of the user's: the same names under every strategy, whatever a rank holds."""
+"""Readers for hooks: full gradients, parameters and optimizer states, under every strategy by the same methods."""
 
-import torch
+from typing import Any, ClassVar
+
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
-from lightning_paral.engines.fsdp.gradients import gradient_norm
-from lightning_paral.engines.fsdp.whole import whole
+from lightning_paral.checkpoint.sharded_state import ShardedState
+from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.tensor_state import TensorState
 
 
 class FullTensorReaders(Strategy):
-    """Mixin: gradients, parameters and optimizer state in their own shapes.
+    """Mixin: read gradients, parameters and optimizer states in full. All ranks that read get the same values.
 
-    It reads tensors that a rank holds whole or as a DTensor. All ranks that read get the same values.
+    The strategies of engines that shard override `_sharded_state`.
     """
 
-    def gradient_norm(self) -> Tensor:
-        """Return the global 2-norm of all gradients. *Collective* over the world where they are divided."""
+    _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
+    """The optimizers of past runs, of all strategies: a module may be trained by one after the other."""
+
+    @property
+    def _sharded_state(self) -> ShardedState:
+        """The state of the module as it is now: of the run, or between runs."""
         assert self.lightning_module is not None
-        return gradient_norm(self.lightning_module.parameters())
+        return TensorState(self.lightning_module, self.optimizers, self.root_device, self._ended)
 
-    def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return a copy of the gradient of `parameter`, averaged over the ranks, `None` if there is none.
+    def gradient_norm(self, optimizer: Any = None) -> Tensor:
+        """Return the global 2-norm of the gradients, before they are clipped; 0-dimensional, fp32 or wider.
 
-        *Collective* where it is divided.
-        """
-        return None if parameter.grad is None else whole(parameter.grad)
+        *Collective* over the world where gradients are sharded.
 
-    def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a copy of `parameter` in its own shape. *Collective* where it is divided."""
-        return whole(parameter)
-
-    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return a copy of the optimizer's state `key` (`"exp_avg"`) of `parameter`, in its shape.
-
-        *Collective* where it is divided.
+        Args:
+            optimizer: whose parameters' gradients count; `None` for those of all parameters.
 
         Raises:
-            ValueError: there is no such state yet; states come with the first step.
+            GradientsNotReadyError: under ZeRO, not between the last backward pass of a step and the step itself.
         """
-        for optimizer in self.optimizers:
-            value = optimizer.state.get(parameter, {}).get(key)
-            if isinstance(value, FlatShard):  # after the run
-                return gather_full_tensor(value, self.root_device)
-            if value is not None:
-                return whole(torch.as_tensor(value))
-        raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
+        return self._sharded_state.gradient_norm(optimizer)
+
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return a full copy of the gradient of `parameter`, averaged over the ranks; `None` if it has none.
+
+        It is on the parameter's device and of its dtype, under ZeRO fp32. *Collective* over the world where gradients
+        are sharded.
+
+        Raises:
+            GradientsNotReadyError: under ZeRO, not between the last backward pass of a step and the step itself.
+        """
+        return self._sharded_state.full_gradient(parameter)
+
+    def full_parameter(self, parameter: Parameter) -> Tensor:
+        """Return a full copy of `parameter`, of its own dtype, fp32 where the optimizer has an fp32 master copy.
+
+        *Collective* over the world where parameters or master copies are sharded.
+        """
+        return self._sharded_state.full_parameter(parameter)
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Return a full copy of the optimizer's state `key` of `parameter`, such as `"exp_avg"`.
+
+        *Collective* over the world where it is sharded.
+
+        Raises:
+            ValueError: there is no such state yet; optimizers create it in their first step.
+        """
+        return self._sharded_state.full_optimizer_state(parameter, key)

@@ -232,15 +232,15 @@ def _fully_shard(network: Any, device: torch.device, name: str) -> tuple[Step, C
 def _deepspeed(network: Any, device: torch.device, name: str) -> tuple[Step, Callable[[], None]]:
     if importlib.util.find_spec("deepspeed") is None:
         raise Skipped("DeepSpeed is not installed")
-    from lightning_paral.engines.zero.config import settings
-    from lightning_paral.engines.zero.parameters.partition import Belongings
+    from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
+    from lightning_paral.engines.zero.runtime import config as settings
     from lightning_paral.engines.zero.runtime import deepspeed as runtime
 
     runtime.join_deepspeed(level=40, device=device)
     import deepspeed
 
     stage = int(name.split()[1])
-    belongings = Belongings(network)
+    snapshot = ModuleSnapshot(network)
     # DeepSpeed's defaults, except for the precision, which is that of our strategies.
     config = settings.complete({"zero_optimization": {"stage": stage}, **settings.precision_section("bf16-mixed")}, {})
     optimizer = make_optimizer(network.parameters())
@@ -252,7 +252,7 @@ def _deepspeed(network: Any, device: torch.device, name: str) -> tuple[Step, Cal
 
     def end() -> None:
         if sum(parameter.numel() for parameter in network.parameters()) < _LARGE:
-            belongings.restore(gather=True)
+            snapshot.restore(gather=True)
             engine.destroy()
             runtime.leave_deepspeed()
 

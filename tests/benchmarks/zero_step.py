@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from examples.gpt import GPT, StandardLibrary
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.engines.zero.config import settings
-from lightning_paral.engines.zero.parameters.partition import Belongings
+from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
+from lightning_paral.engines.zero.runtime import config as settings
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from tests.benchmarks.ddp_step import Loss, StepTimes, differences
 from tests.running import quiet_trainer
@@ -48,7 +48,7 @@ def steps_by_hand(stage: int, dataset: StandardLibrary, num_steps: int) -> list[
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=DistributedSampler(dataset), drop_last=True)
 
     wrapped = Loss(model)
-    belongings = Belongings(wrapped)
+    snapshot = ModuleSnapshot(wrapped)
     num_elements = sum(parameter.numel() for parameter in model.parameters())
     config = settings.complete({"zero_optimization": {"stage": stage}}, {})
     config |= {
@@ -64,7 +64,7 @@ def steps_by_hand(stage: int, dataset: StandardLibrary, num_steps: int) -> list[
         engine.step()
         scheduler.step()
         ends.append(time.perf_counter())
-    belongings.restore(gather=True)
+    snapshot.restore(gather=True)
     engine.destroy()
     runtime.leave_deepspeed()
     return differences(ends)

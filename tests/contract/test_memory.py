@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_paral import ActivationCheckpointing, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.engines.zero.gradients.hidden import HiddenGradientError, HiddenStateError
+from lightning_paral.engines.zero.parameters.watched import HiddenGradientError
+from lightning_paral.engines.zero.training.users_optimizer import HiddenStateError
 from tests.contract.cases import BY_LABEL
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer

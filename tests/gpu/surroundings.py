@@ -96,8 +96,8 @@ def build_operators(device: str) -> dict[str, Any]:
     from tests.gpu.place import check_installed
 
     check_installed("paral_zero")
-    from lightning_paral.engines.zero.offload.operators import load_operator
     from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
+    from lightning_paral.engines.zero.runtime.operators import load_operator
 
     choose_accelerator(torch.device(device))
     facts: dict[str, Any] = {"failures": []}

@@ -1,4 +1,4 @@
-"""Weights as safetensors: one file, or several with an index. Nothing of others' is replaced or removed for it.
+"""Write weights as safetensors: one file, or several with an index. Files of other tools are never replaced.
 
 Follows https://huggingface.co/docs/safetensors: a header in JSON, then the data.
 """
@@ -25,13 +25,13 @@ from lightning_paral.checkpoint.shards import bytes_of
 from lightning_paral.errors import CheckpointError
 
 Pairs = list[tuple[WriteItem, Tensor]]
-"""What is written, and where its values come from."""
+"""The tensors to be written, each with its values."""
 
 _MARK = "writers"
 _OURS = "lightning_paral"
-_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _NO_SUCH_FILE = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
-"""What reading a file of another kind may raise."""
+"""Errors while a file of another format is read."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,21 +48,21 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Which file holds what."""
+    """How tensors are divided among files."""
 
     files: dict[str, Pairs]
-    """The contents by name."""
+    """The tensors of each file, by name."""
     index: str | None
-    """The text of the index, if there are several files."""
+    """The text of the index; `None` for a single file."""
 
 
 def pairs_of(weights: dict[str, Any]) -> Pairs:
-    """Return the tensors of `weights`. Tied ones come once, under their first name, as safetensors demands."""
+    """Return the tensors of `weights`. Tied ones occur once, under their first name, as safetensors requires."""
     return items_of({"state_dict": {name: v for name, v in weights.items() if isinstance(v, Tensor | Cast)}})
 
 
 def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
-    """Divide what is written into files of at most `max_shard_bytes`, or of one tensor, named as Hugging Face does."""
+    """Divide tensors among files of at most `max_shard_bytes`, or of one tensor, named as Hugging Face does."""
     shards: list[Pairs] = [[]]
     nbytes = 0
     for pair in pairs:
@@ -82,12 +82,15 @@ def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
 
 
 def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
-    """Write weights as the file `out`, or as several beside it with an index if they exceed `max_shard_bytes`.
+    """Write weights to the file `out`, or, if they exceed `max_shard_bytes`, to several files next to it and an index.
 
-    What an earlier call wrote for `out` in the other form, or more files than now, is removed.
+    Files that earlier calls wrote for `out`, and this one does not replace, are removed.
+
+    Returns:
+        list[Path]: the files written.
 
     Raises:
-        CheckpointError: in the way is what no such call wrote. Nothing was written then.
+        CheckpointError: a file that no such call wrote would be replaced or removed. Nothing was written.
     """
     pairs = pairs_of(weights)
     layout = divide(pairs, out.stem, max_shard_bytes)
@@ -104,16 +107,16 @@ def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, 
             written[-1].path.write_text(layout.index)
         for draft in written:
             draft.commit()
-        for path in outdated:  # one form only, for readers look for either
+        for path in outdated:  # readers look for one file or an index: leave only one of them
             path.unlink(missing_ok=True)
         return [draft.target for draft in written]
 
 
 def _outdated(out: Path, index_path: Path, layout: Layout) -> list[Path]:
-    """Return what earlier calls wrote for `out` and this one does not replace.
+    """Return the files that earlier calls wrote for `out` and this one does not replace.
 
     Raises:
-        CheckpointError: among what would be removed, or replaced without having been named, is a file of others.
+        CheckpointError: a file that no such call wrote would be removed, or replaced without the user having named it.
     """
     before = []
     if os.path.lexists(index_path):
@@ -149,14 +152,14 @@ def _own_index(path: Path) -> dict[str, Any] | None:
 
 
 def _shards_in(weight_map: dict[str, Any], stem: str) -> list[str]:
-    """Return the names in an index that are names of shards: none leads to another folder."""
+    """Return the names in an index that are names of shards, which never lead to another folder."""
     shard = re.compile(re.escape(stem) + r"-\d{5,}-of-\d{5,}\.safetensors")
     return sorted({name for name in weight_map.values() if isinstance(name, str) and shard.fullmatch(name)})
 
 
 def is_ours(path: Path) -> bool:
-    """Whether `path` is a file of safetensors that this package wrote: its header says so."""
-    if not path.is_file():  # opening a FIFO would wait for its other end
+    """Whether `path` is a safetensors file with the mark of this package in its header."""
+    if not path.is_file():  # opening a FIFO would block
         return False
     with suppress(*_NO_SUCH_FILE), open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -167,7 +170,7 @@ def is_ours(path: Path) -> bool:
 
 
 def write_shard(shard: Pairs, path: Path, progress: Progress) -> None:
-    """Write a file of safetensors to `path`.
+    """Write the safetensors file `path`.
 
     Raises:
         CheckpointError: a tensor is of a dtype that safetensors does not have.

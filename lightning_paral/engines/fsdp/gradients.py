@@ -1,43 +1,15 @@
-"""Norms and clipping of gradients of which each rank holds some rows."""
+"""Clipping of gradients of which each rank holds some rows."""
 
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
-
-
-@torch.no_grad()
-def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients, fp32 or wider, 0-dimensional. *Collective* over the ranks that hold shards.
-
-    Shards are added up over the ranks that hold different ones; what every rank holds whole counts once. Without any
-    gradient it is 0.
-    """
-    whole: list[Tensor] = []
-    sharded: dict[tuple[object, ...], list[DTensor]] = {}
-    for gradient in _gradients(parameters):
-        if isinstance(gradient, DTensor):
-            sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
-        else:
-            whole.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
-    squares = [_square(whole)] if whole else []
-    for alike in sharded.values():
-        mesh = alike[0].device_mesh
-        square = _square([gradient.to_local() for gradient in alike])
-        for dimension, placement in enumerate(alike[0].placements):
-            if not placement.is_replicate() and mesh.size(dimension) > 1:
-                dist.all_reduce(square, group=mesh.get_group(dimension))
-        squares.append(square)
-    if not squares:
-        return torch.zeros(())
-    device = squares[-1].device
-    return torch.stack([square.to(device) for square in squares]).sum().sqrt()
+from lightning_paral.compat.torch.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+from lightning_paral.model.full_tensors import gradient_norm
 
 
 @torch.no_grad()
@@ -74,12 +46,3 @@ def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _square(tensors: list[Tensor]) -> Tensor:
-    squares: list[Tensor] = []
-    for alike in group_by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
-        dtype = torch.promote_types(alike[0].dtype, torch.float32)
-        squares += [norm.square() for norm in foreach_norm(alike, 2, dtype=dtype)]
-    device = squares[0].device
-    return torch.stack([square.to(device) for square in squares]).sum()

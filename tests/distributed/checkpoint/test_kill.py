@@ -12,7 +12,7 @@ import torch
 
 from lightning_paral import CheckpointError, ParalDDPStrategy
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io.atomic import _id_of_save, _sibling
+from lightning_paral.checkpoint.io.atomic import _new_save_id, _sibling
 from tests.models.resumable import fit
 
 ROOT = Path(__file__).parents[3]
@@ -122,7 +122,7 @@ def save_in(path: str) -> None:
 
 def test_leftovers_of_a_dead_save_are_removed_by_the_next(tmp_path: Path) -> None:
     target = tmp_path / "old.ckpt"
-    dead = _sibling(target, "saving", _id_of_save(target))
+    dead = _sibling(target, "saving", _new_save_id(target))
     dead.mkdir()
     (dead / "__0_0.distcp").write_bytes(b"half")
     fit("paral_ddp", 1, save_to=tmp_path / "x.ckpt")

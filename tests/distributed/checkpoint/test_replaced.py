@@ -14,8 +14,8 @@ import torch
 from lightning_paral import CheckpointError, ParalDDPStrategy
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io import atomic as commit
+from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.save import remove_at
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from tests.models.resumable import SAVED_AFTER, Resumable, fit
 

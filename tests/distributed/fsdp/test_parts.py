@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.mesh import make_mesh
 from lightning_paral.engines.fsdp.gather import gather_after_failure
-from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value, gradient_norm
+from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value
 from lightning_paral.engines.fsdp.precision import ShardedScaler
 from lightning_paral.engines.fsdp.replicated_tensors import AveragedGradients, broadcast
+from lightning_paral.model.full_tensors import gradient_norm
 
 CPU = torch.device("cpu")
 

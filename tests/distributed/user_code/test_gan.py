@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
-from lightning_paral.engines.zero.gradients.partitioned import GradientsNotReadyError
+from lightning_paral.engines.zero.training.gradients import GradientsNotReadyError
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Offload
 from tests.models.regression import Regression, regression_data

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_paral.engines.zero.offload.compiling import folder_of
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
+from lightning_paral.engines.zero.runtime.operators import folder_of
 
 RUN = """
 import os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
 from deepspeed.ops.op_builder.builder import OpBuilder
-from lightning_paral.engines.zero.offload.compiling import operators_kept
+from lightning_paral.engines.zero.runtime.operators import operators_kept
 
 class Builder(OpBuilder):
     def __init__(self, source):
@@ -142,7 +142,7 @@ cpp_extension.CUDA_HOME = None
 from deepspeed.ops.op_builder import cpu
 from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
-from lightning_paral.engines.zero.offload.compiling import folder_of, operators_kept
+from lightning_paral.engines.zero.runtime.operators import folder_of, operators_kept
 
 for name in ("sources", "lib_sources"):
     ours, theirs = getattr(cpu.AsyncIOBuilder(), name)(), getattr(AsyncIOBuilder(), name)()

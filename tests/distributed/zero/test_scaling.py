@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral.engines.zero.config import options
+from lightning_paral.engines.zero import options
 from tests.models.regression import Regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
@@ -71,7 +71,7 @@ def test_fp16_autocast_equals_torchs_with_its_scaler(on_ranks, strategy: str) ->
 
 
 def test_scale_grows_only_after_the_step_that_was_divided_by_it() -> None:
-    from lightning_paral.engines.zero.gradients.loss_scale import DynamicLossScale
+    from lightning_paral.engines.zero.training.loss_scale import DynamicLossScale
 
     scale = DynamicLossScale()
     for _ in range(2000):

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
-from lightning_paral.engines.zero.state.checkpoint_state import ZeroCheckpointState
+from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.errors import ConfigurationError
 from tests.contract.cases import MAIN
 from tests.models.regression import FEATURES, Regression, regression_data
@@ -147,19 +147,19 @@ def test_master_copies_change_only_where_weights_of_low_precision_were_written(o
 
 def fit_plainly(label: str) -> int:
     taken_over = 0
-    adopt = ZeroCheckpointState.adopt
+    adopt = EngineShards.write_full_values
 
-    def count(self: ZeroCheckpointState, written: list[Any]) -> None:
+    def count(self: EngineShards, written: list[Any]) -> None:
         nonlocal taken_over
         taken_over += len(written)
         adopt(self, written)
 
-    ZeroCheckpointState.adopt = count  # type: ignore[method-assign]
+    EngineShards.write_full_values = count  # type: ignore[method-assign]
     try:
         model = Regression()
         quiet_trainer(max_epochs=1, devices=2, strategy=STRATEGIES[label]()).fit(model, regression_data(3, 2))
     finally:
-        ZeroCheckpointState.adopt = adopt  # type: ignore[method-assign]
+        EngineShards.write_full_values = adopt  # type: ignore[method-assign]
     assert all(type(parameter) is Parameter for parameter in model.parameters())
     return taken_over
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.engines.zero.gradients.hidden import HiddenGradientError
+from lightning_paral.engines.zero.parameters.watched import HiddenGradientError
 from tests.benchmarks.zero_memory import bytes_by_formula, bytes_held
 from tests.benchmarks.zero_traffic import model_sizes_by_formula, model_sizes_sent_per_step
 from tests.models.regression import Regression, fit_regression, regression_data

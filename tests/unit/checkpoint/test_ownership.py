@@ -18,8 +18,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
 from lightning_paral.checkpoint.io.staging import Staging
+from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.load import peek
-from lightning_paral.checkpoint.save import SaveJob, remove_at
+from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.options import Form
 

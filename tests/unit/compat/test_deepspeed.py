@@ -27,7 +27,7 @@ from lightning_paral.compat.deepspeed import (
     weight_dtype,
     zero_init,
 )
-from lightning_paral.engines.zero.gradients.partitioned import PartitionedGradients
+from lightning_paral.engines.zero.training.gradients import PartitionedGradients
 from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.renaming import rename
 from tests.unit.compat.test_names import import_deepspeed

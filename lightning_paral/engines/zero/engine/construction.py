@@ -114,7 +114,7 @@ def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) 
         )
 
 
-def warn_of_whole(module: Module) -> None:
+def warn_of_full_parameters(module: Module) -> None:
     """Warn if parameters of `module` were not built partitioned."""
     whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
     if whole:

@@ -15,9 +15,8 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.compat.lightning.loops import is_accumulating
 from lightning_paral.compat.lightning.precision import after_closure
-from lightning_paral.engines.zero.gradients.loss_scale import DynamicLossScale, scale_losses
-from lightning_paral.engines.zero.gradients.partitioned import PartitionedGradients
-from lightning_paral.engines.zero.state.joint import JointGradients
+from lightning_paral.engines.zero.training.joint_gradients import Gradients, JointGradients
+from lightning_paral.engines.zero.training.loss_scale import DynamicLossScale, scale_losses
 from lightning_paral.errors import ConfigurationError
 
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
@@ -30,12 +29,12 @@ class ZeROPrecision(DeepSpeedPrecision):
     """
 
     device_type = "cpu"
-    gradients: PartitionedGradients | JointGradients | None = None
+    gradients: Gradients | None = None
     """Those of the current fit."""
     loss_scale: DynamicLossScale | None = None
     """That of the last fit, under fp16 autocast."""
 
-    def start_fit(self, gradients: PartitionedGradients | JointGradients) -> PartitionedGradients | JointGradients:
+    def start_fit(self, gradients: Gradients) -> Gradients:
         """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
         self.loss_scale = None
         if self.precision == "16-mixed":

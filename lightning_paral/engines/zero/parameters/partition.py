@@ -1,4 +1,7 @@
-"""Parameters that DeepSpeed has partitioned or is about to: their true shapes, a rank's part, the way back."""
+"""Parameters that DeepSpeed has partitioned at stage 3: their full shapes, and this rank's shards of them.
+
+A partitioned parameter keeps this rank's shard beside an empty `data`; while it is gathered, `data` is full as well.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,38 +13,108 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.deepspeed import parameter_files
-from lightning_paral.compat.deepspeed.modules import end_forward, is_of_division, is_of_engine, restore_container
-from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed, join_group
-from lightning_paral.compat.torch import module_hooks
-from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.deepspeed.modules import end_forward
+from lightning_paral.compat.deepspeed.parameters import join_group
 from lightning_paral.errors import ConfigurationError
 
 
+def is_of_stage3(parameter: Any) -> bool:
+    """Whether DeepSpeed has partitioned `parameter`; it may be gathered now."""
+    return hasattr(parameter, "ds_id")
+
+
 def is_partitioned(parameter: Any) -> bool:
-    """Whether `parameter` is one of ZeRO stage 3 of which this rank holds a part only, now."""
-    return hasattr(parameter, "ds_id") and parameter.ds_status.name == "NOT_AVAILABLE"
+    """Whether this rank has only its shard of `parameter` now: it is of stage 3, and not gathered."""
+    return is_of_stage3(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
 
 
-def run_of_partition(parameter: Any) -> tuple[int, int]:
-    """Return start and number of the elements this rank holds of a parameter of stage 3."""
+def full_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the full shape of a parameter or buffer, partitioned or not."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def full_numel(parameter: Any) -> int:
+    """Return the number of elements of the full parameter, partitioned or not."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def count_trained(parameters: Iterable[Parameter]) -> int:
+    """Return the number of elements of all full parameters that require a gradient."""
+    return sum(full_numel(parameter) for parameter in parameters if parameter.requires_grad)
+
+
+def flat_range_of(parameter: Any) -> tuple[int, int]:
+    """Return start and length of this rank's shard of a flattened parameter of stage 3, without padding."""
     share = parameter.ds_tensor.ds_numel
     start = min(parameter.ds_numel, share * parameter.ds_zero_partition_rank)
     return start, min(share, parameter.ds_numel - start)
 
 
+def shard_of(parameter: Any) -> Tensor:
+    """Return this rank's shard of a parameter of stage 3: 1-dimensional, without padding, not copied."""
+    _, numel = flat_range_of(parameter)
+    shard: Tensor = parameter.ds_tensor.data[:numel]
+    return shard
+
+
+# Weights without a master copy: frozen ones, and all of them outside of training
+
+
+def read_partition(parameter: Any) -> Tensor:
+    """Return this rank's shard of `parameter` for a checkpoint, or all of a parameter that is not partitioned."""
+    if not is_of_stage3(parameter):
+        full: Tensor = parameter.detach()
+        return full
+    start, numel = flat_range_of(parameter)
+
+    def read() -> Tensor:
+        with parameter_files.in_memory(parameter, write=False):
+            return shard_of(parameter).clone()
+
+    return FlatShard(parameter.ds_shape, parameter.dtype, start, numel, read)
+
+
+def write_partition(parameter: Any, full: Tensor) -> bool:
+    """Copy this rank's shard of the `full` tensor into `parameter`; return `False` if it is not partitioned."""
+    if not is_of_stage3(parameter):
+        return False
+    start, _ = flat_range_of(parameter)
+    with parameter_files.in_memory(parameter, write=True):
+        read_flat_range(full, start, shard_of(parameter))
+    write_gathered(parameter, full)
+    return True
+
+
+def write_partitions(written: list[tuple[Parameter, Tensor]]) -> None:
+    """Copy this rank's shards of full tensors into those parameters that are partitioned."""
+    for parameter, full in written:
+        write_partition(parameter, full)
+
+
+def write_gathered(parameter: Any, full: Tensor) -> None:
+    """Copy the `full` tensor into a parameter of stage 3 that is gathered now, as small ones are between steps."""
+    if not is_partitioned(parameter):
+        parameter.data.copy_(materialize(full).view(parameter.data.shape))
+
+
 def lies_in(folder: Path, parameter: Any) -> bool:
-    """Whether this rank's part of `parameter` is in a file below `folder`, and only there."""
+    """Whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
     on_nvme = is_partitioned(parameter) and parameter_files.is_in_file_only(parameter)
     return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
 
 
-@contextmanager
-def true_shapes(module: Module) -> Iterator[None]:
-    """Let partitioned parameters show their true shapes, without any memory, and NaN as values.
+# What modules need before DeepSpeed partitions them, or after it has
 
-    DeepSpeed leaves an empty tensor in their place: `parameter.dim() > 1`, which so many optimizers' groups are made
-    by, would be false for all of them.
+
+@contextmanager
+def full_shapes_shown(module: Module) -> Iterator[None]:
+    """Let partitioned parameters show their full shapes, with NaN as values and without using memory.
+
+    DeepSpeed leaves an empty tensor in their place. `parameter.dim() > 1`, by which many models sort parameters into
+    groups of the optimizer, would be false for all of them.
     """
     parameters: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
     hidden = [(parameter, parameter.data) for parameter in parameters]
@@ -55,7 +128,7 @@ def true_shapes(module: Module) -> Iterator[None]:
 
 
 class _ScalarsAsBytes(TorchFunctionMode):
-    """DeepSpeed broadcasts parameters as bytes, by `tensor.view(torch.uint8)`, which torch refuses for a scalar."""
+    """Let scalars be viewed as bytes, which torch refuses and DeepSpeed does to broadcast a parameter."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,37 +139,37 @@ class _ScalarsAsBytes(TorchFunctionMode):
 
 
 def scalars_as_bytes() -> TorchFunctionMode:
-    """Return a context in which 0-dimensional parameters can be broadcast by DeepSpeed."""
+    """Return a context in which DeepSpeed can broadcast 0-dimensional parameters."""
     return _ScalarsAsBytes()
 
 
 def make_contiguous(parameter: Any) -> None:
-    """Lay out a whole `parameter` row by row: DeepSpeed sends and divides it as bytes in this order."""
+    """Lay out a full `parameter` row by row: DeepSpeed sends and partitions its bytes in this order."""
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
 
 
 def check_not_empty(module: Module) -> None:
-    """Raise a `ConfigurationError` if a parameter has no elements: stage 3 would wait for them in vain."""
+    """Raise a `ConfigurationError` if a parameter has no elements: stage 3 would wait for it forever."""
     for name, parameter in module.named_parameters():
-        if getattr(parameter, "ds_numel", parameter.numel()) == 0:
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if full_numel(parameter) == 0:
             raise ConfigurationError(
-                f"ZeRO stage 3 cannot divide a parameter without elements, and {name!r} has shape {shape}. Leave it "
-                "out (`None` in its place), make it a buffer, or use paral_zero2."
+                f"ZeRO stage 3 cannot divide a parameter without elements, and {name!r} has shape "
+                f"{full_shape(parameter)}. Leave it out (`None` in its place), make it a buffer, or use paral_zero2."
             )
 
 
 def rejoin(module: Module) -> None:
-    """Give parameters partitioned in a run before the process group of this one, also if that run failed.
+    """Attach parameters that an earlier run has partitioned to the process group of this one.
+
+    Forwards that a failure of that run interrupted are marked as ended.
 
     Raises:
         ConfigurationError: they were partitioned among another number of ranks.
     """
     from deepspeed.comm import get_rank, get_world_group, get_world_size
 
-    partitioned: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
-    # A failure inside a forward leaves modules and parameters as if they were still in use.
+    partitioned: list[Any] = [parameter for parameter in module.parameters() if is_of_stage3(parameter)]
     for part in module.modules():
         end_forward(part)
     for parameter in partitioned:
@@ -106,79 +179,3 @@ def rejoin(module: Module) -> None:
                 f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
             )
         join_group(parameter, get_world_group())
-
-
-class Belongings:
-    """What modules and parameters held before DeepSpeed took them, to give them back as they were.
-
-    DeepSpeed leaves hooks, methods and references on every module and parameter, which keep its buffers alive and
-    break the next engine.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self._modules = [(part, _contents(part)) for part in module.modules()]
-        self._parameters = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
-        self.were_whole = not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-        """Whether the module has already been in the memory of every rank."""
-
-    @property
-    def are_on_nvme(self) -> bool:
-        """Whether parameters were built in files, which stay there."""
-        return any(parameter_files.has_file(parameter) for parameter, _ in self._parameters)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all parameters, whole."""
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p, _ in self._parameters)
-
-    def restore(self, gather: bool) -> None:
-        """Take away what DeepSpeed added. Parameters are whole again, on the host.
-
-        *Collective* over the world if `gather`. Otherwise partitioned parameters stay as they are.
-        """
-        partitioned = any(hasattr(parameter, "ds_id") for parameter, _ in self._parameters)
-        unpartition = gather or (self.were_whole and not partitioned)
-        if unpartition:
-            for parameter, names in self._parameters:
-                parameter.data = _whole_on_host(parameter)
-                parameter.grad = None
-                for name in set(vars(parameter)) - (names if self.were_whole else _of_users(parameter)):
-                    delattr(parameter, name)
-        for part, contents in self._modules:
-            _restore_contents(part, contents, unpartition)
-
-
-def _of_users(parameter: Any) -> set[str]:
-    """Return the names of the attributes of a parameter that was built partitioned which DeepSpeed did not give it."""
-    return {name for name, value in vars(parameter).items() if not is_from_deepspeed(name, value)}
-
-
-def _whole_on_host(parameter: Any) -> Tensor:
-    if is_partitioned(parameter):
-        parameter.all_gather()
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    whole: Tensor = parameter.data.detach().to("cpu", copy=True).view(shape)
-    return whole
-
-
-def _contents(part: Module) -> tuple[set[str], dict[str, set[int]], type]:
-    hooks = {name: set(module_hooks.hooks_in(part, name)) for name in module_hooks.ALL}
-    return set(vars(part)), hooks, type(own_parameters(part))
-
-
-def _restore_contents(part: Module, contents: tuple[set[str], dict[str, set[int]], type], unpartition: bool) -> None:
-    names, hooks, kind = contents
-    for name, kept in hooks.items():
-        installed = module_hooks.hooks_in(part, name)
-        for key in set(installed) - kept:
-            del installed[key]
-    for name in set(vars(part)) - names:
-        if is_of_engine(name) or (unpartition and is_of_division(name)):
-            delattr(part, name)
-    if unpartition:
-        restore_container(part, kind)
-
-
-def count_trained(parameters: Iterable[Parameter]) -> int:
-    """Return the number of elements in parameters that require a gradient, partitioned or not."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)

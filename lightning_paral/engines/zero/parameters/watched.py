@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
-from lightning_paral.engines.zero.gradients.hidden import refuse_gradient, refuse_new_gradient
-from lightning_paral.engines.zero.parameters.callers import is_users
 
 if TYPE_CHECKING:
     from lightning_paral.engines.zero.parameters.writes import Writes
+
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from lightning_paral.errors import ParalError
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
@@ -190,3 +194,42 @@ def plain_data(parameter: Parameter) -> Tensor:
     with DisableTorchFunctionSubclass():
         values: Tensor = _data.__get__(parameter)
     return values
+
+
+_ENGINE = ("deepspeed", "lightning_paral")
+
+
+def is_users(depth: int = 2) -> bool:
+    """Whether the function `depth` calls up, past functions of torch's, is neither DeepSpeed's nor ours.
+
+    Lightning counts as the user's: what it does with parameters, its callbacks do, for the user.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "torch":
+            return package not in _ENGINE
+        frame = frame.f_back
+    return True
+
+
+class HiddenGradientError(ParalError, RuntimeError):
+    """Code of the user's read or set `parameter.grad`, which is empty under ZeRO."""
+
+
+def refuse_gradient(name: str) -> NoReturn:
+    """Raise the error for a read of `.grad` of the parameter `name`."""
+    raise HiddenGradientError(
+        f"The gradient of {name!r} was read by parameter.grad, but under ZeRO each rank holds its part of the "
+        "gradients only, and not there. Read whole gradients with `self.trainer.strategy.full_gradient(parameter)`, "
+        "their norm with `self.trainer.strategy.gradient_norm()`, and clip with `self.clip_gradients(optimizer, ...)`."
+    )
+
+
+def refuse_new_gradient(name: str) -> NoReturn:
+    """Raise the error for setting `.grad` of the parameter `name`."""
+    raise HiddenGradientError(
+        f"parameter.grad of {name!r} was set in a hook or step, but under ZeRO each rank holds its part of the "
+        "gradients only, and not there: the optimizer would not see it. Change the loss instead, or train with "
+        "paral_ddp or paral_fsdp."
+    )

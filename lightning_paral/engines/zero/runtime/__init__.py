@@ -1,1 +1,1 @@
-"""DeepSpeed in this process: its release, accelerator, process group and environment."""
+"""DeepSpeed in this process: its release, configuration, process group, operators and files on NVMe."""

@@ -3,12 +3,13 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from packaging.version import Version
 
 from lightning_paral.compat.checks import check_instance, check_names
@@ -19,7 +20,6 @@ from lightning_paral.compat.deepspeed.linear import restore_linear
 from lightning_paral.compat.deepspeed.operators import check_shared_memory_left_out, leave_out_shared_memory
 from lightning_paral.compat.deepspeed.process_groups import release_groups
 from lightning_paral.compat.deepspeed.remains import forget_autocast, forget_contexts, forget_modules
-from lightning_paral.engines.zero.runtime.environment import variables_as_before
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
 
@@ -95,10 +95,32 @@ def quiet_deepspeed(level: int) -> Iterator[None]:
     logger.setLevel(level)
 
 
-def rank_variables_as_before() -> AbstractContextManager[None]:
-    """Give the environment's variables for launched ranks, which DeepSpeed needs, their old values at the end."""
-    # Lightning takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
-    return variables_as_before(_RANK_VARIABLES)
+@contextmanager
+def deepspeed_joined(
+    environment: ClusterEnvironment, ranks: tuple[int, int, int], level: int, device: torch.device
+) -> Iterator[None]:
+    """Let DeepSpeed use the default process group inside this context. *Collective* over the group.
+
+    The environment's variables for launched ranks, which DeepSpeed reads, have their old values after it. Lightning
+    takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
+
+    Args:
+        environment: where the main process is.
+        ranks: rank, world size and local rank.
+        level: DeepSpeed's messages below this level of `logging` are dropped.
+        device: of this rank.
+
+    Raises:
+        ConfigurationError: DeepSpeed was imported before, and has settled on another kind of device.
+    """
+    with variables_as_before(_RANK_VARIABLES):
+        values = (environment.main_address, environment.main_port, *ranks)
+        os.environ.update(zip(_RANK_VARIABLES, map(str, values), strict=True))
+        join_deepspeed(level, device)
+        try:
+            yield
+        finally:
+            leave_deepspeed()
 
 
 def join_deepspeed(level: int, device: torch.device) -> None:
@@ -145,3 +167,17 @@ def leave_deepspeed() -> None:
     restore_linear()
     forget_modules()
     forget_autocast()
+
+
+@contextmanager
+def variables_as_before(names: Iterable[str]) -> Iterator[None]:
+    """Give the environment's variables `names` their old values when the context ends."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -7,15 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.state.weights import true_shape
 from lightning_paral.compat.deepspeed import subgroups
 from lightning_paral.compat.deepspeed.masters import master_run_of
-from lightning_paral.engines.zero.offload.nvme_swap import Swapping
-from lightning_paral.engines.zero.parameters.partition import run_of_partition
+from lightning_paral.engines.zero.parameters.partition import flat_range_of, full_shape
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRange:
     """This rank's run of a flattened parameter, and where it lies in its partition."""
 
     shape: tuple[int, ...]
@@ -30,10 +28,10 @@ class Partition:
     place = 0
     """Other than 0 where it has to be read from NVMe, all of it for any part: tensors are best read place by place."""
 
-    def __init__(self, optimizer: Any, index: int, runs: dict[int, Run]) -> None:
+    def __init__(self, optimizer: Any, index: int, ranges: dict[int, FlatRange]) -> None:
         self._optimizer = optimizer
         self._index = index
-        self.runs = runs
+        self.ranges = ranges
         """By `id` of the parameter."""
 
     @contextmanager
@@ -53,7 +51,7 @@ class Partition:
         state: dict[str, Any] = self._optimizer.optimizer.state[self.flat]
         return state
 
-    def read(self, run: Run, key: str | None) -> Tensor:
+    def read(self, run: FlatRange, key: str | None) -> Tensor:
         """Return this rank's run of the fp32 weight, or of the optimizer's state `key`."""
         with self.opened(write=False) as (flat, state):
             values = flat.detach() if key is None else state[key]
@@ -69,11 +67,70 @@ class Partition:
         return type(self._optimizer.optimizer).__module__.startswith("deepspeed.ops")
 
 
+class Swapping:
+    """Brings one sub-group at a time into memory, and leaves it there while a save reads it tensor by tensor.
+
+    DeepSpeed reads and writes a sub-group whole: its weights and all of its optimizer's state.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._inside: int | None = None
+        self._staying = False
+
+    def concerns(self, index: int) -> bool:
+        """Whether the sub-group is on NVMe."""
+        return subgroups.is_on_nvme(self._optimizer, index)
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Leave the sub-group that was read last in memory, until another is read or this context ends."""
+        self._staying = True
+        try:
+            yield
+        finally:
+            self._staying = False
+            self._release()
+
+    @contextmanager
+    def reading(self, index: int) -> Iterator[None]:
+        """Have a sub-group in memory, to look at it only."""
+        if self._inside != index:
+            self._release()
+            self._read(index)
+        try:
+            yield
+        finally:
+            if not self._staying:
+                self._release()
+
+    @contextmanager
+    def writing(self, index: int) -> Iterator[None]:
+        """Have a sub-group in memory, and write it back unless there is an error."""
+        self._release()
+        self._read(index)
+        try:
+            yield
+            subgroups.swap_out(self._optimizer, index)
+            self._inside = None
+        finally:
+            self._release()
+
+    def _read(self, index: int) -> None:
+        subgroups.swap_in(self._optimizer, index)
+        self._inside = index
+
+    def _release(self) -> None:
+        if self._inside is not None:
+            subgroups.let_go(self._optimizer, self._inside)
+            self._inside = None
+
+
 class PartitionOfStage3(Partition):
     """A sub-group of stage 3, which may be on NVMe."""
 
-    def __init__(self, optimizer: Any, index: int, runs: dict[int, Run], swapping: Swapping) -> None:
-        super().__init__(optimizer, index, runs)
+    def __init__(self, optimizer: Any, index: int, ranges: dict[int, FlatRange], swapping: Swapping) -> None:
+        super().__init__(optimizer, index, ranges)
         self._swapping = swapping
         self.place = index + 1 if swapping.concerns(index) else 0
 
@@ -105,23 +162,23 @@ class PartitionOfStage3(Partition):
 def partitions_of(optimizer: Any, stage: int, swapping: Swapping) -> list[Partition]:
     """Return what this rank holds of an optimizer of DeepSpeed's."""
     if stage < 3:
-        return [Partition(optimizer, n, _runs_of(group)) for n, group in enumerate(optimizer.bit16_groups)]
+        return [Partition(optimizer, n, _ranges_of(group)) for n, group in enumerate(optimizer.bit16_groups)]
     return [
-        PartitionOfStage3(optimizer, n, {id(p): _run_of_stage3(p, optimizer) for p in group}, swapping)
+        PartitionOfStage3(optimizer, n, {id(p): _range_of_stage3(p, optimizer) for p in group}, swapping)
         for n, group in enumerate(optimizer.fp16_groups)
     ]
 
 
-def _runs_of(parameters: Sequence[Any]) -> dict[int, Run]:
+def _ranges_of(parameters: Sequence[Any]) -> dict[int, FlatRange]:
     runs = {}
     for parameter in parameters:
         start, numel, position = master_run_of(parameter)
-        runs[id(parameter)] = Run(true_shape(parameter), start, numel, position)
+        runs[id(parameter)] = FlatRange(full_shape(parameter), start, numel, position)
     return runs
 
 
-def _run_of_stage3(parameter: Any, optimizer: Any) -> Run:
+def _range_of_stage3(parameter: Any, optimizer: Any) -> FlatRange:
     position, share = subgroups.position_of(optimizer, parameter)
-    start, numel = run_of_partition(parameter)
+    start, numel = flat_range_of(parameter)
     assert numel <= share
-    return Run(true_shape(parameter), start, numel, position)
+    return FlatRange(full_shape(parameter), start, numel, position)

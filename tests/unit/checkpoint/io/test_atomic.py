@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_paral.checkpoint.io.atomic import AtomicPath, _id_of_save, _sibling, remove, remove_leftovers, resolve
+from lightning_paral.checkpoint.io.atomic import AtomicPath, _new_save_id, _sibling, remove, remove_leftovers, resolve
 
 ROOT = Path(__file__).parents[4]
 
@@ -151,7 +151,7 @@ flock = fcntl.flock
 
 def test_locks_suit_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
-    _sibling(tmp_path / "x.ckpt", "saving", _id_of_save(tmp_path / "x.ckpt")).mkdir()
+    _sibling(tmp_path / "x.ckpt", "saving", _new_save_id(tmp_path / "x.ckpt")).mkdir()
     write(tmp_path / "x.ckpt", "new")
     assert os.listdir(tmp_path) == ["x.ckpt"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.engines.zero.optimizer.elementwise import check_elementwise
-from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer, twin_of
+from lightning_paral.engines.zero.training.elementwise import check_elementwise
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, twin_of
 from lightning_paral.errors import ConfigurationError
 from tests.models.regression import Regression
 

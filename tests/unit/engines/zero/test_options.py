@@ -11,13 +11,12 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
-from lightning_paral.engines.zero.config import settings
-from lightning_paral.engines.zero.config.options import check_precision
-from lightning_paral.engines.zero.offload.nvme import check_space
-from lightning_paral.engines.zero.offload.operators import load_operator
-from lightning_paral.engines.zero.optimizer.accepted import check_kind, engines_optimizer
-from lightning_paral.engines.zero.optimizer.twin import UsersOptimizer
+from lightning_paral.engines.zero.options import check_precision
+from lightning_paral.engines.zero.runtime import config as settings
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
+from lightning_paral.engines.zero.runtime.nvme import check_free_space
+from lightning_paral.engines.zero.runtime.operators import load_operator
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
 from lightning_paral.tested_versions import TESTED_VERSIONS
 from tests.models.regression import Regression
 from tests.running import quiet_trainer
@@ -90,7 +89,7 @@ def test_nvme_folder_has_to_do_direct_io() -> None:
 
 def test_nvme_space_is_compared_with_the_need(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"1000000.00 GB there, and [\d.]+ GB are free"):
-        check_space(tmp_path, 10**15)
+        check_free_space(tmp_path, 10**15)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])

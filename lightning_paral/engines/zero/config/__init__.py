@@ -1,1 +1,0 @@
-"""The strategy's options, and the DeepSpeed configuration made of them."""

@@ -1,1 +1,0 @@
-"""Partitioned gradients: which parameters take part, norms, clipping and loss scales."""

@@ -1,1 +1,0 @@
-"""Offload to the host and to NVMe: what it compiles, checks and stores."""

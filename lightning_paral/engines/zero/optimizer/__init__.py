@@ -1,1 +1,0 @@
-"""The user's optimizers, and what DeepSpeed is given in their place."""

@@ -1,0 +1,154 @@
+"""The strategy's own options: shorthands, and which of them go together."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_paral.engines.zero.runtime import config as settings
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.option_types import check_at_least
+from lightning_paral.options import Offload
+
+PATH_VARIABLE = "PARAL_NVME_PATH"
+"""The environment variable that says which folder `strategy="paral_zero3_nvme"` uses."""
+
+
+def as_offload(offload: Offload | str | None) -> Offload | None:
+    """Return `"cpu"` and `"nvme"` as the `Offload` they stand for."""
+    if isinstance(offload, str):
+        return Offload(offload, path=os.environ.get(PATH_VARIABLE))  # type: ignore[arg-type]
+    return offload
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeROOptions:
+    """What is sharded, where it is kept, and how it is trained, as `ParalZeROStrategy` documents it.
+
+    Raises:
+        ConfigurationError: a stage that does not exist, or that cannot offload what it is to; a contradiction between
+            an argument and DeepSpeed's configuration.
+    """
+
+    stage: int
+    offload_optimizer: Offload | None = None
+    offload_parameters: Offload | None = None
+    overlap_comm: bool | None = None
+    reduce_bucket_numel: int | None = None
+    gather_bucket_numel: int | None = None
+    users_config: Mapping[str, Any] = field(default_factory=dict)
+    """The part of DeepSpeed's configuration that the user wrote."""
+    trust_optimizer: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    logging_level: int = logging.ERROR
+
+    def __post_init__(self) -> None:
+        check_stage(self.stage, self.offload_optimizer, self.offload_parameters)
+        check_at_least("ParalZeROStrategy", "reduce_bucket_numel", self.reduce_bucket_numel, 1)
+        check_at_least(
+            "ParalZeROStrategy", "gather_bucket_numel", self.gather_bucket_numel, 0 if self.stage == 3 else 1
+        )
+        settings.merge(self.section(pin_memory=False), self.users_config.get("zero_optimization", {}))
+
+    @property
+    def strategy_name(self) -> str:
+        """The registered name that is nearest to these options."""
+        if self.offload_optimizer is None:
+            return f"paral_zero{self.stage}"
+        return f"paral_zero{self.stage}_" + ("offload" if self.offload_optimizer.device == "cpu" else "nvme")
+
+    def deepspeed_config(
+        self, precision: str, device: torch.device, nvme_folders: Mapping[str, Path]
+    ) -> dict[str, Any]:
+        """Return DeepSpeed's configuration of one run, without sizes that depend on the module.
+
+        Args:
+            precision: what `Trainer(precision=...)` says.
+            device: of this rank.
+            nvme_folders: where the run offloads to NVMe, by DeepSpeed's name of the offload.
+        """
+        zero = self.section(pin_memory=device.type == "cuda")
+        for offload, folder in nvme_folders.items():
+            zero[offload]["nvme_path"] = str(folder)
+        return settings.complete({"zero_optimization": zero} | settings.precision_section(precision), self.users_config)
+
+    def section(self, pin_memory: bool) -> dict[str, Any]:
+        """Return DeepSpeed's section `zero_optimization`, without the paths of an NVMe offload, which are a run's."""
+        section: dict[str, Any] = {"stage": self.stage}
+        if self.overlap_comm is not None:
+            section["overlap_comm"] = self.overlap_comm
+        if self.reduce_bucket_numel is not None:
+            section["reduce_bucket_size"] = self.reduce_bucket_numel
+        if self.gather_bucket_numel is not None:
+            bucket = "stage3_prefetch_bucket_size" if self.stage == 3 else "allgather_bucket_size"
+            section[bucket] = self.gather_bucket_numel
+        if self.offload_optimizer is not None:
+            section["offload_optimizer"] = _whereabouts(self.offload_optimizer, pin_memory) | {
+                "ratio": self.offload_optimizer.ratio,
+            }
+        if self.offload_parameters is not None:
+            section["offload_param"] = _whereabouts(self.offload_parameters, pin_memory) | {
+                "buffer_size": self.offload_parameters.buffer_numel,
+                "max_in_cpu": self.offload_parameters.max_in_cpu_numel,
+            }
+        return section
+
+    @property
+    def on_nvme(self) -> dict[str, Offload]:
+        """The offloads to NVMe, by the name of their option."""
+        offloads = {"offload_optimizer": self.offload_optimizer, "offload_parameters": self.offload_parameters}
+        return {option: offload for option, offload in offloads.items() if offload and offload.device == "nvme"}
+
+
+def averaging_obstacle(options: ZeROOptions) -> str | None:
+    """Return why weights cannot be averaged with `options`, and what to do; `None` if they can."""
+    if "offload_parameters" in options.on_nvme:
+        return (
+            "with parameters on NVMe, every average would read all of them. Keep them on the host, by "
+            'offload_parameters="cpu", or leave out the callback.'
+        )
+    zero = options.users_config.get("zero_optimization", {})
+    copies = [key for key in ("zero_hpz_partition_size", "mics_shard_size") if zero.get(key, 0) > 1]
+    if copies:
+        return (
+            f"{copies[0]}={zero[copies[0]]} lets DeepSpeed gather weights from elsewhere than where they are updated. "
+            "Leave the option out, or the callback."
+        )
+    return None
+
+
+def _whereabouts(offload: Offload, pin_memory: bool) -> dict[str, Any]:
+    return {
+        "device": offload.device,
+        "pin_memory": pin_memory if offload.pin_memory is None else offload.pin_memory,
+        "buffer_count": offload.buffer_count,
+    }
+
+
+def check_stage(stage: object, offload_optimizer: Offload | None, offload_parameters: Offload | None) -> None:
+    """Raise a `ConfigurationError` for a stage that does not exist or cannot offload what it is to."""
+    if stage not in (1, 2, 3):
+        raise ConfigurationError(
+            f"stage={stage!r} is not one of ZeRO's: 1 divides the optimizer state, 2 gradients, too, 3 parameters, too."
+        )
+    if stage != 3 and offload_parameters is not None:
+        raise ConfigurationError(
+            f"offload_parameters needs stage=3, but stage={stage}: below it every rank computes with whole parameters."
+        )
+    if stage != 3 and offload_optimizer is not None and offload_optimizer.device == "nvme":
+        raise ConfigurationError(f"offload_optimizer=Offload('nvme') needs stage=3, but stage={stage}. Use 'cpu'.")
+    if stage != 3 and offload_optimizer is not None and offload_optimizer.ratio != 1.0:
+        raise ConfigurationError(f"Offload(ratio={offload_optimizer.ratio}) needs stage=3, but stage={stage}.")
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raise a `ConfigurationError` for fp16 on CPU."""
+    if precision.startswith("16") and device.type == "cpu":
+        raise ConfigurationError(
+            f"precision={precision!r} is fp16, which DeepSpeed does not train in on CPU. Use 'bf16-{precision[3:]}'."
+        )

@@ -1,0 +1,282 @@
+"""One run under ZeRO, from `setup` to `teardown`: DeepSpeed's engines around a module, and the module restored."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
+from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.zero.engine.build import (
+    build_engines,
+    build_inference_engine,
+    build_training_engine,
+    check_parameters,
+    check_several,
+    destroy,
+    drop_gradients_of_others,
+    trained_of,
+)
+from lightning_paral.engines.zero.engine.construction import warn_of_full_parameters
+from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, hooks_of, new_hooks
+from lightning_paral.engines.zero.engine.precision import ZeROPrecision
+from lightning_paral.engines.zero.options import ZeROOptions, check_precision
+from lightning_paral.engines.zero.parameters.partition import count_trained, is_of_stage3, is_partitioned
+from lightning_paral.engines.zero.parameters.requires_grad import FixedParameters
+from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
+from lightning_paral.engines.zero.runtime.config import check_users_precision, fill_in
+from lightning_paral.engines.zero.runtime.deepspeed import check_accelerator
+from lightning_paral.engines.zero.runtime.nvme import check_offload, check_space, load_async_io
+from lightning_paral.engines.zero.state.engine_shards import EngineShards
+from lightning_paral.engines.zero.state.zero_state import ZeroState
+from lightning_paral.engines.zero.training.gradients import PartitionedGradients
+from lightning_paral.engines.zero.training.joint_gradients import join_gradients
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
+from lightning_paral.model.buffers import shared_buffers
+from lightning_paral.model.host_memory_check import host_memory_shortage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What the strategy and the Trainer say about a run."""
+
+    options: ZeROOptions
+    config: Mapping[str, Any]
+    """DeepSpeed's configuration, without sizes that depend on the module."""
+    precision: ZeROPrecision
+    dims: ParallelDims
+    ranks_per_host: int
+
+
+def check_run(options: ZeROOptions, precision: str, device: torch.device) -> None:
+    """Check what the Trainer has set, and that this host has what `options` need. Does not import DeepSpeed.
+
+    Args:
+        options: of the strategy.
+        precision: what `Trainer(precision=...)` says.
+        device: of this rank.
+
+    Raises:
+        ConfigurationError: it does not fit `options`; a compiler, a library or a folder is missing.
+    """
+    check_accelerator(device)
+    check_precision(precision, device)
+    check_users_precision(precision, options.users_config)
+    check_offload(options)
+
+
+class ZeroRun(ZeroState):
+    """The state of a module during one run. `train` or `evaluate` builds engines around it, `restore` removes them.
+
+    Args:
+        module: the LightningModule, its parameters in full or partitioned.
+        optimizers: the strategy's, of the last fit.
+        device: of this rank.
+        ended: the optimizers of past runs.
+        settings: of this run.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        ended: EndedOptimizers,
+        settings: RunSettings,
+    ) -> None:
+        super().__init__(module, optimizers, device, ended)
+        self._root = module
+        self._settings = settings
+        self._snapshot = ModuleSnapshot(module)
+        self._root_hooks = hooks_of(module)
+        self._built: list[Any] = []
+        self._users: list[UsersOptimizer] = []
+        self._fixed: FixedParameters | None = None
+        self._undo = ExitStack()
+
+    # Setup
+
+    def check_size(self) -> None:
+        """Warn of parameters that every rank built in full at stage 3, and check that offload to NVMe has room.
+
+        Raises:
+            ConfigurationError: a disk has not.
+        """
+        options, dims = self._settings.options, self._settings.dims
+        if options.stage == 3:
+            warn_of_full_parameters(self.module)
+        num_elements = count_trained(self.module.parameters())
+        check_space(options, num_elements * self._settings.ranks_per_host // dims.shard)
+
+    def train(self, optimizers: Sequence[Any]) -> Any:
+        """Build an engine for each optimizer, and return what the steps run through. *Collective* over the world.
+
+        Args:
+            optimizers: what `configure_optimizers` returned. If it was `None`, the module is prepared as for an
+                evaluation.
+
+        Raises:
+            ConfigurationError: ZeRO cannot train the parameters, or use an optimizer or several of them.
+        """
+        found = check_kind(list(optimizers), self._root)
+        if found is None:
+            return self.evaluate()
+        self.optimizers = found
+        self._users = [UsersOptimizer(optimizer, self.module) for optimizer in found]
+        forward, engines = self._build_engines()
+        self._built = [forward, *engines]
+        shards = [EngineShards(engine, self.module, of) for engine, of in zip(engines, self._users, strict=True)]
+        writes = self.start_training(shards)
+        gradients = []
+        for engine, of, kept in zip(engines, self._users, shards, strict=True):
+            usage = kept.watch_usage(find_unused=self._settings.options.find_unused_parameters)
+            gradients.append(PartitionedGradients(engine, of, writes, usage))
+        self.gradients = self._settings.precision.start_fit(join_gradients(gradients, found))
+        self._redirect_users_calls(gradients)
+        self._fixed = FixedParameters(self.module, self._undo)
+        return forward
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are engines that train."""
+        return self.gradients is not None
+
+    def evaluate(self) -> Any:
+        """Prepare the module for forwards only, and return what they run through. *Collective* over the world.
+
+        At stage 3 that is an engine which gathers parameters, otherwise the module, moved to the device.
+        """
+        options = self._settings.options
+        forward: Any
+        if options.stage == 3 and next(self.module.parameters(), None) is not None:
+            load_async_io(options)
+            forward = build_inference_engine(self.module, self._sized_config(self.module), self.device)
+            self._built = [forward]
+            self.start_evaluation()
+        else:
+            forward = self.module.to(self.device)
+        if self._settings.dims.data_size > 1:
+            full = [parameter for parameter in self.module.parameters() if not is_of_stage3(parameter)]
+            broadcast([*full, *shared_buffers(self.module)])
+        return forward
+
+    def redirection(self) -> RootHooksOnce:
+        """Return what runs steps through the engine, given the hooks that it has put on the root module."""
+        return RootHooksOnce(new_hooks(self.module, self._root_hooks))
+
+    def check_fixed(self) -> None:
+        """Check that the same parameters are trained as at setup.
+
+        Raises:
+            ConfigurationError: parameters were unfrozen or added since; names them.
+        """
+        if self._fixed is not None:
+            self._fixed.check()
+
+    def _build_engines(self) -> tuple[Any, list[Any]]:
+        """Return what steps run through, and the engine of each optimizer."""
+        options, module = self._settings.options, self.module
+        offload, trust = options.offload_optimizer is not None, options.trust_optimizer
+        if len(self._users) > 1:
+            check_several(self._users, options, self._settings.precision.precision)
+            for handle in drop_gradients_of_others(module, self._users):
+                self._undo.callback(handle.remove)
+            return build_engines(module, self._users, self._sized_config, self.device, offload=offload, trust=trust)
+        config = self._sized_config(module)
+        check_parameters(module, trained_of(module), config)
+        optimizer = engines_optimizer(self._users[0], offload=offload, trust=trust)
+        load_async_io(options)
+        engine = build_training_engine(module, optimizer, config, self.device)
+        return engine, [engine]
+
+    def _sized_config(self, module: Module) -> dict[str, Any]:
+        """Return DeepSpeed's configuration for `module`, by the number of elements that are trained."""
+        zero = fill_in(
+            self._settings.config["zero_optimization"],
+            self._settings.options.stage,
+            count_trained(module.parameters()),
+            device_type=self.device.type,
+            num_ranks=self._settings.dims.shard,
+        )
+        return {**self._settings.config, "zero_optimization": zero}
+
+    def _redirect_users_calls(self, gradients: Sequence[PartitionedGradients]) -> None:
+        """Let `zero_grad` of the module and its optimizers drop DeepSpeed's gradients, and hide optimizer states."""
+        assert self.gradients is not None
+        found: Any = LightningModule.optimizers(self._root)
+        wrappers = found if isinstance(found, list) else [found]
+        for of, wrapper, each in zip(self._users, wrappers, gradients, strict=True):
+            of.hide_state(each.zero_grad)
+            vars(wrapper)["zero_grad"] = each.zero_grad  # it inherits torch's
+            self._undo.callback(vars(wrapper).pop, "zero_grad", None)
+        vars(self.module)["zero_grad"] = self.gradients.zero_grad
+        self._undo.callback(vars(self.module).pop, "zero_grad", None)
+
+    # Teardown
+
+    def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
+        """Return the module in full, on the host, without what DeepSpeed added; see `ShardedState.restore`.
+
+        Where it stays partitioned, a next run under ZeRO takes it as it is.
+        """
+        self._settings.precision.end_fit()
+        try:
+            if self.writes is not None:
+                self.writes.end(settle=not failed)
+            for users in self._users:
+                users.show_state()
+            if self.gradients is not None:
+                self._keep_optimizer_states(ended)
+                self.gradients.end()
+            self._snapshot.restore(gather=self._may_gather(failed))
+            for engine in {id(each): each for each in self._built if hasattr(each, "destroy")}.values():
+                destroy(engine)
+        finally:
+            self._undo.close()
+
+    def _keep_optimizer_states(self, ended: EndedOptimizers) -> None:
+        lost = self._why_states_are_lost()
+        for optimizer in self.optimizers:
+            if lost is not None:
+                ended.lose(optimizer, lost)
+                continue
+            try:
+                ended.keep(optimizer, self.module, self.optimizer_state(optimizer), {})
+            except Exception as error:  # raised when the state is asked for; the run has to end here
+                ended.lose(optimizer, str(error))
+
+    def _why_states_are_lost(self) -> str | None:
+        if "offload_optimizer" in self._settings.options.on_nvme:
+            return "it was on NVMe"
+        if self._settings.precision.is_low:
+            return "it belongs to fp32 master copies of the weights, which went with the run"
+        return None
+
+    def _may_gather(self, failed: bool) -> bool:
+        """Return whether ranks can gather the full module; warn if not. *Collective*, unless `failed`."""
+        name = type(self.module).__name__
+        if failed:
+            if any(is_partitioned(parameter) for parameter in self.module.parameters()):
+                warnings.warn(
+                    f"{name} stays partitioned, as the run failed: its parameters are empty on every rank, for "
+                    "state_dict() and copies, too. Load a checkpoint into a new module, or fit this one again under "
+                    "ZeRO stage 3, which takes it as it is.",
+                    stacklevel=2,
+                )
+            return False
+        if self._snapshot.was_full:
+            return True
+        obstacle: str | None = "its weights lie on NVMe"
+        if not self._snapshot.is_on_nvme:
+            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_host)
+        if obstacle is not None:
+            rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
+        return obstacle is None

@@ -1,0 +1,151 @@
+"""Offload to NVMe: whether a folder will do."""
+
+import atexit
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from torch.nn import Module
+
+from lightning_paral.engines.zero.options import ZeROOptions
+from lightning_paral.engines.zero.parameters.partition import lies_in
+from lightning_paral.engines.zero.runtime.operators import check_compiler, load_operator
+from lightning_paral.errors import ConfigurationError
+
+_BLOCK_BYTES = 4096
+
+
+def check_folder(path: str | Path) -> None:
+    """Raise a `ConfigurationError` unless `path` is a folder that can be written, past the page cache."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigurationError(f"Offload('nvme', path={str(path)!r}): there is no such folder. Create it first.")
+    try:
+        descriptor, probe = tempfile.mkstemp(dir=folder, prefix="paral_zero_probe_")
+    except OSError as error:
+        raise ConfigurationError(
+            f"Offload('nvme', path={str(path)!r}) cannot be written: {error.strerror}. Choose a folder this user owns."
+        ) from error
+    os.close(descriptor)
+    try:
+        _write_directly(probe)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Offload('nvme', path={str(path)!r}): its file system does not do direct I/O ({error.strerror}), which "
+            "DeepSpeed's asynchronous reads and writes are. Choose a folder on a local disk (ext4, xfs), not on tmpfs "
+            "or a network share."
+        ) from error
+    finally:
+        os.unlink(probe)
+
+
+def _write_directly(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+    try:
+        with mmap.mmap(-1, _BLOCK_BYTES) as block:  # direct I/O wants memory aligned to a page
+            os.write(descriptor, block)
+    finally:
+        os.close(descriptor)
+
+
+def check_free_space(path: str | Path, needed_bytes: int) -> None:
+    """Raise a `ConfigurationError` if the disk of `path` has less free than all ranks of this host will write."""
+    free_bytes = shutil.disk_usage(path).free
+    if free_bytes < needed_bytes:
+        raise ConfigurationError(
+            f"Offload('nvme', path={str(path)!r}): the ranks of this host will write about {needed_bytes / 1e9:.2f} GB "
+            f"there, and {free_bytes / 1e9:.2f} GB are free. Make room, choose another disk, or use more hosts."
+        )
+
+
+def check_offload(options: ZeROOptions) -> None:
+    """Raise a `ConfigurationError` if this host lacks a compiler, a library or a folder that `options` ask for."""
+    if options.offload_optimizer is not None:
+        check_compiler("offload_optimizer", needs_aio=False)
+    for option, offload in options.on_nvme.items():
+        check_compiler(option, needs_aio=True)
+        assert offload.path is not None
+        check_folder(offload.path)
+
+
+def load_async_io(options: ZeROOptions) -> None:
+    """Load what reads and writes NVMe, compiling it first where this host has not yet, if `options` need it.
+
+    To be called after all checks: it may take minutes.
+
+    Raises:
+        ConfigurationError: it does not compile.
+    """
+    for option in options.on_nvme:
+        load_operator("async_io", option)
+
+
+def check_space(options: ZeROOptions, num_elements: int) -> None:
+    """Raise a `ConfigurationError` if the ranks of this host are about to write more than the disk has free.
+
+    Args:
+        options: what is offloaded.
+        num_elements: elements of all parameters trained, those that the ranks of this host keep.
+    """
+    for option, offload in options.on_nvme.items():
+        # fp32 parameters, gradients and two moments; parameters as they are computed with.
+        assert offload.path is not None
+        check_free_space(offload.path, num_elements * (16 if option == "offload_optimizer" else 4))
+
+
+class RunFolders:
+    """The subfolders of one run at a time."""
+
+    def __init__(self) -> None:
+        self._paths: list[Path] = []
+        self._rank = 0
+
+    def make(self, options: ZeROOptions, run: str, rank: int) -> dict[str, Path]:
+        """Make a subfolder wherever `options` offload to NVMe; return it by DeepSpeed's name of the offload.
+
+        Args:
+            options: of the strategy.
+            run: a name no other run has, the same on all ranks.
+            rank: of this process, among all of the run.
+        """
+        self._rank = rank
+        folders = {}
+        for option, offload in options.on_nvme.items():
+            assert offload.path is not None
+            folder = Path(offload.path) / f"paral_zero_{run[:12]}"
+            folder.mkdir(exist_ok=True)
+            atexit.register(_remove, folder)
+            folders["offload_optimizer" if option == "offload_optimizer" else "offload_param"] = folder
+        self._paths += folders.values()
+        return folders
+
+    def leave(self, module: Module | None) -> None:
+        """Remove this rank's files, but for parameters of `module` that are nowhere else: they go with it.
+
+        Files of other ranks stay: they may still need them. What a killed rank left goes as its peers exit.
+        """
+        for folder in self._paths:
+            if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):
+                _remove_rank(folder / "zero_stage_3" / "optimizer", self._rank)
+                weakref.finalize(module, _remove_rank, folder, self._rank)
+            else:
+                _remove_rank(folder, self._rank)
+        self._paths = []
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_rank(folder: Path, rank: int) -> None:
+    """Remove what DeepSpeed wrote below `folder` on `rank`, and the folders this leaves empty."""
+    for inner, _, _ in os.walk(folder, topdown=False):
+        if Path(inner).name == f"rank{rank}":
+            _remove(Path(inner))
+        else:
+            with suppress(OSError):  # other ranks' files are there
+                os.rmdir(inner)

@@ -1,0 +1,232 @@
+"""This rank's shards of the fp32 weights and the optimizer state that one engine keeps."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
+from lightning_paral.checkpoint.shards import FlatShard
+from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hyper_parameters, to_int_keys
+from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
+from lightning_paral.compat.deepspeed.overlap import overlaps
+from lightning_paral.engines.zero.parameters.partition import write_gathered
+from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, Swapping, partitions_of
+from lightning_paral.engines.zero.training.usage import Usage
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
+from lightning_paral.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+_Writes = dict[Partition, list[tuple[FlatRange, Tensor]]]
+"""By partition: where in it a parameter lies, and new values of it."""
+
+
+class EngineShards:
+    """This rank's shards of what one engine trains: flat ranges of fp32 weights, and of the optimizer's state.
+
+    Args:
+        engine: the engine, which is not asked for parameters that it does not train.
+        module: whose parameters they are.
+        users: the optimizer that the user's code knows.
+    """
+
+    def __init__(self, engine: "DeepSpeedEngine", module: Module, users: UsersOptimizer) -> None:
+        self._stage: int = engine.zero_optimization_stage()
+        self._optimizer: Any = engine.optimizer
+        self.users = users
+        self._parameters = dict(module.named_parameters())
+        self._swapping = Swapping(engine.optimizer)
+        self._partitions = partitions_of(engine.optimizer, self._stage, self._swapping)
+        self._partition_of = {id_: partition for partition in self._partitions for id_ in partition.ranges}
+        self._usage: Usage | None = None
+        self._stored: _Writes = {}
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether the optimizer trains `parameter`, or did when the run began."""
+        return id(parameter) in self._partition_of
+
+    # Weights
+
+    def read_shard(self, parameter: Parameter) -> Tensor:
+        """Return this rank's shard of the fp32 master copy of `parameter`, or the full weight if it has none."""
+        if not self.has_master(parameter):
+            return parameter.detach()
+        return self._flat_shard(parameter, torch.float32, None)
+
+    def has_master(self, parameter: Parameter) -> bool:
+        """Whether `parameter` has an fp32 master copy other than the weight that every rank computes with."""
+        return self._stage == 3 or parameter.dtype != torch.float32
+
+    def flat_range_of(self, parameter: Parameter) -> tuple[int, int]:
+        """Return start and length of the range of flattened `parameter` that this rank updates."""
+        run = self._partition_of[id(parameter)].ranges[id(parameter)]
+        return run.start, run.numel
+
+    def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
+        """Take `stored` for the fp32 weight of `parameter`; `write_masters` reads this rank's shard of it.
+
+        Returns:
+            bool: whether that is all. At stages 1 and 2 the weight that is computed with is left to the caller.
+        """
+        partition = self._partition_of[id(parameter)]
+        self._stored.setdefault(partition, []).append((partition.ranges[id(parameter)], stored))
+        if self._stage == 3:
+            write_gathered(parameter, stored)
+        return self._stage == 3
+
+    def write_masters(self) -> None:
+        """Read the tensors of all calls of `write_shard`, partition by partition: each may be on NVMe."""
+        stored, self._stored = self._stored, {}
+        for partition, tensors in stored.items():
+            with partition.opened(write=True) as (flat, _):
+                for run, values in tensors:
+                    read_flat_range(values, run.start, flat.data[run.position : run.position + run.numel])
+                partition.publish()
+
+    def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
+        """Copy this rank's shards of full values, which every rank has, into the fp32 weights.
+
+        A master copy changes only where the value is not its own, rounded to the dtype of the parameter.
+        """
+        by_partition: _Writes = {}
+        for parameter, values in written:
+            partition = self._partition_of[id(parameter)]
+            run = partition.ranges[id(parameter)]
+            shard = values.reshape(-1)[run.start : run.start + run.numel]
+            by_partition.setdefault(partition, []).append((run, shard))
+            if self._stage == 3:
+                write_gathered(parameter, values)
+        self._write(by_partition)
+
+    def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
+        """Copy new values of this rank's flat ranges, 1-dimensional, into the fp32 weights, as above."""
+        by_partition: _Writes = {}
+        for parameter, values in ranges:
+            partition = self._partition_of[id(parameter)]
+            by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
+        self._write(by_partition)
+
+    def _write(self, by_partition: _Writes) -> None:
+        for partition, shards in by_partition.items():
+            with partition.opened(write=True) as (flat, _):
+                for run, shard in shards:
+                    master = flat.data[run.position : run.position + run.numel]
+                    shard = shard.to(master.device)
+                    master.copy_(torch.where(master.to(shard.dtype) == shard, master, shard.to(master.dtype)))
+                partition.publish()
+
+    def watch_usage(self, *, find_unused: bool) -> Usage:
+        """Record from now on which parameters get gradients, and let the optimizer leave the others as they are."""
+        trained = [(name, p) for name, p in self._parameters.items() if id(p) in self._partition_of and p.requires_grad]
+        in_order = self._stage > 1 or overlaps(self._optimizer)
+        usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
+        self._usage = usage
+        usage.guard(self._optimizer.optimizer)
+        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # of what is not offloaded
+            usage.guard(self._optimizer.backup_optimizer)
+        return usage
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context for reading tensor by tensor, in which each sub-group on NVMe is read once."""
+        return self._swapping.staying()
+
+    # Optimizer
+
+    def optimizer_state(self) -> State:
+        """Return the optimizer's state by number of the parameter, in tensors of full shape, `FlatShard` each."""
+        state: dict[str, dict[str, Any]] = {}
+        names = [name for of_group in self.users.names for name in of_group]
+        for name in names:
+            partition = self._partition_of.get(id(self._parameters[name]))
+            if partition is not None and (self._usage is None or self._usage.has_state(self._parameters[name])):
+                found = self._state_of(self._parameters[name], partition)
+                if found:
+                    state[name] = found
+        groups = [
+            hyper_parameters(group) | {"params": list(of_group)}
+            for group, of_group in zip(self.users.groups, self.users.names, strict=True)
+        ]
+        return to_int_keys({"state": state, "param_groups": groups})
+
+    def _state_of(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in partition.state.items():
+            if isinstance(value, Tensor) and value.shape == partition.flat.shape and value.dim():
+                found[key] = self._flat_shard(parameter, value.dtype, key)
+            elif isinstance(value, Tensor) and value.numel() > 1:
+                raise CheckpointError(
+                    f"The optimizer's state {key!r} has shape {tuple(value.shape)} for {partition.flat.numel()} "
+                    "elements: it is not one value per element, and cannot be saved under ZeRO."
+                )
+            else:
+                found[key] = torch.tensor(float(value)) if key == "step" else value
+        return found
+
+    def _flat_shard(self, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
+        """Return the fp32 weight of `parameter`, or its optimizer state `key`, read from its partition when needed."""
+        partition = self._partition_of[id(parameter)]
+        run = partition.ranges[id(parameter)]
+        return FlatShard(run.shape, dtype, run.start, run.numel, lambda: partition.read(run, key), partition.place)
+
+    def load_optimizer_state(self, saved: State) -> None:
+        """Load the optimizer's saved state, of which this rank reads its flat ranges only.
+
+        Raises:
+            CheckpointError: it is the state of another optimizer.
+        """
+        checkpoint = SavedOptimizer(saved, self.users.names)
+        for group, of_group in zip(self.users.groups, self.users.names, strict=True):
+            group.update(checkpoint.hyper_parameters(group, of_group))
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for partition in self._partitions:
+            found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
+            with partition.opened(write=True) as (flat, state):
+                _load_partition(partition, flat, state, found)
+        if self._stage < 3:
+            link_states_of_next_step(self._optimizer)
+            if all(
+                self._optimizer.optimizer.state.get(flat) for flat in self._optimizer.single_partition_of_fp32_groups
+            ):
+                link_states(self._optimizer)
+
+
+def _load_partition(
+    partition: Partition, flat: Tensor, state: dict[str, Any], found: dict[int, dict[str, Any]]
+) -> None:
+    state.clear()
+    for key in {key: None for of_parameter in found.values() for key in of_parameter}:
+        values = {id_: of_parameter[key] for id_, of_parameter in found.items() if key in of_parameter}
+        if key == "step":
+            state[key] = _common_step(values.values(), in_int=partition.counts_in_int)
+        elif _is_per_element(partition, values):
+            state[key] = torch.zeros_like(flat, requires_grad=False)
+            for id_, value in values.items():
+                run = partition.ranges[id_]
+                read_flat_range(value, run.start, state[key][run.position : run.position + run.numel])
+        else:
+            first = next(iter(values.values()))
+            state[key] = materialize(first).clone() if isinstance(first, Tensor) else first
+
+
+def _is_per_element(partition: Partition, values: dict[int, Any]) -> bool:
+    """Whether a state has a value for each element of each parameter, and not one for the whole parameter."""
+    return all(
+        isinstance(value, Tensor) and value.shape == partition.ranges[id_].shape for id_, value in values.items()
+    )
+
+
+def _common_step(steps: Iterable[Any], *, in_int: bool) -> Any:
+    taken = {float(step) for step in steps}
+    if len(taken) > 1:
+        rank_zero_warn(
+            f"In the checkpoint parameters have taken different numbers of steps, {min(taken):g} to {max(taken):g}. "
+            "Under ZeRO they count together: all continue from the largest."
+        )
+    return int(max(taken)) if in_int else torch.tensor(max(taken), dtype=torch.float32)

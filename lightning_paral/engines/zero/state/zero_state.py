@@ -1,0 +1,216 @@
+"""The state of a module under ZeRO: `ShardedState` over DeepSpeed's partitions of weights and optimizer states."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.checkpoint.sharded_state import WeightShards
+from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
+from lightning_paral.checkpoint.state.optimizer import State
+from lightning_paral.checkpoint.tensor_state import TensorState
+from lightning_paral.engines.zero.parameters.partition import (
+    flat_range_of,
+    full_shape,
+    is_of_stage3,
+    read_partition,
+    write_partition,
+    write_partitions,
+)
+from lightning_paral.engines.zero.parameters.writes import Writes
+from lightning_paral.engines.zero.state.averaged_shards import ZeroWeightShards
+from lightning_paral.engines.zero.state.engine_shards import EngineShards
+from lightning_paral.engines.zero.training.joint_gradients import Gradients
+from lightning_paral.engines.zero.training.users_optimizer import index_of
+from lightning_paral.errors import ConfigurationError
+
+
+class ZeroState(TensorState):
+    """Implements `ShardedState`.
+
+    A parameter is kept in one of three ways: by the engine that trains it, with an fp32 master copy where it is of low
+    precision or of stage 3; as a partition of stage 3 without a master copy; or as a plain tensor. Engines exist from
+    `start_training` on. Without them this is the state of an evaluation, and of a module between runs.
+    """
+
+    gradients: Gradients | None = None
+    """The gradients of the fit, once its setup has succeeded."""
+    writes: Writes | None = None
+    """Records what user code writes to parameters, where the values are kept elsewhere."""
+    _engines: Sequence[EngineShards] = ()
+
+    def start_training(self, engines: Sequence[EngineShards]) -> Writes:
+        """Keep weights and optimizer states in `engines`, one for each optimizer; return what records user writes."""
+        self._engines = engines
+        self.writes = Writes(self.module, self.write_full_values, hides_gradients=True)
+        return self.writes
+
+    def start_evaluation(self) -> None:
+        """Follow what user code writes to a module that stage 3 has partitioned without training it."""
+        self.writes = Writes(self.module, write_partitions, hides_gradients=False)
+
+    def _engine_with(self, parameter: Parameter) -> EngineShards | None:
+        """Return the engine that trains `parameter`, or did when the run began."""
+        return next((engine for engine in self._engines if engine.has(parameter)), None)
+
+    def _engine_of(self, optimizer: Any) -> EngineShards:
+        if len(self._engines) == 1:
+            return self._engines[0]
+        return self._engines[index_of(optimizer, [engine.users.optimizer for engine in self._engines])]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are partitioned, DTensors, or on the meta device."""
+        return super().is_sharded or any(is_of_stage3(parameter) for parameter in self.module.parameters())
+
+    def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the full shape of a parameter or buffer, partitioned or not."""
+        return full_shape(tensor)
+
+    # Shards of weights
+
+    def collect_writes(self) -> None:
+        """Bring what user code wrote to parameters to where DeepSpeed keeps the values."""
+        if self.writes is not None:
+            self.writes.settle()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Return a context in which each sub-group on NVMe is read once, not once per tensor."""
+        with ExitStack() as stack:
+            for engine in self._engines:
+                stack.enter_context(engine.reading())
+            yield
+
+    def read_shard(self, parameter: Parameter) -> Tensor:
+        """Return this rank's shard of `parameter`: a flat range of the fp32 master copy where there is one."""
+        engine = self._engine_with(parameter)
+        return read_partition(parameter) if engine is None else engine.read_shard(parameter)
+
+    def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
+        """Read this rank's shard of `stored` into `parameter`, and into its master copy in `finish_writing`.
+
+        Returns:
+            bool: `False` for a parameter that every rank computes with in full: it is left to
+                `Module.load_state_dict`.
+        """
+        engine = self._engine_with(parameter)
+        return write_partition(parameter, stored) if engine is None else engine.write_shard(parameter, stored)
+
+    def finish_writing(self) -> None:
+        """Write the master copies; what was loaded is no write of user code."""
+        for engine in self._engines:
+            engine.write_masters()
+        if self.writes is not None:
+            self.writes.accept()
+
+    # Values that change during a run
+
+    def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
+        """Copy this rank's shards of full values, which every rank has, to where they are kept. No collective."""
+        for engine in self._engines:
+            own = [(parameter, values) for parameter, values in written if engine.has(parameter)]
+            if own:
+                engine.write_full_values(own)
+        write_partitions([pair for pair in written if self._engine_with(pair[0]) is None])
+
+    def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
+        """Copy new values of this rank's flat ranges, 1-dimensional, into the master copies that exist."""
+        for engine in self._engines:
+            engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
+
+    def flat_range_of(self, parameter: Parameter) -> tuple[int, int]:
+        """Return start and length of the range of flattened `parameter` that this rank updates, or keeps if frozen.
+
+        It is all of a frozen parameter that every rank has in full.
+        """
+        if is_of_stage3(parameter):
+            return flat_range_of(parameter)
+        engine = self._engine_with(parameter)
+        return (0, parameter.numel()) if engine is None else engine.flat_range_of(parameter)
+
+    def has_master(self, parameter: Parameter) -> bool:
+        """Whether `read_shard` returns the fp32 master copy of `parameter`, and not the values computed with."""
+        engine = self._engine_with(parameter)
+        return engine is not None and engine.has_master(parameter)
+
+    # Optimizer states
+
+    def optimizer_state(self, optimizer: Optimizer) -> State:
+        """Return the state of `optimizer` in tensors of full shape, of which this rank has a flat range."""
+        return self._engine_of(optimizer).optimizer_state() if self._engines else super().optimizer_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
+        """Load a saved state, of which this rank reads its flat ranges; nothing where nothing is trained."""
+        if self._engines:
+            self._engine_of(optimizer).load_optimizer_state(saved)
+
+    # Full tensors
+
+    def full_parameter(self, parameter: Parameter) -> Tensor:
+        """Return a full copy of `parameter`, fp32 where a master copy exists. *Collective*."""
+        import deepspeed
+
+        self.collect_writes()
+        if self.gradients is not None and any(each.concerns(parameter) for each in self.gradients.each):
+            full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if full is not None:
+                return full.detach().clone()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*.
+
+        Raises:
+            ConfigurationError: there is no fit.
+            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+        """
+        return self._fit_gradients().full(parameter)
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Return the optimizer's state `key` of `parameter` in full. *Collective*.
+
+        Raises:
+            ConfigurationError: there is no fit, and none has left the state.
+            ValueError: there is no such state yet.
+        """
+        import deepspeed
+
+        if self.gradients is None:  # after the fit
+            kept = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
+            if kept:
+                return gather_full_tensor(kept[0], self.device)
+        self._fit_gradients()
+        try:
+            state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        except (KeyError, TypeError, AttributeError):
+            state = None
+        if state is None:
+            raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
+        return state
+
+    def gradient_norm(self, optimizer: Any = None) -> Tensor:
+        """Return the 2-norm of the averaged gradients of all optimizers that have some, or of one. *Collective*.
+
+        Raises:
+            ConfigurationError: there is no fit.
+            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+        """
+        gradients = self._fit_gradients()
+        return gradients.norm() if optimizer is None else gradients.of(optimizer).norm()
+
+    def _fit_gradients(self) -> Gradients:
+        if self.gradients is None:
+            raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
+        return self.gradients
+
+    # Averages of weights, and the end of the run
+
+    def weight_shards(self) -> WeightShards:
+        """Return the flat ranges that this rank updates. *Collective*."""
+        assert self.writes is not None
+        return ZeroWeightShards(self.module, self, self.writes)

@@ -1,0 +1,113 @@
+"""ZeRO shows an optimizer flat tensors, cut anywhere: right for those that treat every element for itself, only.
+
+What an optimizer does is looked at, not guessed from its name: it steps on a small matrix and a vector, and on the same
+elements flattened and cut, and has to arrive at the same values.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.compat.torch import step_hooks
+from lightning_paral.engines.zero.training.step_arguments import closure_for
+from lightning_paral.errors import ConfigurationError
+
+_NUM_STEPS = 4
+_ROWS, _COLUMNS, _LENGTH = 6, 5, 7
+_CUTS = (11, 17)
+_TOLERANCE = 1e-5
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise a `ConfigurationError` unless `optimizer` treats every element of a parameter for itself.
+
+    It is tried on small tensors; its parameters, state and groups stay as they are.
+    """
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    remedy = (
+        "Train with paral_ddp, which shows optimizers whole parameters, or choose an elementwise optimizer (SGD, Adam, "
+        "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, say "
+        "ParalZeROStrategy(trust_optimizer=True)."
+    )
+    holder = _holder_of_others(optimizer)
+    if holder is not None:
+        raise ConfigurationError(
+            f"{kind} holds {holder}. ZeRO divides the elements of all parameters among the ranks, and cannot tell "
+            f"whether its steps stay right. {remedy}"
+        )
+    try:
+        difference = max(_difference(optimizer, group) for group in optimizer.param_groups)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{kind} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO shows optimizers nothing "
+            f"else, for it divides the elements of all parameters among the ranks. {remedy}"
+        ) from error
+    if not difference <= _TOLERANCE:
+        raise ConfigurationError(
+            f"{kind} is not elementwise: on flattened parts of a parameter its steps lead elsewhere than on the whole "
+            f"(by {difference:.1e} of the way after {_NUM_STEPS} steps in a trial). ZeRO divides the elements of all "
+            f"parameters among the ranks, and would train another model. {remedy}"
+        )
+
+
+def _holder_of_others(optimizer: Optimizer) -> str | None:
+    """Return the attribute by which `optimizer` could change what is not the trial's."""
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        values: Iterable[Any] = value.values() if isinstance(value, dict) else value if _is_list(value) else (value,)
+        if any(isinstance(each, Optimizer | Module | Parameter) for each in values):
+            return f"another optimizer, a module or parameters as {name!r}"
+    return None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | set)
+
+
+def _difference(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((_ROWS, _COLUMNS), (_LENGTH,))
+    first = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_NUM_STEPS)]
+    whole = _trained(optimizer, group, first, gradients)
+    cut = _trained(optimizer, group, _flat(first), [_flat(of_step) for of_step in gradients])
+    ours, theirs = (torch.cat([values.reshape(-1) for values in each]) for each in (whole, cut))
+    moved = (ours - torch.cat(_flat(first))).abs().max()
+    return float((ours - theirs).abs().max() / moved) if torch.isfinite(ours).all() and moved else torch.inf
+
+
+def _flat(tensors: list[Tensor]) -> list[Tensor]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return list(torch.tensor_split(flat, _CUTS))
+
+
+def _trained(
+    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
+) -> list[Tensor]:
+    trial: Any = object.__new__(type(optimizer))
+    trial.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    parameters = [Parameter(each.clone()) for each in values]
+    rate = {"lr": 0.01} if not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0 else {}
+    trial.__dict__.update(param_groups=[group | rate | {"params": parameters}], state=defaultdict(dict))
+    trial.__dict__.update(step_hooks.no_hooks())
+    if isinstance(optimizer, torch.optim.Adagrad):  # alone in that it makes its state with itself
+        for parameter in parameters:
+            trial.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "sum": torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False),
+            }
+    with torch.random.fork_rng(devices=[]):
+        for of_step in gradients:
+            for parameter, gradient in zip(parameters, of_step, strict=True):
+                parameter.grad = gradient.clone()
+            torch.manual_seed(0)
+            trial.step(**closure_for(optimizer, torch.ones(())))
+    return [parameter.detach() for parameter in parameters]

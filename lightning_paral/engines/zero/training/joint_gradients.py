@@ -1,0 +1,103 @@
+"""The gradients of several engines as if there were one: each optimizer has an engine of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_paral.engines.zero.training.gradients import GradientsNotReadyError, PartitionedGradients
+from lightning_paral.engines.zero.training.users_optimizer import index_of
+from lightning_paral.errors import ConfigurationError
+
+
+class JointGradients:
+    """The gradients of one fit that trains by several optimizers.
+
+    A backward pass may reach the parameters of all of them, or of some. Each optimizer has windows of its own: the
+    backward passes that reached its parameters since its last step, or since its gradients were zeroed.
+
+    Args:
+        gradients: those of each engine.
+        optimizers: the user's, in the same order.
+    """
+
+    def __init__(self, gradients: Sequence[PartitionedGradients], optimizers: Sequence[Any]) -> None:
+        self._all = list(gradients)
+        self._optimizers = list(optimizers)
+
+    @property
+    def each(self) -> list[PartitionedGradients]:
+        """The gradients of each optimizer."""
+        return list(self._all)
+
+    def of(self, optimizer: Any) -> PartitionedGradients:
+        """Return the gradients of `optimizer`, one of the user's."""
+        return self._all[index_of(optimizer, self._optimizers)]
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+        """Run one backward pass, after which each rank has its shards of the gradients. *Collective* over the world.
+
+        Args:
+            loss: as the user gave it.
+            run: calls `backward` of the tensor it is given.
+        """
+        optimizer: Any = self._all[0].engine.optimizer  # all scale alike: see `ZeROPrecision.start_fit`
+        scaled = optimizer.loss_scaler.scale_loss(loss) if optimizer.needs_scaler() else loss
+        for gradients in self._all:
+            gradients.before_shared_backward()
+        run(scaled)
+        for gradients in self._all:
+            gradients.after_shared_backward()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all windows whose steps have not come."""
+        for gradients in self._all:
+            gradients.zero_grad(set_to_none)
+
+    def end(self) -> None:
+        """Stop recording which parameters get gradients."""
+        for gradients in self._all:
+            gradients.end()
+
+    # Reading
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of the gradients of all optimizers that have some, before clipping. *Collective*.
+
+        Raises:
+            GradientsNotReadyError: no optimizer has gradients.
+        """
+        there = [gradients.norm() for gradients in self._all if gradients.are_there]
+        if not there:
+            raise GradientsNotReadyError(
+                "There are no gradients of any optimizer now: they exist from a backward pass to the step. Read them "
+                "between self.manual_backward(...) and optimizer.step()."
+            )
+        return torch.stack(there).square().sum().sqrt()
+
+    def full(self, parameter: Parameter) -> Tensor | None:
+        """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*.
+
+        Raises:
+            ConfigurationError: no optimizer has it.
+        """
+        for gradients in self._all:
+            if gradients.concerns(parameter):
+                return gradients.full(parameter)
+        if not parameter.requires_grad:
+            return None
+        raise ConfigurationError(
+            "The gradient of a parameter was asked for that no optimizer trains. ZeRO keeps gradients of trained "
+            "parameters only: give the parameter to an optimizer in configure_optimizers."
+        )
+
+
+Gradients: TypeAlias = PartitionedGradients | JointGradients
+"""The gradients of one fit, by one optimizer or several."""
+
+
+def join_gradients(gradients: Sequence[PartitionedGradients], optimizers: Sequence[Any]) -> Gradients:
+    """Return the gradients of the engines of the user's `optimizers` as one."""
+    return gradients[0] if len(gradients) == 1 else JointGradients(gradients, optimizers)

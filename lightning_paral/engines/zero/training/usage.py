@@ -1,0 +1,298 @@
+"""Which parameters took part in a step: torch's optimizers leave the others as they are, ZeRO would not.
+
+An optimizer under ZeRO steps on flat tensors, in which a parameter without a gradient has a gradient of zero: momentum
+would go on, weight decay would shrink it. DistributedDataParallel refuses such parameters unless it is told of them.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.distributed.process_group import host_group
+from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition
+from lightning_paral.errors import UnusedParametersError
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+class Usage:
+    """Records which parameters got a gradient in each accumulation window.
+
+    Args:
+        parameters: names and parameters that the optimizer trains.
+        partitions: where this rank keeps their flat ranges.
+        find_unused: whether ranks agree in every step, in place of only the first.
+        in_order: whether gradients are reduced in the order in which the backward pass produces them.
+    """
+
+    def __init__(
+        self, parameters: Named, partitions: Iterable[Partition], *, find_unused: bool, in_order: bool
+    ) -> None:
+        self._parameters = list(parameters)
+        self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._parameters)}
+        self._partitions = list(partitions)
+        self._find_unused = find_unused
+        self._in_order = in_order
+        self._used: set[int] = set()
+        self._orders: list[list[int]] = []
+        """Numbers of the parameters by backward pass of the window, in the order in which their gradients came."""
+        self._seen_orders: list[list[tuple[list[int], set[int]]]] = []
+        """By backward pass of a window: its orders up to now, each with the parameters that were not frozen then."""
+        self.is_announced = False
+        """Whether a backward pass that the strategy knows of is under way."""
+        self.was_reached = False
+        """Whether a gradient came in the current backward pass, or in the last one."""
+        self.has_unannounced = False
+        """Whether gradients came in another one."""
+        self._num_steps = 0
+        self._num_taken: dict[int, int] = {}
+        self._never_used: set[int] | None = None
+        self.unused: Named = ()
+        """Those of the window that was closed last that no rank used."""
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for _, parameter in self._parameters
+        ]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._used.add(id(parameter))
+        if self._in_order and self._orders:
+            self._orders[-1].append(self._numbers[id(parameter)])
+        self.was_reached = True
+        if not self.is_announced:
+            self.has_unannounced = True
+
+    def begin_pass(self) -> None:
+        """Record gradients from now on as those of a further backward pass of the window."""
+        self.is_announced = True
+        self._orders.append([])
+
+    def end_pass(self) -> None:
+        """Treat gradients from now on as unannounced."""
+        self.is_announced = False
+
+    def concerns(self, parameter: Parameter) -> bool:
+        """Whether the optimizer trains `parameter`."""
+        return id(parameter) in self._numbers
+
+    def end(self) -> None:
+        """Note nothing more."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a parameter has a gradient in this window, on this rank."""
+        return bool(self._used)
+
+    def not_yet_used(self) -> Named:
+        """Return the parameters without a gradient in this window so far, on this rank."""
+        if len(self._used) == len(self._parameters):
+            return ()
+        return [(name, parameter) for name, parameter in self._parameters if id(parameter) not in self._used]
+
+    def missed_by_last_pass(self) -> Named:
+        """Return the parameters that earlier backward passes of the window reached and the last one did not.
+
+        The order of gradients has to be recorded (`in_order`).
+        """
+        in_last = set(self._orders[-1]) if self._orders else set()
+        if len(in_last) == len(self._used):
+            return ()
+        return [
+            (name, parameter)
+            for number, (name, parameter) in enumerate(self._parameters)
+            if id(parameter) in self._used and number not in in_last
+        ]
+
+    def close_window(self) -> None:
+        """Find out which parameters no rank used.
+
+        *Collective* in all windows with `find_unused`, else in the first one and in those with more backward passes
+        than any before.
+
+        Raises:
+            UnusedParametersError: parameters that were used in the first step were not in this one, or the reverse, and
+                the ranks do not agree in every step, or gradients came in another order; the ranks used others; or the
+                optimizer could not make up for it.
+        """
+        missing = self.not_yet_used()
+        orders = [order for order in self._orders if order]
+        agrees = self._agrees or (len(orders) > len(self._seen_orders) and _num_ranks() > 1)
+        if agrees:
+            missing = self._missing_everywhere(orders)
+        if self._never_used is None:
+            self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
+        elif not self._find_unused and (missing or self._never_used):
+            self._check_as_in_first(missing)
+        if not self._find_unused and _num_ranks() > 1:
+            self._compare_orders(orders, agreed=agrees)
+        if missing or self._num_taken:
+            self._count(missing)
+        self._num_steps += 1
+        self.unused = missing
+        self.forget_window()
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether the ranks compare their parameters in this window."""
+        return self._never_used is None or self._find_unused
+
+    def has_state(self, parameter: Parameter) -> bool:
+        """Whether the optimizer has stepped on `parameter`: else its state would be that of zeros."""
+        return self._num_taken.get(id(parameter), self._num_steps) > 0
+
+    def forget_window(self) -> None:
+        """Take gradients since the last step as if they had not come."""
+        self._used.clear()
+        self._orders = []
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let steps of `optimizer`, DeepSpeed's, leave what is unused as it is: values and states."""
+        step = optimizer.step
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            kept = self._ranges_of_unused(optimizer)
+            copies = [{key: run.clone() for key, run in runs.items()} for runs in kept]
+            result = step(*args, **kwargs)
+            for runs, before in zip(self._ranges_of_unused(optimizer), copies, strict=True):
+                for key, run in runs.items():
+                    if key in before:
+                        run.copy_(before[key])
+                    else:
+                        run.zero_()  # of a state that came with this step
+            return result
+
+        optimizer.step = guarded  # type: ignore[method-assign]
+
+    def _ranges_of_unused(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
+        """Return this rank's runs of what is unused, by name of the state, `None` for values."""
+        if not self.unused:
+            return []
+        stepping = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
+        return [
+            _run_of(partition, partition.ranges[id(parameter)])
+            for partition in self._partitions
+            if id(partition.flat) in stepping
+            for _, parameter in self.unused
+            if id(parameter) in partition.ranges
+        ]
+
+    def _missing_everywhere(self, orders: list[list[int]]) -> Named:
+        """Return what no rank used. *Collective*.
+
+        Raises:
+            UnusedParametersError: ranks used different parameters, or in another order. It is raised on all ranks.
+        """
+        used = [id(parameter) in self._used for _, parameter in self._parameters]
+        order = zlib.crc32(repr(orders).encode())
+        # On the host: reading it from a device would wait for everything queued there.
+        flags = torch.tensor([*used, *(not each for each in used), order, -order], dtype=torch.int64, device="cpu")
+        if dist.is_initialized():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group())
+        *either, highest, lowest = flags.tolist()
+        by_some, not_by_some = either[: len(used)], either[len(used) :]
+        names = [name for (name, _), *both in zip(self._parameters, by_some, not_by_some, strict=True) if all(both)]
+        if names or highest != -lowest:
+            what = f"for some ranks only: {_listed(names)}" if names else "in another order on some ranks"
+            raise UnusedParametersError(
+                f"Gradients came {what}. ZeRO matches the gradients of the ranks by position, so it would add up "
+                "gradients of different parameters. Let the loss of every rank depend on the same parameters in the "
+                "same order (0 * parameter.sum() is enough), or train with paral_ddp."
+            )
+        return [pair for pair, used_by_some in zip(self._parameters, by_some, strict=True) if not used_by_some]
+
+    def _check_as_in_first(self, missing: Named) -> None:
+        assert self._never_used is not None
+        now = {id(parameter) for _, parameter in missing}
+        left_out = [n for n, p in missing if p.requires_grad and id(p) not in self._never_used]
+        new = [name for name, parameter in self._parameters if id(parameter) in self._never_used - now]
+        if left_out or new:
+            what = (
+                f"got no gradient in this step: {_listed(left_out)}" if left_out else _FIRST_USED.format(_listed(new))
+            )
+            raise UnusedParametersError(
+                f"Parameters {what}. torch's optimizers leave parameters without a gradient as they are; ZeRO can "
+                "if all ranks know of them. Set ParalZeROStrategy(find_unused_parameters=True), by which ranks "
+                "agree in every step; make the loss depend on them; or freeze them with requires_grad_(False)."
+            )
+
+    def _compare_orders(self, orders: list[list[int]], *, agreed: bool) -> None:
+        """Compare each backward pass of the window with the one of the same number in earlier windows.
+
+        Parameters that are frozen in either window are left out of the comparison.
+
+        Args:
+            orders: of the window.
+            agreed: whether they are known to be the same on all ranks.
+
+        Raises:
+            UnusedParametersError: a pass reached other parameters, or in another order.
+        """
+        for index, order in enumerate(orders):
+            if index == len(self._seen_orders):
+                self._seen_orders.append([])
+            seen = self._seen_orders[index]
+            if any(order == earlier for earlier, _ in seen):
+                continue
+            trained = {number for number, (_, parameter) in enumerate(self._parameters) if parameter.requires_grad}
+            if not agreed and not any(
+                _among(trained & then, order) == _among(trained & then, earlier) for earlier, then in seen
+            ):
+                raise UnusedParametersError(
+                    "Gradients came in another order than in an earlier step. ZeRO matches the gradients of the ranks "
+                    "by position: if the order differs between ranks, it adds up gradients of different parameters. "
+                    "Set ParalZeROStrategy(find_unused_parameters=True), by which ranks compare the order in every "
+                    "step; or train with paral_ddp."
+                )
+            seen.append((order, trained))
+
+    def _count(self, missing: Named) -> None:
+        """Count the steps that each parameter takes.
+
+        Raises:
+            UnusedParametersError: one that left out steps is used again, and the optimizer's state counts steps.
+        """
+        left_out = {id(parameter) for _, parameter in missing}
+        for name, parameter in self._parameters:
+            taken = self._num_taken.setdefault(id(parameter), self._num_steps)
+            if id(parameter) in left_out:
+                continue
+            if taken < self._num_steps and self._counts_steps(parameter):
+                raise UnusedParametersError(
+                    f"{name} took {taken} of {self._num_steps} steps and is used again. The optimizer counts steps for "
+                    "each parameter, but under ZeRO for all together: it would train it otherwise than one process. "
+                    "Use an optimizer that counts no steps (SGD), or paral_fsdp or paral_ddp."
+                )
+            self._num_taken[id(parameter)] = taken + 1
+
+    def _counts_steps(self, parameter: Parameter) -> bool:
+        return any("step" in partition.state for partition in self._partitions if id(parameter) in partition.ranges)
+
+
+_FIRST_USED = "that had no part in the first step got a gradient in this one: {}"
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _among(numbers: set[int], order: list[int]) -> list[int]:
+    return [number for number in order if number in numbers]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+
+
+def _run_of(partition: Partition, run: FlatRange) -> dict[str | None, Tensor]:
+    flat, state = partition.flat, partition.state
+    tensors: dict[str | None, Tensor] = {None: flat.detach()}
+    tensors |= {key: v for key, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == flat.shape}
+    return {key: tensor[run.position : run.position + run.numel] for key, tensor in tensors.items()}

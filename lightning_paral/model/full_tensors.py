@@ -1,0 +1,60 @@
+"""Full copies of tensors that may be sharded as DTensors, and the norm of such gradients."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from lightning_paral.comm.grouping import group_by_dtype_and_device
+from lightning_paral.compat.torch.foreach import foreach_norm
+
+
+@torch.no_grad()
+def full_copy(tensor: Tensor) -> Tensor:
+    """Return a full copy of `tensor`, on its device. *Collective* over its mesh if it is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    full: Tensor = tensor.full_tensor().detach()
+    # On one rank `full_tensor` gathers nothing and returns the shard itself.
+    is_shard = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    return full.clone() if is_shard else full
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
+    """Return the 2-norm of all gradients, fp32 or wider, 0-dimensional. *Collective* over the ranks that hold shards.
+
+    Shards are added up over the ranks that hold different ones; a gradient that every rank has in full counts once.
+    The norm is 0 if there is no gradient.
+    """
+    full: list[Tensor] = []
+    sharded: dict[tuple[object, ...], list[DTensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        if isinstance(gradient, DTensor):
+            sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
+        else:
+            full.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    squares = [_sum_of_squares(full)] if full else []
+    for alike in sharded.values():
+        mesh = alike[0].device_mesh
+        square = _sum_of_squares([gradient.to_local() for gradient in alike])
+        for dimension, placement in enumerate(alike[0].placements):
+            if not placement.is_replicate() and mesh.size(dimension) > 1:
+                dist.all_reduce(square, group=mesh.get_group(dimension))
+        squares.append(square)
+    if not squares:
+        return torch.zeros(())
+    device = squares[-1].device
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt()
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    squares: list[Tensor] = []
+    for alike in group_by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
+        dtype = torch.promote_types(alike[0].dtype, torch.float32)
+        squares += [norm.square() for norm in foreach_norm(alike, 2, dtype=dtype)]
+    device = squares[0].device
+    return torch.stack([square.to(device) for square in squares]).sum()
