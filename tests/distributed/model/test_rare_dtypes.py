@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters of dtypes that gloo does not support: every strategy broadcasts them, or refuses them."""
+"""Buffers and frozen parameters of dtypes that gloo does not support: strategies broadcast them, or refuse them."""
 
 import pytest
 import torch
