@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 
 T = TypeVar("T")
@@ -28,9 +29,7 @@ class RankGroup:
         """Return the picklable `value` of each rank, ordered by rank. *Collective*."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group)
 
     def broadcast(self, value: T, source: int) -> T:
         """Return the `value` of rank `source` of this group. *Collective*."""
