@@ -33,10 +33,9 @@ log = logging.getLogger(__name__)
 class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
-    `CheckedLaunch` has what a strategy states about itself and the checks of it, `Collectives` the barrier, broadcast
-    and reduction, which do not hang after an exception, and `CheckpointMixin` what is saved and loaded. `teardown`,
-    `save_checkpoint` and `load_checkpoint` of a strategy call those of this class, which call `CheckpointMixin`'s,
-    which call the Lightning base's; no other class defines them.
+    `CheckedLaunch` has what a strategy states about itself, and checks; `Collectives` has barrier, broadcast and
+    reduction, which do not hang after an exception. `teardown` and the methods of checkpoints are called in this order:
+    those of the strategy, of this class, of `CheckpointMixin`, of the Lightning base. No other class defines them.
     """
 
     sampling: Sampling = Sampling()

@@ -24,7 +24,7 @@ from lightning_paral.checkpoint.shards import FlatShard, flat
 from lightning_paral.checkpoint.state.optimizer import load_state, param_names, state_of
 from lightning_paral.checkpoint.state.weights import replicated_storages
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
+from lightning_paral.options import DEFAULT_TIMEOUT
 
 FORMS = ("full", "sharded")
 LAYERS = ("first", "second")
