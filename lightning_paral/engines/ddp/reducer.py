@@ -1,6 +1,5 @@
 """Keep DDP's reducer in step with the trained parameters, which may change after it is made."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -19,7 +18,6 @@ from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgree
 from lightning_paral.model.user_hooks import has_hook
 
 _MANY_REBUILDS = 10
-log = logging.getLogger(__name__)
 
 
 class ReducedParameters:
@@ -89,7 +87,6 @@ class ReducedParameters:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        log.info("Rebuilt DDP's reducer: it averages %d parameters, %d before.", len(self._needed), len(self._reduced))
         self._reduced = self._needed
         if self._guard is not None:
             self._guard.watch(p for p in self._reduced.values() if p.requires_grad)
