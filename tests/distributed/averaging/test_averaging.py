@@ -372,7 +372,7 @@ def test_callbacks_that_need_full_weights_are_refused(strategy: str, make: Any, 
     ],
 )
 def test_offloaded_weights_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: Any, message: str) -> None:
-    monkeypatch.setattr("lightning_paral.strategies.zero.check_offload", lambda options: None)  # needs a compiler
+    monkeypatch.setattr("lightning_paral.engines.zero.run.check_offload", lambda options: None)  # needs a compiler
     with pytest.raises(ConfigurationError, match=message):
         fit(strategy(), 1, EMAWeightAveraging())
 
