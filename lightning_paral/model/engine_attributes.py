@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.modules import is_of_division
+from lightning_paral.compat.deepspeed.modules import is_zero_attribute
 from lightning_paral.compat.torch import module_hooks
 from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
 
@@ -17,7 +17,7 @@ _ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 
 def describes_shards(name: str) -> bool:
     """Return whether ZeRO describes its shards in this attribute of a module or parameter."""
-    return is_of_division(name)
+    return is_zero_attribute(name)
 
 
 def class_without_engine(kind: type) -> type:
@@ -43,7 +43,7 @@ def attributes_without_engine(attributes: dict[str, Any], kind: type) -> dict[st
 
 
 def _is_engines_name(name: str) -> bool:
-    return is_of_fsdp(name) or is_of_division(name) or name.startswith("applied_pre_backward")
+    return is_of_fsdp(name) or is_zero_attribute(name) or name.startswith("applied_pre_backward")
 
 
 def _replaces(name: str, value: Any, kind: type) -> bool:
