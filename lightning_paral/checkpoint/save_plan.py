@@ -96,7 +96,7 @@ def plan_save(
         local.extend(_tensors_to_write(tree, replicated))
         return checksum(repr([record for record, _ in local]).encode())
 
-    digests = ranks.agree(what, list_tensors)
+    digests = ranks.gather_results(what, list_tensors)
     planned = _union([record for record, _ in local], digests, stages, ranks)
     values = {path: value for record, value in local for path in record.paths}
     for tensor in planned:

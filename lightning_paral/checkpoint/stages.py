@@ -44,7 +44,7 @@ def merge_stages(
         CheckpointError: the trees cannot be copied or do not fit together; on all ranks.
     """
     paths = [path for item in items for path in (item.path, *item.aliases)]
-    local = ranks.each(what, lambda: _without_tensors(tree, paths))
+    local = ranks.run_on_all(what, lambda: _without_tensors(tree, paths))
     merged = dict(tree)
 
     def merge(other: dict[str, Any]) -> None:
@@ -53,8 +53,8 @@ def merge_stages(
 
     for stage in sorted(set(stages) - {stages[0]}):
         other = ranks.broadcast(local, stages.index(stage))
-        ranks.on_first(what, lambda other=other: merge(other))  # type: ignore[misc]
-    return ranks.each(what, lambda: _with_placeholders(merged, paths) if ranks.is_first else {})
+        ranks.run_on_rank_0(what, lambda other=other: merge(other))  # type: ignore[misc]
+    return ranks.run_on_all(what, lambda: _with_placeholders(merged, paths) if ranks.is_rank_0 else {})
 
 
 def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class CheckpointMixin(FullTensorReaders, StrategyDescription):
             self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
         self._saver.wait()  # what it writes is about to be overwritten
         staging = self._saver.staging
-        ranks.each(f"Saving {path}", lambda: save.stage(staging))
+        ranks.run_on_all(f"Saving {path}", lambda: save.stage(staging))
         self._saver.start(save.write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

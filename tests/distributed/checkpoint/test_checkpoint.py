@@ -505,7 +505,7 @@ def fail_on_one(rank: int) -> str:
         return ranks.rank
 
     with pytest.raises(CheckpointError) as raised:
-        ranks.agree("Trying", act)
+        ranks.gather_results("Trying", act)
     return str(raised.value)
 
 

@@ -96,7 +96,7 @@ def save_stage(path: str, form: Any, in_background: bool) -> None:
         job.write(ranks)
         return
     saver = BackgroundSaver(DEFAULT_TIMEOUT)
-    ranks.each("Saving", lambda: job.stage(saver.staging))
+    ranks.run_on_all("Saving", lambda: job.stage(saver.staging))
     saver.start(job.write)
     for parameter in module.parameters():
         parameter.data.zero_()
@@ -300,7 +300,7 @@ def drifted(path: str) -> list[str]:
     stages = [0, 1]
     weights = {f"w{ranks.rank}": torch.ones(3), "tied": torch.full((4,), float(ranks.rank))}
     replicated = {value.untyped_storage().data_ptr() for value in weights.values()}
-    if ranks.is_first:
+    if ranks.is_rank_0:
         with pytest.warns(UserWarning, match="drifted apart: 1 tensors .* such as tied"):
             job = SaveJob.prepare({"state_dict": weights}, path, "full", ranks, replicated, "Test", stages=stages)
     else:
