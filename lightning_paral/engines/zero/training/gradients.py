@@ -1,4 +1,4 @@
-"""Gradients of which every rank holds its part: when they are whole, how they are clipped, and how to read them."""
+"""The sharded gradients of one engine: accumulated in windows of backward passes, clipped, read, and stepped with."""
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,9 +20,6 @@ from lightning_paral.errors import ConfigurationError, ParalError
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-
-from lightning_paral.compat.deepspeed.gradients import refresh_norms
-
 _GONE = (
     "under ZeRO they are gone after the step. Call optimizer.zero_grad() before each window of backward passes, and in "
     "an overridden optimizer_zero_grad, too; or train with paral_ddp."
@@ -34,16 +31,16 @@ class GradientsNotReadyError(ParalError, RuntimeError):
 
 
 class PartitionedGradients:
-    """The gradients of one fit.
+    """The gradients of one engine during one fit.
 
-    A *window* is the backward passes whose gradients make up one step. Its last pass is known in advance under
-    automatic optimization; under manual optimization it turns out to have been the last when the step comes.
+    A *window* is the backward passes whose gradients add up to one step. Under automatic optimization its last pass is
+    known in advance; under manual optimization a pass was the last one if the step comes next.
 
     Args:
-        engine: whose gradients they are.
+        engine: reduces the gradients, and steps with them.
         users: the optimizer that the user's code knows.
-        writes: what that code writes to parameters.
-        usage: which parameters take part.
+        writes: records what that code writes to parameters.
+        usage: records which parameters get gradients.
     """
 
     def __init__(self, engine: "DeepSpeedEngine", users: UsersOptimizer, writes: Writes, usage: Usage) -> None:
@@ -57,20 +54,20 @@ class PartitionedGradients:
         self._num_passes = 0
         self._has_linked_states = False
         self._has_old = False
-        """Whether, in one process, the gradients of the last step would still be there."""
+        """Whether one process would still have the gradients of the last step: they were not zeroed."""
         self._adds_to_old = False
-        """Whether, in one process, those of this window would have been added to them."""
+        """Whether one process would have added the gradients of this window to them."""
         self.clip_by_norm(0.0)
         self.step_arguments = StepArguments(engine.optimizer)
-        """What the optimizer's `step` gets of its caller."""
+        """Passes arguments of a step on to the optimizer, through the engine, which takes none."""
 
     def of(self, optimizer: Any) -> "PartitionedGradients":
-        """Return those of `optimizer`: of the only one there is."""
+        """Return the gradients of `optimizer`: these, as there is only one."""
         return self
 
     @property
     def each(self) -> list["PartitionedGradients"]:
-        """Those of each optimizer."""
+        """The gradients of each optimizer: these."""
         return [self]
 
     def concerns(self, parameter: Parameter) -> bool:
@@ -91,17 +88,17 @@ class PartitionedGradients:
         return is_offloaded(self._optimizer, self.stage)
 
     def end(self) -> None:
-        """Note no more which parameters get gradients."""
+        """Stop recording which parameters get gradients."""
         self._usage.end()
 
     # A window
 
     def before_backward(self, ends_window: bool, *, by_hand: bool = False) -> None:
-        """Say that a backward pass follows, and whether it is known to be the last of its window.
+        """Prepare for a backward pass.
 
         Args:
-            ends_window: whether the step follows.
-            by_hand: whether code of the user's says when gradients are forgotten.
+            ends_window: whether it is known to be the last of its window.
+            by_hand: whether user code zeroes gradients, under manual optimization.
 
         Raises:
             ConfigurationError: gradients of an earlier step were not set to zero, or, under manual optimization, those
@@ -133,7 +130,7 @@ class PartitionedGradients:
         self._num_passes += 1
 
     def before_shared_backward(self) -> None:
-        """Say that a backward pass follows that may reach parameters of this engine and of others."""
+        """Prepare for a backward pass that may reach parameters of this engine and of others."""
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(False)
         if self._num_passes == 1:
@@ -143,7 +140,7 @@ class PartitionedGradients:
         self._usage.was_reached = False
 
     def after_shared_backward(self) -> None:
-        """Say that the backward pass has ended. *Collective* if it reached parameters of this engine.
+        """Finish such a backward pass. *Collective* if it reached parameters of this engine.
 
         Raises:
             ConfigurationError: it did, but gradients of this step have been read or clipped already.
@@ -167,14 +164,14 @@ class PartitionedGradients:
         )
 
     def after_backward(self) -> None:
-        """Say that the backward pass has ended."""
+        """Finish a backward pass."""
         self._usage.end_pass()
 
     def end_window(self) -> None:
-        """Finish the gradients of a window whose last pass was not announced. *Collective*.
+        """Average the gradients of a window, if its last pass has not done so. *Collective*.
 
         Raises:
-            UnusedParametersError: parameters got no gradient in the window, of which ranks do not know.
+            UnusedParametersError: ranks cannot tell which parameters got no gradient in the window.
         """
         if self._is_closed or self._num_passes == 0:
             return
@@ -192,18 +189,18 @@ class PartitionedGradients:
         self._complete = self._is_closed = True
 
     def _clear_stale(self, unused: Named) -> None:
-        """Zero what stage 3 and offload keep of an earlier window's gradients, for parameters that got no new ones."""
+        """Zero the gradients that stage 3 and offload keep of an earlier window, of parameters without new ones."""
         for _, parameter in unused if self.stage < 3 and self._offloaded else ():
             zero_gradient_on_host(self._optimizer, parameter)
         for _, parameter in unused if self.stage == 3 else ():
             gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self._offloaded)
 
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
-        """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*.
+        """Update this rank's shards, and publish the new parameters to all ranks. *Collective*.
 
         Args:
-            loss: what the closure returned, which the optimizer's `step` gets by a closure of its own.
-            arguments: others for the optimizer's `step`, by name.
+            loss: what the closure returned; the optimizer's `step` gets a closure that returns it.
+            arguments: further arguments of the optimizer's `step`, by name.
 
         Raises:
             ConfigurationError: gradients came in a backward pass that was not announced, or zero_grad was left out.
@@ -258,7 +255,7 @@ class PartitionedGradients:
         self._close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of a window whose step has not come."""
+        """Drop the gradients of a window whose step has not come."""
         self._has_old = False
         if self._num_passes:
             self._discard()
@@ -276,10 +273,12 @@ class PartitionedGradients:
         clip_next_step(self._optimizer, max_norm, self.stage)
 
     def clip_by_value(self, max_value: float) -> None:
-        """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
+        """Clamp each element of the averaged gradients to `[-max_value, max_value]`. *Collective*, as `end_window`."""
         self.end_window()
         self._await_copies()
-        clamp_gradients(self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded)
+        gradients.clamp_gradients(
+            self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded
+        )
 
     # Reading
 
@@ -289,7 +288,7 @@ class PartitionedGradients:
         return gradients.scaled_norm(self._optimizer, self.stage) / self._loss_scale()
 
     def full(self, parameter: Parameter) -> Tensor | None:
-        """Return the averaged gradient of `parameter` in its own shape, fp32; `None` if it is frozen. *Collective*."""
+        """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*."""
         from deepspeed.utils import safe_get_full_grad
 
         self._check_complete()
@@ -315,28 +314,3 @@ class PartitionedGradients:
 
     def _loss_scale(self) -> float:
         return float(self._optimizer.loss_scale)
-
-
-def clamp_gradients(optimizer: Any, stage: int, limit: float, *, offloaded: bool) -> None:
-    """Clamp each element of the averaged gradients to `[-limit, limit]`, in place. No collective.
-
-    Args:
-        optimizer: DeepSpeed's, with the gradients of a window that is complete.
-        stage: ZeRO's.
-        limit: for gradients as they are kept, which are scaled as the loss was.
-        offloaded: whether the optimizer runs on the host.
-    """
-    from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
-
-    if stage == 3 and offloaded:
-        for parameter in [parameter for group in optimizer.fp16_groups for parameter in group]:
-            # It may be on NVMe: what is read is not what is kept.
-            safe_set_local_grad(parameter, safe_get_local_grad(parameter).clamp_(-limit, limit))
-    elif offloaded:
-        for partition in optimizer.single_partition_of_fp32_groups:
-            partition.grad.clamp_(-limit, limit)
-        refresh_norms(optimizer)
-    else:
-        for group in optimizer.averaged_gradients.values():
-            for gradient in group or ():
-                gradient.clamp_(-limit, limit)
