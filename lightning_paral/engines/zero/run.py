@@ -230,7 +230,7 @@ class ZeroRun(ZeroState):
         self._settings.precision.end_fit()
         try:
             if self.writes is not None:
-                self.writes.end(settle=not failed)
+                self.writes.end(collect=not failed)
             for users in self._users:
                 users.show_state()
             if self.gradients is not None:

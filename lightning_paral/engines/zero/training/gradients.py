@@ -227,12 +227,12 @@ class PartitionedGradients:
                 "self.manual_backward(...)."
             )
         self._users.before_step()
-        self._writes.settle()
+        self._writes.collect()
         self.engine.set_gradient_accumulation_boundary(True)
         with self.step_arguments.passed(loss, arguments or {}):
             self.engine.step()
         self._link_states()
-        self._writes.forget(self._usage.concerns)
+        self._writes.drop_outdated(self._usage.concerns)
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
