@@ -19,12 +19,11 @@ from lightning_paral.engines.zero.engine.build import (
     build_engines,
     build_inference_engine,
     build_training_engine,
-    check_parameters,
-    check_several,
     destroy,
     drop_gradients_of_others,
     trained_of,
 )
+from lightning_paral.engines.zero.engine.checks import check_parameters, check_several
 from lightning_paral.engines.zero.engine.construction import warn_of_full_parameters
 from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, hooks_of, new_hooks
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision

@@ -1,4 +1,4 @@
-"""Errors of torch and DeepSpeed about partitioned parameters, in words of what to do."""
+"""Explain errors of torch and DeepSpeed about partitioned parameters, and what to do."""
 
 import re
 
@@ -9,7 +9,7 @@ _MADE_OF_ANOTHER = "Creating a Parameter from an instance of type"
 
 
 def explanation(error: BaseException, *, stage: int) -> str | None:
-    """Return what `error` means under ZeRO; `None` if it is about something else."""
+    """Return what `error` means under ZeRO, and what to do; `None` if it is about something else."""
     said = str(error)
     if _MADE_OF_ANOTHER in said:
         return (

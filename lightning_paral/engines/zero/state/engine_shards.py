@@ -15,7 +15,7 @@ from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hy
 from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.compat.deepspeed.overlap import overlaps
 from lightning_paral.engines.zero.parameters.partition import write_gathered
-from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, Swapping, partitions_of
+from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, partitions_of
 from lightning_paral.engines.zero.training.usage import Usage
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
 from lightning_paral.errors import CheckpointError
@@ -42,8 +42,8 @@ class EngineShards:
         self._optimizer: Any = engine.optimizer
         self.users = users
         self._parameters = dict(module.named_parameters())
-        self._swapping = Swapping(engine.optimizer)
-        self._partitions = partitions_of(engine.optimizer, self._stage, self._swapping)
+        self._swapper = SubgroupSwapper(engine.optimizer)
+        self._partitions = partitions_of(engine.optimizer, self._stage, self._swapper)
         self._partition_of = {id_: partition for partition in self._partitions for id_ in partition.ranges}
         self._usage: Usage | None = None
         self._stored: _Writes = {}
@@ -135,7 +135,7 @@ class EngineShards:
 
     def reading(self) -> AbstractContextManager[None]:
         """Return a context for reading tensor by tensor, in which each sub-group on NVMe is read once."""
-        return self._swapping.staying()
+        return self._swapper.keeping()
 
     # Optimizer
 

@@ -1,7 +1,7 @@
-"""ZeRO shows an optimizer flat tensors, cut anywhere: right for those that treat every element for itself, only.
+"""Check that an optimizer is elementwise, because ZeRO gives it flat tensors, cut at any element.
 
-What an optimizer does is looked at, not guessed from its name: it steps on a small matrix and a vector, and on the same
-elements flattened and cut, and has to arrive at the same values.
+This is tested, not guessed from its name: the optimizer steps on a small matrix and a vector, and on the same elements
+flattened and cut, and has to compute the same values.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ _TOLERANCE = 1e-5
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a `ConfigurationError` unless `optimizer` treats every element of a parameter for itself.
+    """Raise a `ConfigurationError` unless `optimizer` updates every element of a parameter independently.
 
-    It is tried on small tensors; its parameters, state and groups stay as they are.
+    It is run on small tensors; its parameters, state and groups are not changed.
     """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     remedy = (
@@ -58,7 +58,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _holder_of_others(optimizer: Optimizer) -> str | None:
-    """Return the attribute by which `optimizer` could change what is not the trial's."""
+    """Describe an attribute by which `optimizer` could change more than the tensors of the trial, if there is one."""
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
             continue
@@ -98,7 +98,7 @@ def _trained(
     rate = {"lr": 0.01} if not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0 else {}
     trial.__dict__.update(param_groups=[group | rate | {"params": parameters}], state=defaultdict(dict))
     trial.__dict__.update(step_hooks.no_hooks())
-    if isinstance(optimizer, torch.optim.Adagrad):  # alone in that it makes its state with itself
+    if isinstance(optimizer, torch.optim.Adagrad):  # the only one that creates its state in its constructor
         for parameter in parameters:
             trial.state[parameter] = {
                 "step": torch.tensor(0.0),
