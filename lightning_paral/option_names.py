@@ -1,7 +1,8 @@
 """Explain unknown options: misspelled ones, and those of another class, of Lightning or of DeepSpeed."""
 
-import difflib
 from collections.abc import Collection
+
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 _OPTIONS_BY_CLASS: dict[str, set[str]] = {}
 
@@ -71,11 +72,11 @@ def _hint(owner: str, option: str, known: Collection[str]) -> str:
     instead = _EQUIVALENTS.get(owner, {}).get(option)
     if instead is not None:
         return f" {instead}." if instead.startswith("Leave it out") else f" Use {instead}."
-    near = difflib.get_close_matches(option, sorted(known), n=3, cutoff=0.7)
+    near = nearest_names(option, known)
     if not near and len(option) > 3:
         near = [name for name in sorted(known) if option in name or name in option]
     if near:
-        return f" Did you mean {' or '.join(near[:3])}?"
+        return f" {did_you_mean(near[:3])}"
     others = [
         name for name, options in sorted(_OPTIONS_BY_CLASS.items()) if option in options and name.startswith("Paral")
     ]

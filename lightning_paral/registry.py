@@ -1,6 +1,5 @@
 """The table of strategy names, and their registration with Lightning's Trainer."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.other_trainers import refuse_in_other_trainers
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def _reject_unknown(strategy: Any) -> None:
 
 def _looks_like_ours(name: str) -> bool:
     names = [entry.name for entry in STRATEGIES]
-    return name.startswith("paral") or f"paral_{name}" in names or bool(difflib.get_close_matches(name, names, 1, 0.85))
+    return name.startswith("paral") or f"paral_{name}" in names or bool(nearest_names(name, names, 1, 0.85))
 
 
 def explain_unknown_name(name: str) -> str:
@@ -143,14 +143,14 @@ def explain_unknown_name(name: str) -> str:
     if f"paral_{name}" in names:
         near = [f"paral_{name}"]
     else:
-        near = difflib.get_close_matches(name.replace("-", "_"), [*names, *classes], n=3, cutoff=0.7)
+        near = nearest_names(name.replace("-", "_"), [*names, *classes])
     if near and near[0] in classes:
         class_name = classes[near[0]]
         return (
             f"There is no strategy named {name!r}. {class_name} is a class: write "
             f"strategy=lightning_paral.{class_name}() in Python, or class_path: lightning_paral.{class_name} in YAML."
         )
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"The names are {', '.join(names)}."
+    hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(names)}."
     return (
         f"There is no strategy named {name!r}. {hint} `paral strategies` describes all names. A process "
         "knows them after `import lightning_paral`."

@@ -1,7 +1,6 @@
 """Short error messages for the command line: which option, what was given, what to do."""
 
 import ast
-import difflib
 import importlib
 import inspect
 import re
@@ -13,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_names import explain_unknown_option, has_registered_options
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 _MAX_LINES = 12
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)":')
@@ -138,8 +138,8 @@ def _prefixes(key: str) -> list[str]:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=2)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    near = nearest_names(name, known, 2, 0.6)
+    return f" {did_you_mean(near)}" if near else ""
 
 
 def _keys_of(parser: LightningArgumentParser) -> list[str]:

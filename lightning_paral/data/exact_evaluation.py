@@ -124,16 +124,16 @@ class ExactEvaluationLoops:
         trainer = self._trainer
         if batch is None:
             raise ConfigurationError(
-                f"Rank {trainer.global_rank} got no batch at all from a dataset that shards itself, so it has nothing "
-                f"to take part with in the collectives of the others' {hook_name}. Give every rank a part of the data, "
-                "or let it be sharded here: shard_iterable=True."
+                f"Rank {trainer.global_rank} got no batch from a dataset that shards itself, so it cannot join the "
+                f"collectives in the {hook_name} of the other ranks. Give every rank some data, or let the strategy "
+                "shard the dataset: shard_iterable=True."
             )
         with rollback_side_effects(trainer.lightning_module):
             call_step_alone(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
 
 
 def _sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
-    """Let torchmetrics synchronize over the data ranks, where these are not all ranks, unless they have a group."""
+    """Make torchmetrics without a group synchronize over the data ranks, if these are not all ranks."""
     group = dims.data_group()
     if group is None:
         return

@@ -102,9 +102,9 @@ def _check_same_order(sampler: object, group: dist.ProcessGroup | None, checksum
         different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
         raise ConfigurationError(
             f"The {type(sampler).__name__} draws other batches on rank {different[0]} than on rank 0. Every rank "
-            "has to draw the same ones, of which it keeps its part: let the sampler draw from torch's, numpy's or "
-            "random's global generator or from one seeded alike, and not look at the rank; or set "
-            "Trainer(use_distributed_sampler=False) if it spreads the samples itself."
+            "has to draw the same batches, and keeps its part of them: let the sampler draw from the global generator "
+            "of torch, numpy or random, or from one that has the same seed on all ranks, and ignore the rank; or set "
+            "Trainer(use_distributed_sampler=False) if it distributes the samples itself."
         )
 
 

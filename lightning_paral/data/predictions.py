@@ -48,8 +48,8 @@ def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
         if isinstance(shard, ShardSpec):
             return shard, set() if isinstance(source, ShardedIterable) else source.padding_steps  # type: ignore[union-attr]
     raise ConfigurationError(
-        f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: it was not "
-        "spread by the strategy. Give a DataLoader without a distributed sampler, and leave "
+        f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: the "
+        "strategy did not distribute it. Give a DataLoader without a distributed sampler, and leave "
         "use_distributed_sampler=True."
     )
 

@@ -33,10 +33,9 @@ log = logging.getLogger(__name__)
 class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
-    `CheckedLaunch` has what a strategy states about itself and the checks of it, `Collectives` the barrier, broadcast
-    and reduction, which do not hang after an exception, and `CheckpointMixin` what is saved and loaded. `teardown`,
-    `save_checkpoint` and `load_checkpoint` of a strategy call those of this class, which call `CheckpointMixin`'s,
-    which call the Lightning base's; no other class defines them.
+    `CheckedLaunch` has what a strategy states about itself, and checks; `Collectives` has barrier, broadcast and
+    reduction, which do not hang after an exception. `teardown` and the methods of checkpoints are called in this order:
+    those of the strategy, of this class, of `CheckpointMixin`, of the Lightning base. No other class defines them.
     """
 
     sampling: Sampling = Sampling()
@@ -121,10 +120,12 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
         if self._buffers is not None:
             self._buffers.share()
 
-    def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
+    def _attach_averages(self, make_shards: Callable[[], WeightShards], broadcasts_buffers: bool) -> None:
         """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, shares_buffers=shares_buffers, load_weights=self.load_model_state_dict)
+            self._averages.attach(
+                make_shards, broadcasts_buffers=broadcasts_buffers, load_weights=self.load_model_state_dict
+            )
 
     # Sampler injection
 

@@ -1,6 +1,5 @@
 """Data parallel within one process: a thread and a replica per device, gradients added up in the master."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch
@@ -13,20 +12,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import check_device, made_group, release_process_group
-from lightning_paral.engines.dp.checks import check_draws_all, check_replicable
-from lightning_paral.engines.dp.step import ParallelStep
+from lightning_paral.distributed.process_group import made_group, release_process_group
+from lightning_paral.engines.dp.checks import check_draws_all, check_one_process, check_replicable
+from lightning_paral.engines.dp.run import DPRun
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.user_hooks import has_hook
 from lightning_paral.option_types import checked_options
 from lightning_paral.options import CheckpointOptions, as_checkpoint_options
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
+from lightning_paral.strategies.one_process import OneProcess
 from lightning_paral.strategies.start_line import print_start_line
 
 
-class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
+class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
@@ -71,10 +69,10 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self.num_nodes = 1
-        self._threads: ThreadPoolExecutor | None = None
-        self._step: ParallelStep | None = None
+        self._dp: DPRun | None = None
+        """Of one run."""
 
-    # Process group: none. One process; what concerns ranks is about this one alone.
+    # Process group: none. There is one process.
 
     def set_world_ranks(self) -> None:
         """Check what the Trainer has set, at the end of the Trainer's construction.
@@ -86,58 +84,17 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
         check_names("torch", "lightning")
         environment = self.cluster_environment
         num_processes = environment.world_size() if environment and environment.creates_processes_externally else 1
-        if self.num_nodes > 1 or num_processes > 1:
-            found = f"num_nodes={self.num_nodes}" if self.num_nodes > 1 else f"{num_processes} processes were started"
-            raise ConfigurationError(
-                f"paral_dp is one process on one host, but {found}. Start a single process, or use paral_ddp."
-            )
-        for device in self._devices:
-            check_device(device)
-        if layer_sync_of(self) is not None and len(self._devices) > 1:
-            raise ConfigurationError(
-                "Trainer(sync_batchnorm=True) needs a process per device. Leave it out, so that each replica "
-                "normalizes by its own samples, or use paral_ddp."
-            )
+        check_one_process(self._own_devices, self.num_nodes, num_processes, syncs=layer_sync_of(self) is not None)
 
     @property
     def root_device(self) -> torch.device:
         """The device of the module itself, replica 0."""
-        return self._devices[0]
+        return self._own_devices[0]
 
     @property
-    def _devices(self) -> list[torch.device]:
+    def _own_devices(self) -> list[torch.device]:
         assert self.parallel_devices
         return self.parallel_devices
-
-    _own_devices = _devices
-
-    @property
-    def global_rank(self) -> int:
-        """0, whatever the environment says."""
-        return 0
-
-    local_rank = node_rank = global_rank
-
-    @property
-    def world_size(self) -> int:
-        """1: the number of processes."""
-        return 1
-
-    @property
-    def dims(self) -> ParallelDims:
-        """One rank: the replicas of a step are threads of this process."""
-        return ParallelDims()
-
-    def barrier(self, name: str | None = None) -> None:
-        """Nothing: there is no other process to wait for."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return `obj`."""
-        return obj
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return `tensor`."""
-        return tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return `tensor`.
@@ -145,45 +102,42 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
         Raises:
             ConfigurationError: in a step that runs in several replicas, of which each has its own part of the batch.
         """
-        if self._step is not None and self._step.num_running > 1:
+        if self._dp is not None and self._dp.num_running_replicas > 1:
             raise ConfigurationError(
                 "self.all_gather was called in a step under paral_dp, which runs in replicas, each with its own part "
                 "of the batch: one process has nothing to gather from. Use paral_ddp, or gather in an epoch hook."
             )
         return tensor
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
-        """Return `decision`."""
-        return decision
-
     def setup_environment(self) -> None:
-        """Set up the device, without the process group that an earlier run of several ranks has left."""
+        """Set up the device; release the process group that an earlier run of several ranks has left.
+
+        Raises:
+            ConfigurationError: as `set_world_ranks`.
+        """
         self.set_world_ranks()
         group = made_group()
         if group is not None and group.size() > 1:
             release_process_group()
         super().setup_environment()
 
-    @property
-    def _is_running(self) -> bool:
-        return self._step is not None
-
-    # Model wrapping: none. Steps are run by `ParallelStep`, and the module stays what it is.
+    # Model wrapping: none. `DPRun` runs the steps in replicas, and the module stays what it is.
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the module to the first device and make a thread for each further one."""
+        """Move the module to the first device, and start a thread for each other one.
+
+        Raises:
+            ConfigurationError: the module cannot be replicated.
+        """
         module = self.lightning_module
         assert module is not None
-        if len(self._devices) > 1:
+        if len(self._own_devices) > 1:
             check_replicable(module)
             if trainer.state.fn == TrainerFn.FITTING:
-                check_embeddings(module, len(self._devices))
+                check_embeddings(module, len(self._own_devices))
         super().setup(trainer)
         print_start_line(trainer, self)
-        self._threads = ThreadPoolExecutor(max(1, len(self._devices) - 1), thread_name_prefix="paral_dp")
-        self._step = ParallelStep(module, self._devices, self._threads)
-        hooks = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
-        self._changes_before_backward = has_hook(module, hooks)
+        self._dp = DPRun(module, self._own_devices)
 
     def model_to_device(self) -> None:
         """Move the module to the first device."""
@@ -192,45 +146,34 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of the whole batch, with the graph through all replicas."""
-        assert self._step is not None
         with self.precision_plugin.train_step_context():
-            return self._step.run("training_step", *args, **kwargs)
+            return self._engine.step("training_step", *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the backward pass, through all replicas."""
-        assert self._step is not None
-        if self._changes_before_backward and closure_loss.requires_grad:
-            step = self._step
-            # After `on_before_backward`.
-            closure_loss.register_hook(lambda _: step.copy_values())  # type: ignore[no-untyped-call]
-        result = super().backward(closure_loss, *args, **kwargs)
-        self._step.forget()
-        return result
+        return self._engine.backward(super().backward, closure_loss, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the replicas' outputs, gathered."""
-        assert self._step is not None
         with self.precision_plugin.val_step_context():
-            return self._step.run("validation_step", *args, **kwargs)
+            return self._engine.step("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the replicas' outputs, gathered."""
-        assert self._step is not None
         with self.precision_plugin.test_step_context():
-            return self._step.run("test_step", *args, **kwargs)
+            return self._engine.step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the replicas' outputs, gathered in the order of the samples."""
-        assert self._step is not None
         with self.precision_plugin.predict_step_context():
-            return self._step.run("predict_step", *args, **kwargs)
-
-    # Sampler injection: none. The loader draws whole batches, as for one process.
+            return self._engine.step("predict_step", *args, **kwargs)
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a `DistributedSampler` that draws everything; Lightning's count each device as a process."""
-        return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
+    def _engine(self) -> DPRun:
+        assert self._dp is not None
+        return self._dp
+
+    # Sampler injection: none. The loader draws whole batches, as for one process.
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return `dataloader`.
@@ -243,10 +186,17 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
 
     # Checkpoint: `CheckpointMixin`. One ordinary Lightning file; the module is not wrapped, so its keys are its own.
 
+    @property
+    def _is_running(self) -> bool:
+        return self._dp is not None
+
     def teardown(self) -> None:
-        """Undo the setup, and end the threads."""
-        self._step = None
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
+        """End the threads, and what `CheckpointMixin` and Lightning end.
+
+        Raises:
+            CheckpointError: a save in the background failed.
+        """
+        run, self._dp = self._dp, None
+        if run is not None:
+            run.end()
         super().teardown()

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
@@ -204,7 +205,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self._engine.start_fit(self.timeout)
         self.setup_optimizers(trainer)
         self._engine.add_optimizers(self.optimizers)
-        self._attach_averages(self._state_of(self._engine).weight_shards, self._options.broadcast_buffers)
+        self._attach_averages(self._sharded_state.weight_shards, self._options.broadcast_buffers)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -253,14 +254,19 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its shards, which are DTensors.
 
-    def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(run, self.optimizers, self._reachable_ranks, self.num_processes)
+    @property
+    def _sharded_state(self) -> ShardedState:
+        return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state by name: tensors of full shape, of which this rank may hold a shard."""
-        if self._is_failing and self._fsdp is not None:
-            self._fsdp.sharded.reshard()
-        return super().lightning_module_state_dict()
+    def _state_of(self, run: FSDPRun) -> FSDPState:
+        return FSDPState(
+            run,
+            self.optimizers,
+            self._ended,
+            is_failing=self._is_failing,
+            reachable_ranks=self._reachable_ranks,
+            ranks_per_host=self.num_processes,
+        )
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None

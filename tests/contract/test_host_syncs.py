@@ -130,7 +130,7 @@ def test_the_count_finds_what_reads() -> None:
         found = torch.tensor([1.0, 0.0])
         assert (float(found[0]), bool(found.any()), found.to("cpu").tolist(), found.numpy().sum()) == (1, 1, [1, 0], 1)
 
-    assert syncs.found == {"data/delayed_read.py: read: item": 1}
+    assert syncs.found == {"data/async_scalar.py: read: item": 1}
     assert syncs.num_of_others == 5
     assert not {"item", "to", "__bool__"} & vars(Tensor).keys()
 

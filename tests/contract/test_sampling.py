@@ -47,7 +47,7 @@ def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_s
 
 
 @pytest.mark.parametrize("label", RESUMED)
-def test_fillers_leave_no_trace(on_ranks, label: str) -> None:
+def test_padding_batches_leave_no_trace(on_ranks, label: str) -> None:
     for rank in on_ranks(3, evaluate, label, 3, "batch"):
         num_steps, num_hooks, num_calls = rank["steps"]
         assert num_steps == num_hooks == num_calls

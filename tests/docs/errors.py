@@ -90,6 +90,7 @@ def render_errors() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+@cache
 def messages() -> list[Message]:
     """Return all messages, each once, in the order of files."""
     found: dict[tuple[str, str], Message] = {}
@@ -115,7 +116,8 @@ def topic_of(path: Path) -> str:
     return max(fitting)[1]
 
 
-def error_classes() -> set[str]:
+@cache
+def error_classes() -> frozenset[str]:
     """Return the names of all classes that derive from `ParalError`."""
     names, grown = {errors.ParalError.__name__}, True
     while grown:
@@ -126,7 +128,7 @@ def error_classes() -> set[str]:
         }
         grown = not more <= names
         names |= more
-    return names
+    return frozenset(names)
 
 
 def _raised_in(path: Path) -> Iterator[tuple[str, list[str]]]:

@@ -94,24 +94,17 @@ def trainers_own(cls: type) -> set[str]:
 
 
 def docs_of(cls: type) -> dict[str, str]:
-    """Return what is written of each option: in the class, in what it inherits of ours, or in an option dataclass."""
+    """Return what is written of each option: in the class, in what it inherits of ours, or of the shared options."""
+    if cls in DATACLASSES:
+        return _attribute_docs(cls)
     docs: dict[str, str] = {}
-    for dataclass in (*DATACLASSES, cls) if cls not in DATACLASSES else (cls,):
-        docs |= _attribute_docs(dataclass) if dataclasses.is_dataclass(dataclass) else {}
-    for base in reversed(cls.__mro__):
-        if base.__module__.startswith(OWN):
-            docs |= _argument_docs(inspect.cleandoc(base.__doc__ or ""))
-    return {name: _resolved(name, doc) for name, doc in docs.items()}
-
-
-def _resolved(name: str, doc: str) -> str:
-    """Return what the dataclass says that `doc` refers to, where it has the option."""
-    referred = re.search(r"see `(\w+)`", doc)
     for dataclass in DATACLASSES:
-        if referred is not None and referred[1] == dataclass.__name__:
-            own = _attribute_docs(dataclass).get(name)
-            return doc if own is None else f"{own.split('. With `')[0].rstrip('.')}; see `{referred[1]}`"
-    return doc
+        docs |= _attribute_docs(dataclass)
+    shared = [value for value in vars(options).values() if isinstance(value, type) and value not in DATACLASSES]
+    for owner in (*shared, *reversed(cls.__mro__)):
+        if owner.__module__.startswith(OWN):
+            docs |= _argument_docs(inspect.cleandoc(owner.__doc__ or ""))
+    return docs
 
 
 def _argument_docs(docstring: str) -> dict[str, str]:
@@ -165,8 +158,8 @@ def _markdown(text: str) -> str:
     text = text.replace('(README, "Measured")', "([Measurements](../measurements.md#all-reduce))")
     names = [cls.__name__ for cls in DATACLASSES]
     return re.sub(
-        rf"see `({'|'.join(names)})`",
-        lambda match: f"see [{match[1]}](#{match[1].lower()})",
+        rf"([Ss]ee) `({'|'.join(names)})`",
+        lambda match: f"{match[1]} [{match[2]}](#{match[2].lower()})",
         text,
     )
 

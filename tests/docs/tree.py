@@ -16,23 +16,26 @@ def summary_of(path: Path) -> str:
     return first.removesuffix(".")
 
 
-def render_layers() -> str:
-    """Return the layers, the highest first, as a table."""
-    rows = []
+def blocks_of_architecture() -> dict[str, str]:
+    """Return the generated blocks of docs/architecture.md, by name."""
+    return {"layers": _layers(), "tree": _tree()}
+
+
+def _layers() -> str:
+    rows = ["| layer | what it is |", "|---|---|"]
     for layer in LAYERS:
         folder = ROOT / layer
         path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
         shown = f"{layer}/" if folder.is_dir() else f"{layer}.py"
-        rows.append(f"| `{shown}` | {summary_of(path)} |\n")
-    return "\n| layer | what it is |\n|---|---|\n" + "".join(rows) + "\n"
+        rows.append(f"| `{shown}` | {summary_of(path)} |")
+    return "\n".join(rows)
 
 
-def render_tree() -> str:
-    """Return the folders of the package, each with the number of its modules."""
-    rows = []
+def _tree() -> str:
+    rows = ["| folder | modules | what it is |", "|---|---|---|"]
     for path in sorted(ROOT.rglob("__init__.py")):
         folder = path.parent
         num_modules = len(list(folder.glob("*.py"))) - 1
         name = folder.relative_to(ROOT.parent).as_posix()
-        rows.append(f"| `{name}/` | {num_modules} | {summary_of(path)} |\n")
-    return "\n| folder | modules | what it is |\n|---|---|---|\n" + "".join(rows) + "\n"
+        rows.append(f"| `{name}/` | {num_modules} | {summary_of(path)} |")
+    return "\n".join(rows)

@@ -29,6 +29,7 @@ LAYERS = (
     "compat",
     "tested_versions",
     "_version",
+    "suggestions",
     "errors",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,5 +1,8 @@
-"""What cannot be replicated, named before the first step."""
+"""Reject modules and loaders that cannot be replicated, before the first step."""
 
+from collections.abc import Sequence
+
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.jit import ScriptModule
@@ -9,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral.compat.torch.compiled import is_compiled
 from lightning_paral.data.loader import samplers
+from lightning_paral.distributed.launch_checks import check_device
 from lightning_paral.errors import ConfigurationError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -55,3 +59,26 @@ def _cannot_be_replicated(module: Module) -> str | None:
     if isinstance(module, ScriptModule):
         return "a ScriptModule"
     return None
+
+
+def check_one_process(devices: Sequence[torch.device], num_nodes: int, num_processes: int, *, syncs: bool) -> None:
+    """Raise a `ConfigurationError` if the Trainer has set what needs several processes, or devices do not exist.
+
+    Args:
+        devices: one per replica.
+        num_nodes: as the Trainer has it.
+        num_processes: started from outside.
+        syncs: whether `Trainer(sync_batchnorm=True)` was set.
+    """
+    if num_nodes > 1 or num_processes > 1:
+        found = f"num_nodes={num_nodes}" if num_nodes > 1 else f"{num_processes} processes were started"
+        raise ConfigurationError(
+            f"paral_dp is one process on one host, but {found}. Start a single process, or use paral_ddp."
+        )
+    for device in devices:
+        check_device(device)
+    if syncs and len(devices) > 1:
+        raise ConfigurationError(
+            "Trainer(sync_batchnorm=True) needs a process per device. Leave it out, so that each replica "
+            "normalizes by its own samples, or use paral_ddp."
+        )

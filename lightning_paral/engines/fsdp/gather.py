@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_paral.compat.torch.collectives import all_gather_single
 from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.distributed.mesh import shard_ranks
-from lightning_paral.model.host_room import lack_of_room
+from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
 class GatherToHost:
@@ -66,7 +66,7 @@ def gather_at_end(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gat
         num_bytes: of all parameters, unsharded.
         num_local_ranks: how many ranks per host gather as much.
     """
-    lack = lack_of_room(num_bytes, num_local_ranks)
+    lack = host_memory_shortage(num_bytes, num_local_ranks)
     if lack is not None:
         return lack
     group = mesh.get_group(mesh.ndim - 1)

@@ -15,32 +15,44 @@ from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import chunk_of_dtensor
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
 
 
-class FSDPState:
-    """Weights, gradients and optimizer states of the module of `run`, as DTensors; implements `ShardedState`.
+class FSDPState(TensorState):
+    """The state of the module of `run`, whose parameters are DTensors; implements `ShardedState`.
 
     Args:
         run: not ended.
-        optimizers: of the fit; of an earlier one where the run is an evaluation.
+        optimizers: of the fit; those of an earlier one where the run is an evaluation.
+        ended: the optimizers of past runs.
+        is_failing: whether an exception has ended the run, perhaps in the middle of a step.
         meet: after an exception, waits for the other ranks and returns whether all of them failed.
-        num_local_ranks: ranks on each host, which share its memory.
+        ranks_per_host: how many ranks share the memory of a host.
     """
 
     def __init__(
         self,
         run: FSDPRun,
         optimizers: Sequence[Optimizer],
+        ended: EndedOptimizers,
+        *,
+        is_failing: bool,
         reachable_ranks: Callable[[], ReachableRanks],
-        num_local_ranks: int,
+        ranks_per_host: int,
     ) -> None:
+        super().__init__(run.module, optimizers, run.device, ended)
         self._run = run
-        self.optimizers = optimizers
+        self._is_failing = is_failing
         self._reachable_ranks = reachable_ranks
-        self._num_local_ranks = num_local_ranks
+        self._ranks_per_host = ranks_per_host
+
+    def collect_writes(self) -> None:
+        """Reshard what a failed step has left unsharded; otherwise do nothing, as `Module.state_dict` reshards."""
+        if self._is_failing:
+            self._run.sharded.reshard()
 
     def weight_shards(self) -> WeightShards:
         """Return the local tensors of the parameters. No collective."""
@@ -61,7 +73,7 @@ class FSDPState:
         if failed:
             gather = gather_after_failure(run.mesh, self._reachable_ranks())
         else:
-            gather = gather_at_end(run.mesh, sharded.num_bytes, self._num_local_ranks)
+            gather = gather_at_end(run.mesh, sharded.num_bytes, self._ranks_per_host)
         if isinstance(gather, str):
             rank_zero_warn(f"{type(run.module).__name__} stays sharded: {gather}.")
         originals = sharded.restore(gather)

@@ -354,7 +354,7 @@ def normed(average: Tensor, current: Tensor, count: Any) -> Tensor:
     ("make", "message"),
     [
         (lambda: WeightAveraging(avg_fn=normed), r"avg_fn of WeightAveraging is not elementwise.*use paral_ddp"),
-        (OwnCopy, r"OwnCopy makes a copy of the whole module.*super\(\)\.setup"),
+        (OwnCopy, r"OwnCopy copies the full module.*super\(\)\.setup"),
         (OwnSwap, r"OwnSwap defines _swap_models itself"),
     ],
 )

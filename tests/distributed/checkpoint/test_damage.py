@@ -160,7 +160,7 @@ def nowhere(metadata: Metadata, key: str) -> None:
 Doctor = Callable[[Metadata, str], None]
 """Changes what the metadata of a folder say of a tensor of 7 rows, of which one box holds 4 and the other 3."""
 DOCTORS: list[tuple[Doctor, str]] = [
-    (hole, "15 of 35 elements are in no box"),
+    (hole, "15 of 35 elements are in no chunk"),
     (overlap, "overlap"),
     (out_of_bounds, "lies outside of shape (7, 5)"),
 ]

@@ -77,7 +77,7 @@ def refused(path: str) -> str:
 
 def test_what_needs_the_other_ranks_is_refused(on_ranks, tmp_path: Path) -> None:
     for message in on_ranks(2, refused, str(tmp_path / "x.ckpt")):
-        assert "a tensor of which this rank holds a part only" in message
+        assert "a tensor of which this rank holds only a shard" in message
 
 
 def test_names_it_does_not_know_are_what_torch_says(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What `ParalDDPStrategy` adds to Lightning's DDP."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
-from lightning_paral.comm import count_traffic, ring_all_reduce
+from lightning_paral.comm import ALL_REDUCE, count_traffic, ring_all_reduce
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
 from tests.rank_pool import RankError
 from tests.running import quiet_trainer
@@ -55,15 +56,13 @@ class WaitsForTheFirstBucket(Features):
 def fit_while_waiting_for_the_first_bucket() -> list[bool]:
     model = WaitsForTheFirstBucket()
 
-    class Announcing(ParalDDPStrategy):
-        def _choose_all_reduce(self):
-            def announce(tensor, group=None, **options):
-                model.reduction_began.set()
-                return ring_all_reduce(tensor, group, **options)
+    def announce(tensor, group=None, **options):
+        model.reduction_began.set()
+        return ring_all_reduce(tensor, group, **options)
 
-            return announce
-
-    quiet_trainer(strategy=Announcing(bucket_cap_mb=0.00001), devices=2, max_epochs=1).fit(model, rows(32))
+    with mock.patch.dict(ALL_REDUCE, ring=announce):
+        strategy = ParalDDPStrategy(all_reduce="ring", bucket_cap_mb=0.00001)
+        quiet_trainer(strategy=strategy, devices=2, max_epochs=1).fit(model, rows(32))
     return model.overlapped
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
-from lightning_paral.model import host_room as room
+from lightning_paral.model import host_memory_check as room
 from tests.models.blocks import Block, OnTheModule, Tied
 from tests.models.tokens import LENGTH, VOCABULARY, Fitted, fit, token_loader
 from tests.running import assert_same_fit, quiet_trainer

@@ -19,7 +19,7 @@ from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.distributed import failure
 from lightning_paral.distributed import process_group as groups
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
-from lightning_paral.model.host_room import lack_of_room
+from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import collectives
 from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
 from tests.models.regression import Regression, regression_data
@@ -150,7 +150,7 @@ def host_tensors_beside_a_group_for_cuda(folder: str) -> list[Any]:
     groups._complete_with_host_group(timedelta(seconds=60))
     tensor = torch.full((3,), float(rank + 1))
     broadcast([tensor])
-    lack = lack_of_room(1, 1)
+    lack = host_memory_shortage(1, 1)
     strategy = ParalDDPStrategy(cluster_environment=TorchElasticEnvironment())
     mean = strategy.reduce(torch.tensor(float(rank)))
     same = groups.host_group() is made

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalZeROStrategy
-from lightning_paral.model import host_room as room
+from lightning_paral.model import host_memory_check as room
 from tests.models.architectures import MODULES
 from tests.models.regression import Regression, regression_data
 from tests.models.tokens import LENGTH, VOCABULARY, Fitted, WholeBatches, fit, token_loader

@@ -83,7 +83,7 @@ def test_class_path_in_yaml(monkeypatch, tmp_path) -> None:
     trainer = run(monkeypatch, tmp_path, "fit", strategy=strategy)
 
     assert isinstance(trainer.strategy, ParalDDPStrategy)
-    assert trainer.strategy._all_reduce == "ring"
+    assert trainer.strategy.strategy_name == "paral_ddp_ring"
     assert trainer.strategy.timeout.total_seconds() == 300
     assert trainer.strategy._ddp_kwargs["bucket_cap_mb"] == 5
     assert trainer.strategy.sampling == Sampling(split="global", remainder="drop", shard_iterable=False)
@@ -92,7 +92,7 @@ def test_class_path_in_yaml(monkeypatch, tmp_path) -> None:
 def test_name_on_the_command_line(monkeypatch, tmp_path) -> None:
     trainer = run(monkeypatch, tmp_path, "fit", "--trainer.strategy", "paral_ddp_ring")
 
-    assert trainer.strategy._all_reduce == "ring"
+    assert trainer.strategy.strategy_name == "paral_ddp_ring"
 
 
 @pytest.mark.parametrize("class_path", ["lightning_paral.ParalDDPStrategy", "ParalDDPStrategy"])

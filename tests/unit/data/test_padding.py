@@ -1,4 +1,4 @@
-"""A filler step leaves everything bit-identical, wherever the module keeps it."""
+"""A padding step leaves everything bit-identical, wherever the module keeps it."""
 
 import copy
 import random
@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryStatScores
 from lightning_paral.data.padding import rollback_side_effects
 
 
-class Hoarder(nn.Module):
+class Stateful(nn.Module):
     """Keeps things in all the places modules keep them."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Hoarder(nn.Module):
         self.new = len(self.outputs)
 
 
-def picture(module: Hoarder) -> object:
+def picture(module: Stateful) -> object:
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     metrics = {name: copy.deepcopy(metric.metric_state) for name, metric in module.metrics.items(copy_state=False)}
     counts = {name: metric._update_count for name, metric in module.metrics.items(copy_state=False)}
@@ -60,7 +60,7 @@ def same(one: object, other: object) -> bool:
 
 def test_everything_is_as_before() -> None:
     torch.manual_seed(0)
-    module = Hoarder()
+    module = Stateful()
     for _ in range(2):
         module.step(torch.randn(6, 4))
     before, objects = picture(module), {name: id(value) for name, value in vars(module).items()}
@@ -77,7 +77,7 @@ def test_everything_is_as_before() -> None:
 
 def test_a_step_that_fails_leaves_no_trace_either() -> None:
     torch.manual_seed(0)
-    module = Hoarder()
+    module = Stateful()
     module.step(torch.randn(6, 4))
     before = picture(module)
 

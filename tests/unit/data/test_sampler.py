@@ -58,8 +58,8 @@ def test_evaluation_draws_each_sample_once_in_equally_many_steps(length, batch_s
     ]
     assert sorted(counted) == list(range(length))
     assert {len(batches) for batches in by_rank} == {len(samplers[0])}
-    some_filler = set().union(*(sampler.padding_steps for sampler in samplers))
-    assert all(sampler.uneven_steps == some_filler for sampler in samplers)
+    padded = set().union(*(sampler.padding_steps for sampler in samplers))
+    assert all(sampler.uneven_steps == padded for sampler in samplers)
 
 
 @given(lengths, batch_sizes, worlds, remainders)

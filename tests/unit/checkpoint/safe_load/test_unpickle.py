@@ -23,7 +23,7 @@ from torch import nn
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.load import load, look
+from lightning_paral.checkpoint.load import load, peek
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
@@ -210,7 +210,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, reason: str) -> None:
-    for read in (look, lambda path: load(path, RankGroup())):
+    for read in (peek, lambda path: load(path, RankGroup())):
         with pytest.raises(CheckpointError, match=reason):
             read(path)
     assert reason in " ".join(verify(path))

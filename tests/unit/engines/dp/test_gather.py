@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_paral import ConfigurationError
-from lightning_paral.engines.dp.gather import gather, join_training_output, weigh
+from lightning_paral.engines.dp.gather import gather, join_training_output, weighted_mean
 
 CPU = torch.device("cpu")
 Output = namedtuple("Output", "scores labels")
@@ -14,7 +14,7 @@ def test_weighed_means_are_the_mean_of_all_samples_and_so_are_gradients() -> Non
     samples = torch.randn(7, dtype=torch.float64, requires_grad=True)
     parts = samples.split([3, 4])
 
-    mean = weigh([part.square().mean() for part in parts], [3, 4], CPU)
+    mean = weighted_mean([part.square().mean() for part in parts], [3, 4], CPU)
 
     torch.testing.assert_close(mean, samples.square().mean())
     torch.testing.assert_close(torch.autograd.grad(mean, samples)[0], 2 / 7 * samples.detach())

@@ -1,22 +1,22 @@
-"""Whether a host has memory for what its ranks are about to bring together."""
+"""Check that a host has enough free memory before its ranks gather full tensors."""
 
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from lightning_paral.distributed.host_exchange import every_rank
 
-from lightning_paral.distributed.process_group import host_group
-
-_SHARE = 0.9
+_USABLE = 0.9
 
 
-def lack_of_room(num_bytes: int, num_local_ranks: int) -> str | None:
-    """Return why `num_bytes` cannot be had on every rank: some host lacks memory. `None` if it can. *Collective*."""
+def host_memory_shortage(num_bytes: int, num_local_ranks: int) -> str | None:
+    """Return why `num_bytes` do not fit on every rank: some host lacks memory. `None` if they fit. *Collective*.
+
+    Args:
+        num_bytes: what each rank is about to allocate on its host.
+        num_local_ranks: ranks per host.
+    """
     available = _available_bytes()
-    fits = available is None or num_bytes * num_local_ranks < _SHARE * available
-    has_room = torch.tensor(fits, dtype=torch.int32)
-    dist.all_reduce(has_room, op=dist.ReduceOp.MIN, group=host_group())
-    if has_room:
+    fits = available is None or num_bytes * num_local_ranks < _USABLE * available
+    if every_rank(fits):
         return None
     return (
         f"{num_bytes / 1e9:,.1f} GB on each of {num_local_ranks} ranks per host are more than the memory that is free "
@@ -25,7 +25,7 @@ def lack_of_room(num_bytes: int, num_local_ranks: int) -> str | None:
 
 
 def _available_bytes() -> int | None:
-    """Return what this host has free, or this container may still take; `None` where nobody says."""
+    """Return the free memory of this host, or of this container if that is less; `None` if unknown."""
     found = [free for free in (_free_on_host(), _free_in_container()) if free is not None]
     return min(found, default=None)
 

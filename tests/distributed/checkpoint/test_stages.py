@@ -1,6 +1,7 @@
 """Saves of ranks that hold different tensors, as the stages of a pipeline do."""
 
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_paral.checkpoint.shards import FlatShard, flat
 from lightning_paral.checkpoint.state.optimizer import load_state, param_names, state_of
 from lightning_paral.checkpoint.state.weights import replicated_storages
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.process_group import DEFAULT_TIMEOUT
+from lightning_paral.options import DEFAULT_TIMEOUT
 
 FORMS = ("full", "sharded")
 LAYERS = ("first", "second")
@@ -201,7 +202,7 @@ def save_shards(path: str, form: Any) -> None:
         values = full.flatten()[12 * index : 12 * index + 12]
         return [
             DTensor.from_local(local, meshes[stage], [Shard(0)], run_check=False),
-            FlatShard(full.shape, full.dtype, 12 * index, 12, lambda: values, read_order=2 - stage),
+            FlatShard(full.shape, full.dtype, 12 * index, 12, lambda: values, 2 - stage),
         ]
 
     own, shared = shards(stage), shards(9)
@@ -226,6 +227,33 @@ def test_shards_of_stages_are_written_once(on_ranks, tmp_path: Path, form: str) 
         found = checkpoint["callbacks"]["Average"]["values"][f"average{stage}"]
         assert torch.equal(found.clone(), expected)
     assert verify(tmp_path / "x.ckpt") == []
+
+
+def counting(counts: dict[str, int], name: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    counts[name] += 1
+    return call(*args, **kwargs)
+
+
+def count_collectives(path: str, form: Any, stages: list[int] | None) -> dict[str, int]:
+    """How many collectives preparing a save takes."""
+    ranks = all_ranks()
+    module = Whole() if stages is None else Whole((stages[ranks.rank],))
+    counts = {"all_gather_object": 0, "broadcast_object_list": 0}
+    with pytest.MonkeyPatch.context() as patched:
+        for name in counts:
+            patched.setattr(dist, name, partial(counting, counts, name, getattr(dist, name)))
+        checkpoint = checkpoint_of(module, optimizer_of(module))
+        SaveJob.prepare(checkpoint, path, form, ranks, replicated_storages(module), "Test", stages=stages)
+    return counts
+
+
+@pytest.mark.parametrize(("form", "num_gathers"), [("full", 2), ("sharded", 3)])
+def test_ranks_that_hold_the_same_exchange_one_number_each(
+    on_ranks, tmp_path: Path, form: str, num_gathers: int
+) -> None:
+    counts = on_ranks(2, count_collectives, str(tmp_path / "x.ckpt"), form, None)
+
+    assert counts == [{"all_gather_object": num_gathers, "broadcast_object_list": 0}] * 2
 
 
 # Mistakes

@@ -1,0 +1,70 @@
+"""What averages the gradients of DDP: its own reducer, one of our all-reduces, or a hook of the user's."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
+from lightning_paral.comm.ddp_hook import BucketReducer
+from lightning_paral.comm.reduction import WIRE_DTYPES
+from lightning_paral.engines.ddp.options import check_choice, check_hook
+
+AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
+
+
+class GradientReduction:
+    """The reduction that the options of `ParalDDPStrategy` ask for. `register` it with every DDP of a run.
+
+    Args:
+        all_reduce, wire_dtype: options of `ParalDDPStrategy`.
+        hook, state, wrapper: its options `ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`.
+
+    Raises:
+        ConfigurationError: an unknown value, or a hook together with other options.
+    """
+
+    def __init__(
+        self,
+        all_reduce: AllReduceName,
+        wire_dtype: WireDtype | None,
+        *,
+        hook: Callable[..., Any] | None,
+        state: object | None,
+        wrapper: Callable[..., Any] | None,
+    ) -> None:
+        check_choice("all_reduce", all_reduce, get_args(AllReduceName))
+        check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
+        check_hook(hook, all_reduce, wire_dtype)
+        self._all_reduce = all_reduce
+        self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
+        self._hook, self._state, self._wrapper = hook, state, wrapper
+        self._reducer: BucketReducer | None = None
+
+    def register(self, model: DistributedDataParallel, device: torch.device) -> None:
+        """Make `model` reduce its gradients, which are on `device`, this way."""
+        if self._hook is not None and device.type != "cuda":
+            # Lightning registers hooks on CUDA only; DDP accepts them on every backend.
+            hook = self._hook if self._wrapper is None else self._wrapper(self._hook)
+            model.register_comm_hook(self._state, hook)
+        all_reduce = self._choose(device)
+        if all_reduce is not None and self._reducer is None:
+            self._reducer = BucketReducer(all_reduce, model.process_group, device, self._wire_dtype)
+        if self._reducer is not None:
+            self._reducer.register(model)
+
+    def _choose(self, device: torch.device) -> AllReduce | None:
+        """Return the function that averages gradients; `None` leaves them to DDP's own reducer, or to the hook."""
+        name = self._all_reduce
+        if name == "auto":
+            name = "ring" if self._wire_dtype is not None and device.type == "cpu" else "native"
+        if name == "native" and self._wire_dtype is None:
+            return None
+        return ALL_REDUCE[name]
+
+    def shutdown(self) -> None:
+        """Release threads and streams at the end of a run."""
+        if self._reducer is not None:
+            self._reducer.shutdown()
+            self._reducer = None

@@ -1,0 +1,183 @@
+"""One fit under DDP: the module is wrapped, and its reducer replaced where other parameters are trained."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from lightning_paral.compat.lightning.strategies import ddp_options, forget_static_graph, set_ddp_options
+from lightning_paral.compat.torch.ddp_reducer import remove_reducer
+from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
+from lightning_paral.engines.ddp.options import explain_unused
+from lightning_paral.engines.ddp.reducer import ReducedParameters
+from lightning_paral.errors import UnusedParametersError
+
+log = logging.getLogger(__name__)
+
+_UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
+
+
+class DDPRun:
+    """DDP around the module of `strategy`, from when it is wrapped to the end of the fit. *Collective* to make.
+
+    Args:
+        strategy: whose `model` is wrapped.
+        reduction: how gradients are averaged.
+        wrap: `DDPStrategy.configure_ddp` of `strategy`, which wraps its `model`.
+        timeout: how long other ranks are waited for.
+        undo: is closed at the end of the fit; takes what restores the module.
+    """
+
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        reduction: GradientReduction,
+        wrap: Callable[[], None],
+        timeout: timedelta,
+        undo: ExitStack,
+    ) -> None:
+        assert strategy.lightning_module is not None
+        self._strategy = strategy
+        self._module: LightningModule = strategy.lightning_module
+        self._reduction = reduction
+        self._wrap = wrap
+        self._undo = undo
+        self._is_static_graph_known = False
+        self._wrap_and_register()
+        self._parameters = ReducedParameters(self._module, timeout, undo)
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The wrapped module; another object once the reducer has been replaced."""
+        model = self._strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        return model
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether all ranks get rank 0's buffers. Buffers with a hook of the user's own are left to it."""
+        return self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
+
+    def _wrap_and_register(self) -> None:
+        self._wrap()
+        self._is_static_graph_known = False
+        self._reduction.register(self.model, self._strategy.root_device)
+
+    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let DDP find unused parameters where optimizers take turns. *Collective* over the world then."""
+        takes_turns = not self._module.automatic_optimization and len(optimizers) > 1
+        options = ddp_options(self._strategy)
+        if takes_turns and not {"find_unused_parameters", "static_graph"} & options.keys():
+            # Each backward pass reaches only some of the parameters, such as the generator's.
+            self._undo.callback(set_ddp_options, self._strategy, options)
+            set_ddp_options(self._strategy, options | {"find_unused_parameters": True})
+            self._replace_reducer()
+
+    def before_batch(self, batch_idx: int) -> None:
+        """Replace the reducer if parameters were frozen or unfrozen since it was made.
+
+        *Collective* in the first step of an epoch, and where the reducer is replaced.
+
+        Raises:
+            ConfigurationError: not all ranks train the same parameters.
+            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+        """
+        keep_frozen = not self._module.automatic_optimization or bool(self.model.find_unused_parameters)
+        if self._parameters.need_another_reducer(self._module.current_epoch, batch_idx, keep_frozen):
+            self._replace_reducer()
+
+    def _replace_reducer(self) -> None:
+        old, options = self.model, ddp_options(self._strategy)
+        with self._explaining_unused():
+            remove_reducer(old)
+        # The ranks hold the same values already, or differ on purpose, between the averagings of post-local SGD.
+        set_ddp_options(self._strategy, options | {"init_sync": False})
+        self._strategy.model = self._module
+        try:
+            with self._parameters.for_next_reducer():
+                self._wrap_and_register()
+        finally:
+            set_ddp_options(self._strategy, options)
+        self.model.require_forward_param_sync = old.require_forward_param_sync
+        forget_static_graph(self._strategy)
+        log.info("DDP reduces the gradients of %d parameters from now on.", len(self._parameters.names))
+
+    @contextmanager
+    def accumulating(self, without_reduction: AbstractContextManager[None]) -> Iterator[None]:
+        """Accumulate gradients inside the block, in `without_reduction`, `DDPStrategy.block_backward_sync()`."""
+        # A static graph is learnt from the first backward pass, in which torch's reducer asserts that it may reduce
+        # (torch 2.13). Reducing once too often changes no sum: the average of an average is itself.
+        if ddp_options(self._strategy).get("static_graph") and not self._is_static_graph_known:
+            yield
+            self._is_static_graph_known = True
+        else:
+            with without_reduction:
+                yield
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step inside the block.
+
+        Raises:
+            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+        """
+        if not self._module.automatic_optimization:
+            # Lightning's redirection leaves DDP as after a step without reduction: it would never broadcast again.
+            self.model.require_forward_param_sync = True
+        with self._explaining_unused(), self._parameters.step():
+            yield
+
+    @contextmanager
+    def _explaining_unused(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if _UNUSED_PARAMETERS not in str(error):
+                raise
+            names = self._parameters.names
+            raise UnusedParametersError(explain_unused(str(error), names, self._strategy.global_rank)) from error
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Prepare for the backward pass of `loss`.
+
+        Raises:
+            ConfigurationError: parameters were unfrozen inside the step, too late for that.
+        """
+        self._parameters.before_backward(loss)
+
+    def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return a context for the step of `optimizer`.
+
+        Raises:
+            ConfigurationError: in the context, if gradients came by `loss.backward()`, and were not averaged.
+        """
+        return self._parameters.optimizer_step(optimizer)
+
+    def before_validation(self) -> None:
+        """Let the first validation step broadcast no buffers: a rank without a batch would not take part in that."""
+        self.model.require_forward_param_sync = False
+
+
+def averaged_closure(optimizer: Optimizer, closure: Callable[[], Any], reduce: Callable[[Any], Any]) -> Any:
+    """Return `closure`; for LBFGS, which stops and scales its steps by the loss, one that returns the mean over ranks.
+
+    Args:
+        optimizer: whose step calls the closure.
+        closure: returns the loss of this rank.
+        reduce: averages a tensor over the ranks, in place. *Collective*.
+    """
+    if not isinstance(optimizer, LBFGS):
+        return closure
+
+    def averaged() -> Any:
+        loss = closure()
+        return reduce(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+    return averaged

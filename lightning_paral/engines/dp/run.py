@@ -1,0 +1,56 @@
+"""One run under DP: the threads of the replicas, and the steps that they run."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_paral.engines.dp.step import ParallelStep
+from lightning_paral.model.user_hooks import has_hook
+
+_MAY_CHANGE_WEIGHTS_BEFORE_BACKWARD = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "optimizer_zero_grad",
+    "backward",
+)
+
+
+class DPRun:
+    """A thread for each device but the first, from `setup` to `teardown`.
+
+    Args:
+        module: on the first of `devices`; replica 0.
+        devices: one per replica.
+    """
+
+    def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
+        self._threads = ThreadPoolExecutor(max(1, len(devices) - 1), thread_name_prefix="paral_dp")
+        self._step = ParallelStep(module, devices, self._threads)
+        self._copies_before_backward = has_hook(module, _MAY_CHANGE_WEIGHTS_BEFORE_BACKWARD)
+
+    @property
+    def num_running_replicas(self) -> int:
+        """The number of replicas of the step that is running; 0 or 1 outside of steps that run in several."""
+        return self._step.num_running
+
+    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's method `name` would return, computed by the replicas; see `ParallelStep.run`."""
+        return self._step.run(name, *args, **kwargs)
+
+    def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Return `backward(loss, *args, **kwargs)`, which goes through all replicas, and free them."""
+        if self._copies_before_backward and loss.requires_grad:
+            step = self._step
+            # Runs after `on_before_backward`.
+            loss.register_hook(lambda _: step.copy_values())  # type: ignore[no-untyped-call]
+        result = backward(loss, *args, **kwargs)
+        self._step.forget()
+        return result
+
+    def end(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
