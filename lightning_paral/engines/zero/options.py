@@ -134,11 +134,11 @@ def check_stage(stage: object, offload_optimizer: Offload | None, offload_parame
     """Raise a `ConfigurationError` for a stage that does not exist, or that cannot offload what is asked for."""
     if stage not in (1, 2, 3):
         raise ConfigurationError(
-            f"stage={stage!r} is not one of ZeRO's: 1 divides the optimizer state, 2 gradients, too, 3 parameters, too."
+            f"stage={stage!r} is not one of ZeRO's: 1 shards the optimizer state, 2 also gradients, 3 also parameters."
         )
     if stage != 3 and offload_parameters is not None:
         raise ConfigurationError(
-            f"offload_parameters needs stage=3, but stage={stage}: below it every rank computes with whole parameters."
+            f"offload_parameters needs stage=3, but stage={stage}: below it every rank computes with full parameters."
         )
     if stage != 3 and offload_optimizer is not None and offload_optimizer.device == "nvme":
         raise ConfigurationError(f"offload_optimizer=Offload('nvme') needs stage=3, but stage={stage}. Use 'cpu'.")

@@ -40,7 +40,7 @@ def check_parameters(module: Module, trained: list[Any], config: dict[str, Any])
             and (parameter.is_floating_point() or parameter is first)
         ):
             raise ConfigurationError(
-                f"{name} is of {_short(parameter.dtype)}, which ZeRO stage 3 cannot divide. Convert the parameter, "
+                f"{name} is of {_short(parameter.dtype)}, which ZeRO stage 3 cannot shard. Convert the parameter, "
                 "make it a buffer, or use paral_zero2 or paral_ddp."
             )
 
@@ -72,8 +72,8 @@ def check_several(optimizers: Sequence[UsersOptimizer], options: ZeROOptions, pr
         for name in (name for of_group in users.names for name in of_group):
             if owners.setdefault(name, number) != number:
                 raise ConfigurationError(
-                    f"{name!r} is in optimizers {owners[name]} and {number} of configure_optimizers. ZeRO divides the "
-                    "state of an optimizer along with its parameters, which belong to one. Give each parameter to one "
+                    f"{name!r} is in optimizers {owners[name]} and {number} of configure_optimizers. ZeRO shards the "
+                    "state of an optimizer together with its parameters. Give each parameter to one "
                     "optimizer, or train with paral_ddp or paral_fsdp."
                 )
     if options.on_nvme:

@@ -113,7 +113,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         # There is no optimizer: nothing would use the gradients, and stage 3 has no memory for them.
         if not model.automatic_optimization:
             raise ConfigurationError(
-                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are divided "
+                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are sharded "
                 "for an optimizer, and are not in parameter.grad: return the optimizer, or train with paral_ddp."
             )
 

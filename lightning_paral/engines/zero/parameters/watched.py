@@ -221,8 +221,8 @@ class HiddenGradientError(ParalError, RuntimeError):
 def refuse_gradient(name: str) -> NoReturn:
     """Raise the error for a read of `.grad` of the parameter `name`."""
     raise HiddenGradientError(
-        f"The gradient of {name!r} was read by parameter.grad, but under ZeRO each rank holds its part of the "
-        "gradients only, and not there. Read whole gradients with `self.trainer.strategy.full_gradient(parameter)`, "
+        f"parameter.grad of {name!r} was read, but under ZeRO gradients are sharded, and not in parameter.grad. Read "
+        "full gradients with `self.trainer.strategy.full_gradient(parameter)`, "
         "their norm with `self.trainer.strategy.gradient_norm()`, and clip with `self.clip_gradients(optimizer, ...)`."
     )
 
@@ -230,7 +230,7 @@ def refuse_gradient(name: str) -> NoReturn:
 def refuse_new_gradient(name: str) -> NoReturn:
     """Raise the error for setting `.grad` of the parameter `name`."""
     raise HiddenGradientError(
-        f"parameter.grad of {name!r} was set in a hook or step, but under ZeRO each rank holds its part of the "
-        "gradients only, and not there: the optimizer would not see it. Change the loss instead, or train with "
+        f"parameter.grad of {name!r} was set in a hook or step, but under ZeRO gradients are sharded, and not in "
+        "parameter.grad: the optimizer would not use it. Change the loss instead, or train with "
         "paral_ddp or paral_fsdp."
     )

@@ -122,7 +122,7 @@ class Writes:
         if tuple(values.shape) != shape or values.dtype != parameter.dtype:
             raise ConfigurationError(
                 f"{self.name_of(parameter)!r} has shape {shape} and dtype {parameter.dtype}, and was given values of "
-                f"shape {tuple(values.shape)} and dtype {values.dtype} in a hook or step. ZeRO divides what was there "
+                f"shape {tuple(values.shape)} and dtype {values.dtype} in a hook or step. ZeRO shards what was there "
                 "when the run began: change shapes and dtypes before trainer.fit."
             )
         with torch.no_grad():

@@ -30,14 +30,14 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     remedy = (
-        "Train with paral_ddp, which shows optimizers whole parameters, or choose an elementwise optimizer (SGD, Adam, "
-        "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, say "
+        "Train with paral_ddp, which gives optimizers full parameters, or choose an elementwise optimizer (SGD, Adam, "
+        "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, set "
         "ParalZeROStrategy(trust_optimizer=True)."
     )
     holder = _holder_of_others(optimizer)
     if holder is not None:
         raise ConfigurationError(
-            f"{kind} holds {holder}. ZeRO divides the elements of all parameters among the ranks, and cannot tell "
+            f"{kind} holds {holder}. ZeRO shards the elements of all parameters over the ranks, and cannot tell "
             f"whether its steps stay right. {remedy}"
         )
     try:
@@ -46,14 +46,14 @@ def check_elementwise(optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{kind} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO shows optimizers nothing "
-            f"else, for it divides the elements of all parameters among the ranks. {remedy}"
+            f"{kind} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO gives optimizers nothing "
+            f"else, as it shards the elements of all parameters over the ranks. {remedy}"
         ) from error
     if not difference <= _TOLERANCE:
         raise ConfigurationError(
-            f"{kind} is not elementwise: on flattened parts of a parameter its steps lead elsewhere than on the whole "
-            f"(by {difference:.1e} of the way after {_NUM_STEPS} steps in a trial). ZeRO divides the elements of all "
-            f"parameters among the ranks, and would train another model. {remedy}"
+            f"{kind} is not elementwise: in a trial of {_NUM_STEPS} steps, flattened parts of a parameter got other "
+            f"values than the full parameter (relative difference {difference:.1e}). ZeRO shards the elements of all "
+            f"parameters over the ranks, and would train another model. {remedy}"
         )
 
 

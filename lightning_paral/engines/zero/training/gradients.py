@@ -207,7 +207,7 @@ class PartitionedGradients:
         """
         if self._usage.has_unannounced:
             raise ConfigurationError(
-                "Gradients came by loss.backward(), of which ZeRO knows nothing: ranks would not average them. Call "
+                "Gradients came from loss.backward(), which ZeRO does not see: ranks would not average them. Call "
                 "self.manual_backward(loss) instead."
             )
         if self._num_passes == 0 and self._has_old:

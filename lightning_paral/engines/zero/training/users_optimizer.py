@@ -81,7 +81,7 @@ class UsersOptimizer:
         if len(self.optimizer.param_groups) != len(self.groups):
             raise ConfigurationError(
                 f"The optimizer had {len(self.groups)} parameter groups when the run began, and has "
-                f"{len(self.optimizer.param_groups)} now. ZeRO divides what is there at the beginning: give all groups "
+                f"{len(self.optimizer.param_groups)} now. ZeRO shards the groups that are there then: give all groups "
                 "to the optimizer in configure_optimizers, or train with paral_ddp or paral_fsdp."
             )
         step_hooks.run_pre_hooks(self.optimizer)
@@ -124,7 +124,7 @@ def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer
     if others:
         raise ConfigurationError(
             f"{name}.configure_optimizers returned {others[0]}, which is not a torch.optim.Optimizer. "
-            "ZeRO divides the state of one: return one, or train with paral_ddp."
+            "ZeRO shards the state of one: return one, or train with paral_ddp."
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
@@ -222,7 +222,7 @@ class HiddenState(MutableMapping[Any, Any]):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise HiddenStateError(
-            "The state of the optimizer was used, but under ZeRO each rank holds its part of it only, and not there. "
+            "The state of the optimizer was used, but under ZeRO it is sharded, and not in optimizer.state. "
             'Read it with `self.trainer.strategy.full_optimizer_state(parameter, "exp_avg")`; checkpoints hold all of '
             "it. To reset or change it, train with paral_ddp or paral_fsdp."
         )

@@ -44,7 +44,7 @@ from tests.running import quiet_trainer
             "reduce_bucket_size=20.*say 10",
         ),
         ({"deepspeed_config": "missing.json"}, "'missing.json' is not a file"),
-        ({"deepspeed_config": 3}, "dict or a JSON file"),
+        ({"deepspeed_config": 3}, "dict or the path of a JSON file"),
     ],
 )
 def test_contradictory_options(options: dict[str, Any], message: str) -> None:
