@@ -21,6 +21,11 @@ class FlatRange:
     numel: int
     position: int
 
+    @property
+    def slice(self) -> slice:
+        """Where the range lies in the flat tensor of the partition."""
+        return slice(self.position, self.position + self.numel)
+
 
 class Partition:
     """A flat fp32 tensor with this rank's flat ranges of several parameters, and the optimizer's state of it.
@@ -56,11 +61,11 @@ class Partition:
         state: dict[str, Any] = self._optimizer.optimizer.state[self.flat]
         return state
 
-    def read(self, run: FlatRange, key: str | None) -> Tensor:
+    def read(self, flat_range: FlatRange, key: str | None) -> Tensor:
         """Return a flat range of the fp32 weights, or of the optimizer's state `key`."""
         with self.opened(write=False) as (flat, state):
             values = flat.detach() if key is None else state[key]
-            values = values[run.position : run.position + run.numel]
+            values = values[flat_range.slice]
             return values.clone() if self.place else values
 
     def publish(self) -> None:

@@ -6,14 +6,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.deepspeed import backward, gradients
-from lightning_paral.compat.deepspeed.clipping import clip_next_step
-from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
+from lightning_paral.compat.deepspeed import backward
 from lightning_paral.compat.deepspeed.masters import link_states
-from lightning_paral.compat.deepspeed.offload import is_offloaded
 from lightning_paral.engines.zero.parameters.writes import Writes
+from lightning_paral.engines.zero.training.engine_gradients import EngineGradients
 from lightning_paral.engines.zero.training.step_arguments import StepArguments
-from lightning_paral.engines.zero.training.usage import Named, Usage
+from lightning_paral.engines.zero.training.usage import Usage
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
 from lightning_paral.errors import ConfigurationError, ParalError
 
@@ -48,7 +46,8 @@ class PartitionedGradients:
         self._users = users
         self._writes = writes
         self._usage = usage
-        self.stage = engine.zero_optimization_stage()
+        self._kept = EngineGradients(engine)
+        self.stage = self._kept.stage
         self._complete = False
         self._is_closed = False
         self._num_passes = 0
@@ -82,10 +81,6 @@ class PartitionedGradients:
     @property
     def _optimizer(self) -> Any:
         return self.engine.optimizer
-
-    @property
-    def _offloaded(self) -> bool:
-        return is_offloaded(self._optimizer, self.stage)
 
     def end(self) -> None:
         """Stop recording which parameters get gradients."""
@@ -125,7 +120,7 @@ class PartitionedGradients:
         if self._num_passes == 0:
             self._adds_to_old = by_hand and self._has_old
         elif self._num_passes == 1:
-            self._clear_stale(self._usage.not_yet_used())  # to which this pass may add
+            self._kept.zero_stale(self._usage.not_yet_used())  # to which this pass may add
         backward.begin_pass(self._optimizer)
         self._num_passes += 1
 
@@ -134,7 +129,7 @@ class PartitionedGradients:
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(False)
         if self._num_passes == 1:
-            self._clear_stale(self._usage.not_yet_used())
+            self._kept.zero_stale(self._usage.not_yet_used())
         backward.begin_shared_pass(self.engine)
         self._usage.begin_pass()
         self._usage.was_reached = False
@@ -175,7 +170,7 @@ class PartitionedGradients:
         """
         if self._is_closed or self._num_passes == 0:
             return
-        missed = self._usage.missed_by_last_pass() if self._offloaded and self.stage >= 2 else ()
+        missed = self._usage.missed_by_last_pass() if self._kept.are_offloaded and self.stage >= 2 else ()
         self._usage.close_window()
         if self._complete and missed:
             backward.end_window_for(self._optimizer, self.stage, [parameter for _, parameter in missed])
@@ -185,15 +180,8 @@ class PartitionedGradients:
                 backward.end_window(self._optimizer)
             else:
                 self.engine.allreduce_gradients()
-        self._clear_stale(self._usage.unused)
+        self._kept.zero_stale(self._usage.unused)
         self._complete = self._is_closed = True
-
-    def _clear_stale(self, unused: Named) -> None:
-        """Zero the gradients that stage 3 and offload keep of an earlier window, of parameters without new ones."""
-        for _, parameter in unused if self.stage < 3 and self._offloaded else ():
-            zero_gradient_on_host(self._optimizer, parameter)
-        for _, parameter in unused if self.stage == 3 else ():
-            gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self._offloaded)
 
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
         """Update this rank's shards, and publish the new parameters to all ranks. *Collective*.
@@ -246,19 +234,12 @@ class PartitionedGradients:
             link_states(self._optimizer)
             self._has_linked_states = True
 
-    def _discard(self) -> None:
-        self._optimizer.zero_grad()
-        if self.stage < 3:
-            gradients.forget_window(self._optimizer, offloaded=self._offloaded)
-            if self._offloaded:
-                forget_copies(self._optimizer)
-        self._close()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a window whose step has not come."""
         self._has_old = False
         if self._num_passes:
-            self._discard()
+            self._kept.drop()
+            self._close()
 
     def _close(self) -> None:
         self._complete = self._is_closed = False
@@ -270,47 +251,32 @@ class PartitionedGradients:
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale gradients in the step that follows so that their global 2-norm is at most `max_norm`."""
-        clip_next_step(self._optimizer, max_norm, self.stage)
+        self._kept.clip_by_norm(max_norm)
 
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`. *Collective*, as `end_window`."""
         self.end_window()
-        self._await_copies()
-        gradients.clamp_gradients(
-            self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded
-        )
+        self._kept.wait()
+        self._kept.clip_by_value(max_value)
 
     # Reading
 
     def norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients, of dtype fp32, before clipping by norm. *Collective*."""
         self._check_complete()
-        return gradients.scaled_norm(self._optimizer, self.stage) / self._loss_scale()
+        return self._kept.norm()
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*."""
-        from deepspeed.utils import safe_get_full_grad
-
         self._check_complete()
-        if not parameter.requires_grad:
-            return None
-        gradient = safe_get_full_grad(parameter)
-        return None if gradient is None else gradient.float() / self._loss_scale()
+        return self._kept.full(parameter) if parameter.requires_grad else None
 
     def _check_complete(self) -> None:
         self.end_window()
-        self._await_copies()
+        self._kept.wait()
         if not self._complete:
             raise GradientsNotReadyError(
                 "There are no gradients now: they exist from the last backward pass of a step to the step itself. "
                 "Read them in on_before_optimizer_step or configure_gradient_clipping, or in on_after_backward when "
                 "the step follows."
             )
-
-    def _await_copies(self) -> None:
-        # Stage 3 waits for the copies at the end of each backward pass.
-        if self._offloaded and self.stage < 3:
-            wait_for_copies(self._optimizer)
-
-    def _loss_scale(self) -> float:
-        return float(self._optimizer.loss_scale)

@@ -291,8 +291,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
-def _shards_in(partition: Partition, run: FlatRange) -> dict[str | None, Tensor]:
+def _shards_in(partition: Partition, flat_range: FlatRange) -> dict[str | None, Tensor]:
     flat, state = partition.flat, partition.state
     tensors: dict[str | None, Tensor] = {None: flat.detach()}
     tensors |= {key: v for key, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == flat.shape}
-    return {key: tensor[run.position : run.position + run.numel] for key, tensor in tensors.items()}
+    return {key: tensor[flat_range.slice] for key, tensor in tensors.items()}
