@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
@@ -30,7 +31,7 @@ from lightning_paral.strategies.start_line import print_start_line
 log = logging.getLogger(__name__)
 
 
-class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
+class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrategy):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
     `CheckedLaunch` has what a strategy states about itself, and checks; `Collectives` has barrier, broadcast and

@@ -1,4 +1,4 @@
-"""What FSDP2 would drop without a word: hooks on parameters, and parameters that come or go while it runs."""
+"""Refusals of what FSDP2 would silently ignore: some hooks on parameters, and parameters added or removed later."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ _INSTEAD = (
 
 
 def check_user_hooks(module: Module) -> None:
-    """Raise a `ConfigurationError` if a parameter of `module` has hooks that cannot be called."""
+    """Raise a `ConfigurationError` if a parameter of `module` has hooks that FSDP2 would not call."""
     for name, parameter in module.named_parameters():
         kinds = {"register_post_accumulate_grad_hook": accumulated_hooks(parameter)}
         if isinstance(parameter, DTensor):
@@ -39,7 +39,7 @@ def refuse_hook(name: str, kind: str) -> NoReturn:
 
 
 def check_pruning(callbacks: Iterable[Any]) -> None:
-    """Raise a `ConfigurationError` for callbacks that prune: they put other parameters in the place of sharded ones."""
+    """Raise a `ConfigurationError` for callbacks that prune: they replace parameters, which are sharded by then."""
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
@@ -51,7 +51,7 @@ def check_pruning(callbacks: Iterable[Any]) -> None:
 class Registrations:
     """Refuses parameters that are registered in a module while it is sharded.
 
-    They would be neither sharded nor trained, and what stood in their place would come back at the next gathering.
+    They would be neither sharded nor trained, and FSDP2 would restore those that they replace at the next unshard.
 
     Args:
         root: the whole module.
@@ -78,12 +78,12 @@ class Registrations:
         self._undo = replace_attributes(Module, {"register_parameter": register_parameter, "__delattr__": delete})
 
     def remove(self) -> None:
-        """Refuse no more."""
+        """Stop refusing."""
         self._undo()
 
     def _check(self, module: Module, module_name: str, name: str, param: Parameter | None) -> None:
         place = self._places.get((module, name))
-        # FSDP2 itself comes here in modules with a `__setattr__` of their own.
+        # FSDP2 itself gets here with modules that define `__setattr__`.
         if param is None if place is None else is_form_of(param, place):
             return
         where = module_name or type(module).__name__
