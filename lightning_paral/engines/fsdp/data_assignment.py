@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from lightning_paral.compat.torch.dtensor import adopt, local_of, set_local
 from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
 from lightning_paral.engines.fsdp.local_rows import own_rows
-from lightning_paral.engines.fsdp.view_writes import Part
+from lightning_paral.engines.fsdp.view_writes import GatheredView
 from lightning_paral.errors import ConfigurationError
 
 _DATA: Any = Tensor.data
 
 
-class ShardedData:
+class ShardedDataDescriptor:
     """What `data` is on DTensors while a module is sharded: a descriptor.
 
     Args:
@@ -97,7 +97,7 @@ def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
 
 
 def _assign_to_any(tensor: Any, value: Any) -> None:
-    if isinstance(tensor, Part):
+    if isinstance(tensor, GatheredView):
         tensor.__class__ = DTensor  # type: ignore[assignment]  # with other memory it is no view any more
     if not isinstance(value, DTensor):
         check_assigned("A sharded tensor", tensor, value)

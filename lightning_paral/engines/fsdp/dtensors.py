@@ -9,10 +9,10 @@ from torch.nn import Parameter
 from lightning_paral.compat.torch.dtensor import operation_handlers
 from lightning_paral.compat.torch.fsdp_param import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.engines.fsdp.data_assignment import ShardedData
+from lightning_paral.engines.fsdp.data_assignment import ShardedDataDescriptor
 from lightning_paral.engines.fsdp.gathered_ops import CONVERSIONS
 from lightning_paral.engines.fsdp.guards import refuse_hook
-from lightning_paral.engines.fsdp.muon import WholeNewtonSchulz
+from lightning_paral.engines.fsdp.muon import FullNewtonSchulz
 from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.engines.fsdp.sharded_ops import handlers, set_items
 
@@ -56,13 +56,17 @@ class DTensorSemantics:
         self._ours = handlers(in_step)
         self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
         registered.update(self._ours)
-        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items, "__deepcopy__": _deepcopy}
+        attributes = {
+            "data": ShardedDataDescriptor(self._param_of),
+            "__setitem__": set_items,
+            "__deepcopy__": _deepcopy,
+        }
         attributes |= CONVERSIONS
         attributes["register_hook"] = self._registering(DTensor.register_hook)
         kind = "register_post_accumulate_grad_hook"
         attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
         self._end_attributes = replace_attributes(DTensor, attributes)
-        self._newton_schulz = WholeNewtonSchulz()
+        self._newton_schulz = FullNewtonSchulz()
 
     def _param_of(self, tensor: Any) -> Any:
         for _ in range(2):

@@ -17,7 +17,7 @@ from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.sharding_strategies import has_strategy
 from lightning_paral.engines.fsdp.local_rows import (
-    as_whole,
+    as_full,
     in_place_of,
     is_replicated,
     leaves_ranks_empty,
@@ -89,9 +89,9 @@ def read_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return operation(args[0].full_tensor())
 
 
-def on_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do the operation on whole tensors."""
-    return operation(*map(as_whole, args), **{key: as_whole(value) for key, value in kwargs.items()})
+    return operation(*map(as_full, args), **{key: as_full(value) for key, value in kwargs.items()})
 
 
 def _like_second(by_default: Handler) -> Handler:
@@ -102,7 +102,7 @@ def _like_second(by_default: Handler) -> Handler:
         chunk = own_chunk(model) if isinstance(model, DTensor) else None
         if chunk is None and isinstance(model, DTensor):
             return by_default(operation, args, kwargs)
-        whole = on_whole(operation, args, kwargs)
+        whole = on_full(operation, args, kwargs)
         return whole if chunk is None else like(model, whole, chunk)
 
     return handle
@@ -128,7 +128,7 @@ def without_identity(otherwise: Handler) -> Handler:
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_identity = "norm" in str(operation) and abs(args[1] if len(args) > 1 else 2) != torch.inf
         some_rank_is_empty = any(leaves_ranks_empty(tensor) for tensor in _tensors(args) if isinstance(tensor, DTensor))
-        chosen = on_whole if some_rank_is_empty and not has_identity else otherwise
+        chosen = on_full if some_rank_is_empty and not has_identity else otherwise
         return chosen(operation, args, kwargs)
 
     return handle
@@ -142,7 +142,7 @@ def for_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handle
             if isinstance(args[0], DTensor) or in_step():
                 return handler(operation, args, kwargs)
             target, *others = args
-            return operation(target, *map(as_whole, others), **{key: as_whole(value) for key, value in kwargs.items()})
+            return operation(target, *map(as_full, others), **{key: as_full(value) for key, value in kwargs.items()})
 
         return handle
 
@@ -171,7 +171,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
         if not _are_mixed(args, kwargs, 0 if joined or into_plain else 1) or in_step():
             return by_default(operation, args, kwargs)
         if not in_place:
-            return on_whole(operation, args, kwargs)
+            return on_full(operation, args, kwargs)
         if isinstance(target, list | tuple):  # torch's _foreach operations
             for number, tensor in enumerate(target):
                 _write(operation, [tensor], [_nth(other, number) for other in others], kwargs)
@@ -184,7 +184,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
 
 def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any]) -> None:
     [tensor] = target if isinstance(target, list) else [target]
-    others, kwargs = as_whole(others), {key: as_whole(value) for key, value in kwargs.items()}
+    others, kwargs = as_full(others), {key: as_full(value) for key, value in kwargs.items()}
     if not isinstance(tensor, DTensor):
         operation(target, *others, **kwargs)
         return
@@ -262,7 +262,7 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
     handle = mixed(by_default, in_step)
     found[aten.linalg_vector_norm.default] = read_norm(by_default, in_step)
     for operation in _overloads(GATHERED):
-        found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
+        found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
     for operation in _overloads(WITHOUT_IDENTITY):
         found[operation] = without_identity(found.get(operation, by_default))
     for name in MIXED:
@@ -270,10 +270,10 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 found[getattr(packet, overload)] = handle
-    found |= dict.fromkeys(_overloads(MISTAKEN), on_whole)  # in steps, too
+    found |= dict.fromkeys(_overloads(MISTAKEN), on_full)  # in steps, too
     for operation in _overloads(LATER):
         if not has_strategy(operation):
-            found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
+            found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
     found |= dict.fromkeys(_overloads(OF_MEANS), _like_second(by_default))
     found |= {operation: _with_positive_dim(found.get(operation, by_default)) for operation in _overloads(CUMULATIVE)}
     if not has_strategy(aten.detach_.default):  # part of autograd's work, with nothing to do for shards

@@ -83,7 +83,7 @@ def like(tensor: Any, whole: Tensor, chunk: Chunk) -> Tensor:
     return made
 
 
-def as_whole(value: Any) -> Any:
+def as_full(value: Any) -> Any:
     """Replace DTensors in `value`, also in lists and tuples, by whole tensors of their strides.
 
     *Collective* where there are any.
@@ -94,5 +94,5 @@ def as_whole(value: Any) -> Any:
             return whole
         return torch.empty_strided(whole.shape, value.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
     if isinstance(value, list | tuple):
-        return type(value)(map(as_whole, value))
+        return type(value)(map(as_full, value))
     return value

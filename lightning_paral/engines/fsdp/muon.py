@@ -9,7 +9,7 @@ from lightning_paral.compat.torch.muon import replace_newton_schulz
 from lightning_paral.engines.fsdp.local_rows import like, own_rows
 
 
-class WholeNewtonSchulz:
+class FullNewtonSchulz:
     """Lets `torch.optim.Muon` orthogonalise whole matrices, as it does in one process, until it is removed.
 
     DTensor would multiply shards, and round partial sums to bfloat16 before it adds them (torch 2.13): another update,
@@ -17,15 +17,15 @@ class WholeNewtonSchulz:
     """
 
     def __init__(self) -> None:
-        self.remove = replace_newton_schulz(_of_whole)
+        self.remove = replace_newton_schulz(_on_full_matrix)
         """Restores torch's function."""
 
 
-def _of_whole(orthogonalise: Callable[..., Any]) -> Callable[..., Any]:
-    def orthogonalise_whole(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_full_matrix(orthogonalise: Callable[..., Any]) -> Callable[..., Any]:
+    def orthogonalise_full(gradient: Any, *args: Any, **kwargs: Any) -> Any:
         rows = own_rows(gradient) if isinstance(gradient, DTensor) else None
         if rows is None:
             return orthogonalise(gradient, *args, **kwargs)
         return like(gradient, orthogonalise(gradient.full_tensor(), *args, **kwargs), rows)
 
-    return orthogonalise_whole
+    return orthogonalise_full

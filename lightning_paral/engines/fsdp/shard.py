@@ -29,7 +29,7 @@ from lightning_paral.compat.torch.normalization import BatchNorm, InstanceNorm
 from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
 from lightning_paral.engines.fsdp.gather import GatherToHost
-from lightning_paral.engines.fsdp.gathered_writes import WatchedGroup
+from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
 from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
 from lightning_paral.engines.fsdp.guards import Registrations
 from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, originals_of

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of, operation_handlers
-from lightning_paral.engines.fsdp import gathered_ops as whole_values
-from lightning_paral.engines.fsdp.local_rows import as_whole, in_place_of, is_replicated, like, own_chunk
-from lightning_paral.engines.fsdp.view_writes import Part, mark_parts
+from lightning_paral.engines.fsdp import gathered_ops
+from lightning_paral.engines.fsdp.local_rows import as_full, in_place_of, is_replicated, like, own_chunk
+from lightning_paral.engines.fsdp.view_writes import GatheredView, mark_gathered
 from lightning_paral.errors import ConfigurationError
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -32,8 +32,8 @@ def _chunk(tensor: Any) -> tuple[slice, ...] | None:
     return own_chunk(tensor) if isinstance(tensor, DTensor) else None
 
 
-def _whole_values(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: as_whole(value) for key, value in kwargs.items()}
+def _full_values(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: as_full(value) for key, value in kwargs.items()}
 
 
 def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +43,7 @@ def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
     whole = in_place_of(target, chunk, filled=False)
-    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    operation(whole, *map(as_full, others), **_full_values(kwargs))
     local_of(target).copy_(whole[chunk])
     return target
 
@@ -54,7 +54,7 @@ def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
     whole = in_place_of(model, chunk, filled=False)
-    return like(model, operation(whole, *map(as_whole, others), **_whole_values(kwargs)), chunk)
+    return like(model, operation(whole, *map(as_full, others), **_full_values(kwargs)), chunk)
 
 
 def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +63,7 @@ def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     chunk = own_chunk(model)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
-    whole = operation(*map(as_whole, args), **_whole_values(kwargs))
+    whole = operation(*map(as_full, args), **_full_values(kwargs))
     if whole.shape == model.shape:
         return like(model, whole, chunk)
     mesh = model.device_mesh
@@ -98,7 +98,7 @@ def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if chunk is None:
         return _by_default(operation, args, kwargs)
     whole = in_place_of(target, chunk)
-    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    operation(whole, *map(as_full, others), **_full_values(kwargs))
     local_of(target).copy_(whole[chunk])
     return target
 
@@ -119,7 +119,7 @@ def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if chunk is None:
         return _by_default(operation, args, kwargs)
     whole = in_place_of(target, chunk, filled=False)
-    operation(*map(as_whole, args), **_whole_values({**kwargs, "out": whole}))
+    operation(*map(as_full, args), **_full_values({**kwargs, "out": whole}))
     local_of(target).copy_(whole[chunk])
     return target
 
@@ -134,7 +134,7 @@ def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _by_default(operation, args, kwargs)
-    return mark_parts(result, operation, args, kwargs)
+    return mark_gathered(result, operation, args, kwargs)
 
 
 def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,7 +146,7 @@ def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             raise
     origin, *others = args
     whole = origin.redistribute(placements=[Replicate()] * origin.device_mesh.ndim)
-    return mark_parts(_by_default(operation, (whole, *others), kwargs), operation, args, kwargs)
+    return mark_gathered(_by_default(operation, (whole, *others), kwargs), operation, args, kwargs)
 
 
 _NAMES: dict[Handler, tuple[str, ...]] = {
@@ -203,8 +203,8 @@ _WRITES = (_write_at_indices, _copy)
 
 def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
     """Return the handlers by operation; `in_step` says whether a step is running."""
-    found = whole_values.handlers(_by_default, in_step)
-    takes_plain = whole_values.for_plain_targets(in_step)
+    found = gathered_ops.handlers(_by_default, in_step)
+    takes_plain = gathered_ops.for_plain_targets(in_step)
     for handler, names in _NAMES.items():
         for name in names:
             operation, overload = name.split(".")
@@ -224,7 +224,7 @@ def set_items(target: Any, index: Any, value: Any) -> None:
     if chunk is None or (torch.is_grad_enabled() and target.requires_grad):
         torch.Tensor.__setitem__(target, index, value)
         return
-    if isinstance(target, Part):
+    if isinstance(target, GatheredView):
         target.refresh()
     local = local_of(target)
     with torch.no_grad():
@@ -233,8 +233,8 @@ def set_items(target: Any, index: Any, value: Any) -> None:
             local[local_of(index)] = value
         else:
             whole = in_place_of(target, chunk)
-            whole[as_whole(index)] = as_whole(value)
+            whole[as_full(index)] = as_full(value)
             local.copy_(whole[chunk])
     torch.autograd.graph.increment_version(target)
-    if isinstance(target, Part):
+    if isinstance(target, GatheredView):
         target.write_back()

@@ -18,7 +18,7 @@ from lightning_paral.engines.fsdp.local_rows import in_place_of, is_replicated, 
 from lightning_paral.errors import ConfigurationError
 
 
-class Part(DTensor):
+class GatheredView(DTensor):
     """A gathered copy of some elements of a sharded tensor, or a view of such a copy.
 
     Whatever uses it gathers it anew, as a view shows what its tensor holds now, and whatever writes to it writes to
@@ -36,13 +36,13 @@ class Part(DTensor):
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             name = func.__name__
-            parts = [] if name in _HARMLESS else list(_parts_in((*args, *kwargs.values())))
+            parts = [] if name in _HARMLESS else list(_views_in((*args, *kwargs.values())))
             if name != "__get__":
                 for part in parts:
                     part.refresh()
             before = [version_of(part) for part in parts]
             result = func(*args, **kwargs)
-            written = list(_parts_in(args[:1])) if writes_in_place(name) else []
+            written = list(_views_in(args[:1])) if writes_in_place(name) else []
             written += [part for part, version in zip(parts, before, strict=True) if version_of(part) != version]
             for part in written:
                 part.write_back()
@@ -61,7 +61,7 @@ class Part(DTensor):
         if self._take is None:
             self._origin.refresh()
         else:
-            if isinstance(self._origin, Part):
+            if isinstance(self._origin, GatheredView):
                 self._origin.refresh()
             with torch.no_grad():
                 local_of(self).copy_(local_of(self._take(self._origin)))
@@ -83,7 +83,7 @@ class Part(DTensor):
             self._take(whole).copy_(local_of(self))
             local_of(origin).copy_(whole[chunk])
         torch.autograd.graph.increment_version(origin)
-        if isinstance(origin, Part):
+        if isinstance(origin, GatheredView):
             origin.write_back()
 
 
@@ -93,19 +93,19 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-def _parts_in(values: Any) -> Iterator[Part]:
+def _views_in(values: Any) -> Iterator[GatheredView]:
     for value in values:
-        if isinstance(value, Part):
+        if isinstance(value, GatheredView):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _parts_in(value)
+            yield from _views_in(value)
 
 
-def _mark_views(result: Any, part: Part) -> None:
+def _mark_views(result: Any, part: GatheredView) -> None:
     """Let what shows the memory of `part` know it."""
     for value in result if isinstance(result, list | tuple) else [result]:
         if type(value) is DTensor and _memory(value) == _memory(part):
-            value.__class__ = Part
+            value.__class__ = GatheredView
             value._origin, value._take = part, None  # type: ignore[attr-defined]
 
 
@@ -114,7 +114,7 @@ def _memory(tensor: Any) -> int:
     return pointer
 
 
-def mark_parts(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mark_gathered(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let `result`, of a view operation, know what it is a part of, if it is a copy."""
     origin, *others = args
     if not isinstance(origin, DTensor):
@@ -123,15 +123,15 @@ def mark_parts(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[
     for number, part in enumerate(result if several else [result]):
         if type(part) is not DTensor or not is_replicated(part):
             continue
-        if isinstance(origin, Part) and _memory(part) == _memory(origin):
-            part.__class__ = Part
+        if isinstance(origin, GatheredView) and _memory(part) == _memory(origin):
+            part.__class__ = GatheredView
             part._origin, part._take = origin, None  # type: ignore[attr-defined]
-        elif isinstance(origin, Part) or not is_replicated(origin):
+        elif isinstance(origin, GatheredView) or not is_replicated(origin):
 
             def take(tensor: Any, number: int = number) -> Any:
                 view = operation(tensor, *others, **kwargs)
                 return view[number] if several else view
 
-            part.__class__ = Part
+            part.__class__ = GatheredView
             part._origin, part._take = origin, take  # type: ignore[attr-defined]
     return result

@@ -23,7 +23,7 @@ _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 
 
-class GatheredParameter(Parameter):
+class UnshardedParameter(Parameter):
     """A parameter while it is whole, which notices writes.
 
     In-place operations count up its version, and those on what `data` returns the version of that.
@@ -131,7 +131,7 @@ class WatchedGroup:
         self._gradient_hooks = gradient_hooks
         self._in_hooks = in_hooks
         self._is_of_another = is_of_another
-        self._watched: list[tuple[Any, GatheredParameter]] = []
+        self._watched: list[tuple[Any, UnshardedParameter]] = []
         self._began = False
         for part in (group, *group.fsdp_params[:1]):
             check_instance("torch", part)
@@ -153,14 +153,14 @@ class WatchedGroup:
         for param in params:
             self._gradient_hooks.attach(param)
 
-    def _watch(self, param: Any) -> GatheredParameter:
+    def _watch(self, param: Any) -> UnshardedParameter:
         whole: Any = fsdp_param.gathered(param)
-        whole.__class__ = GatheredParameter
+        whole.__class__ = UnshardedParameter
         whole._name, whole._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
         whole._sharded = lambda: param.sharded_param if self._in_hooks() else None
         whole._register_hook = partial(self._gradient_hooks.register, param)
         whole._gathered, whole._seen = _DATA.__get__(whole), version_of(whole)
-        watched: GatheredParameter = whole
+        watched: UnshardedParameter = whole
         return watched
 
     def _bring_back(self) -> None:
@@ -183,7 +183,7 @@ class WatchedGroup:
 
 
 @torch.no_grad()
-def _copy_own_part(param: Any, whole: GatheredParameter) -> None:
+def _copy_own_part(param: Any, whole: UnshardedParameter) -> None:
     local = local_of(param.sharded_param)
     if local.numel() > 0:
         local.copy_(fsdp_param.own_part(param, whole.detach()))
