@@ -20,10 +20,10 @@ from lightning_paral.compat.lightning.strategies import layer_sync_of, set_devic
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.distributed.process_group import check_carries_host_tensors
 from lightning_paral.engines.fsdp.construction import has_mapped_weights, recording
+from lightning_paral.engines.fsdp.guards import check_module
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import ReduceDtype, check_precision, sharded_precision
 from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
-from lightning_paral.engines.fsdp.shard import check_module
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers

@@ -1,4 +1,4 @@
-"""torch's errors about sharded tensors, in words of what to do."""
+"""Explanations of torch's errors about DTensors: what the user's code did, and what to do instead."""
 
 from lightning_paral.model.units import Units
 
@@ -11,7 +11,13 @@ _TWICE = "storage of size 0"
 
 
 def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | None:
-    """Return what `error` means for a module that is sharded by `units`; `None` if it is about something else."""
+    """Return what `error` means, and what to do, for a module sharded by `units`; `None` if it is of another kind.
+
+    Args:
+        error: of torch.
+        units: of the module.
+        in_step: whether it was raised inside a step, not in a hook.
+    """
     said = str(error)
     names = [unit.name for unit in units.inner]
     listed = f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}" if names else "none but the root"

@@ -1,15 +1,17 @@
-"""Refusals of what FSDP2 would silently ignore: some hooks on parameters, and parameters added or removed later."""
+"""Refusals: of modules that cannot be sharded, and of hooks and parameters that FSDP2 would silently ignore."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import ModelPruning
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.fsdp_param import is_form_of, places_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensor_hooks import accumulated_hooks, gradient_hooks
+from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED
 from lightning_paral.errors import ConfigurationError
 
 _INSTEAD = (
@@ -17,6 +19,21 @@ _INSTEAD = (
     "gradient alone. Read and change gradients in on_after_backward or on_before_optimizer_step, where they are "
     "averaged, or train with paral_ddp."
 )
+
+
+def check_module(module: Module) -> None:
+    """Raise a `ConfigurationError` if FSDP1 wraps a submodule, or if an earlier run left `module` sharded."""
+    if hasattr(module, LEFT_SHARDED):
+        raise ConfigurationError(
+            f"{type(module).__name__} was left sharded by an earlier run, which could not bring it together: "
+            f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise ConfigurationError(
+                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which does "
+                "not mix with FSDP2. Leave the module unwrapped, the strategy shards it; or use fully_shard."
+            )
 
 
 def check_user_hooks(module: Module) -> None:

@@ -1,4 +1,4 @@
-"""Muon on whole matrices."""
+"""Muon on full matrices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from lightning_paral.engines.fsdp.local_rows import like, own_rows
 
 
 class FullNewtonSchulz:
-    """Lets `torch.optim.Muon` orthogonalise whole matrices, as it does in one process, until it is removed.
+    """Makes `torch.optim.Muon` orthogonalize full matrices, as it does in one process, until `remove` is called.
 
-    DTensor would multiply shards, and round partial sums to bfloat16 before it adds them (torch 2.13): another update,
-    by 1e-2 of it. Gathering the matrix once is less traffic, too, than five iterations on shards.
+    DTensor would multiply shards, and round partial sums to bfloat16 before it adds them (torch 2.13), which changes
+    the update by a hundredth. Gathering the matrix once is also less traffic than five iterations on shards.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Operations on shards that torch does otherwise than on one tensor, or not at all: as `aten` operation and handler."""
+"""Operations that torch runs on shards with other results than on plain tensors, or not at all, and their handlers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _by_default(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what torch does."""
+    """Run the operation as torch does."""
     handlers = operation_handlers()
     ours = handlers.pop(operation)
     try:
@@ -37,7 +37,7 @@ def _full_values(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw what one process would, of which a rank keeps its own part; torch lets each rank draw its own (2.13)."""
+    """Draw what one process draws, and keep this rank's chunk; in torch (2.13) each rank draws numbers of its own."""
     target, *others = args
     chunk = _chunk(target)
     if chunk is None:
@@ -58,7 +58,7 @@ def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw with probabilities, means or other numbers that are sharded themselves. *Collective*."""
+    """Draw with sharded probabilities, means or other numbers. *Collective*."""
     model = next(value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
     chunk = own_chunk(model)
     if chunk is None:
@@ -80,7 +80,7 @@ def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _refuse_where_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse what draws in training only, or with a probability above 0 only."""
+    """Refuse operations that draw, unless a flag of training or a probability says that this call does not."""
     arguments = schema_of(operation).arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     switches = {argument.name: argument.default_value for argument in arguments if argument.name in _SWITCHES}
@@ -92,7 +92,7 @@ _SWITCHES = ("train", "training", "dropout_p")
 
 
 def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write elements at given places: each rank those it holds. *Collective* where values or indices are sharded."""
+    """Write elements at given indices, each rank its own. *Collective* if values or indices are sharded."""
     target, *others = args
     chunk = _chunk(target)
     if chunk is None:
@@ -104,7 +104,7 @@ def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy a whole tensor, of which a rank needs its own part."""
+    """Copy this rank's chunk of a full tensor."""
     target, source = args[:2]
     chunk = _chunk(target)
     if chunk is None or isinstance(source, DTensor):
@@ -125,7 +125,7 @@ def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor. One rank's part of a sum has the number, the others nothing: torch (2.13) adds up all of them."""
+    """Fill a tensor. Of a partial sum, one rank gets the number and the others 0; torch (2.13) adds up all."""
     target, value = args
     sums = [number for number, placement in enumerate(target.placements) if placement.is_partial("sum")]
     is_first = all(target.device_mesh.get_local_rank(number) == 0 for number in sums)
@@ -138,7 +138,7 @@ def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View a tensor in another shape; gathered where torch (2.13) cannot do it on uneven parts. *Collective* then."""
+    """View a tensor in another shape. If torch (2.13) cannot do it on uneven shards, gather it: *collective* then."""
     try:
         return _by_default(operation, args, kwargs)
     except RuntimeError as error:
@@ -215,10 +215,9 @@ def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
 
 
 def set_items(target: Any, index: Any, value: Any) -> None:
-    """Do `target[index] = value` on a DTensor: each rank writes what it holds.
+    """Run `target[index] = value` on a DTensor: each rank writes to its shard.
 
-    *Collective* where `index` or `value` is sharded, unless `index` is a mask laid out like `target` and `value` a
-    number.
+    *Collective* if `index` or `value` is sharded, unless `index` is a mask laid out like `target` and `value` a number.
     """
     chunk = own_chunk(target)
     if chunk is None or (torch.is_grad_enabled() and target.requires_grad):

@@ -1,6 +1,6 @@
-"""Parts of sharded tensors that torch gathers where one tensor gives a view: what is written to them is written back.
+"""Views of sharded tensors for which torch gathers a copy: what is written to the copy is written to the shards.
 
-`p.data[0].zero_()` would otherwise change a copy, and nothing would say so.
+Otherwise `p.data[0].zero_()` would silently change a copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,15 +19,14 @@ from lightning_paral.errors import ConfigurationError
 
 
 class GatheredView(DTensor):
-    """A gathered copy of some elements of a sharded tensor, or a view of such a copy.
+    """A gathered copy of some elements of a sharded tensor, its origin, or a view of such a copy.
 
-    Whatever uses it gathers it anew, as a view shows what its tensor holds now, and whatever writes to it writes to
-    where the elements come from. *Collective*.
+    It behaves like a view: each use gathers the current elements, and each write changes the origin. *Collective*.
     """
 
     _origin: Any
     _take: Callable[[Any], Any] | None
-    """Takes the elements from the origin, or from a whole tensor of its shape; `None` for a view of the origin."""
+    """Selects the elements from the origin, or from a full tensor of its shape; `None` for a view of the origin."""
 
     @classmethod
     def __torch_function__(
@@ -57,7 +56,7 @@ class GatheredView(DTensor):
         return whole
 
     def refresh(self) -> None:
-        """Gather the elements anew."""
+        """Gather the current elements. *Collective*."""
         if self._take is None:
             self._origin.refresh()
         else:
@@ -67,7 +66,7 @@ class GatheredView(DTensor):
                 local_of(self).copy_(local_of(self._take(self._origin)))
 
     def write_back(self) -> None:
-        """Write the elements to where they come from: each rank those it holds."""
+        """Write the elements to the origin: each rank those of its own shard."""
         origin = self._origin
         if self._take is None:
             origin.write_back()
@@ -102,7 +101,7 @@ def _views_in(values: Any) -> Iterator[GatheredView]:
 
 
 def _mark_views(result: Any, part: GatheredView) -> None:
-    """Let what shows the memory of `part` know it."""
+    """Make the tensors in `result` that share the memory of `part` views of it."""
     for value in result if isinstance(result, list | tuple) else [result]:
         if type(value) is DTensor and _memory(value) == _memory(part):
             value.__class__ = GatheredView
@@ -115,7 +114,7 @@ def _memory(tensor: Any) -> int:
 
 
 def mark_gathered(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let `result`, of a view operation, know what it is a part of, if it is a copy."""
+    """Make `result`, of a view operation, a `GatheredView` of its first argument where torch gathered a copy."""
     origin, *others = args
     if not isinstance(origin, DTensor):
         return result
