@@ -33,26 +33,28 @@ from lightning_paral.strategies.base import ParalStrategy
 
 
 class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
-    """One process per device, each with a part of every parameter; a unit's parameters are gathered while it computes.
+    """One process per device, each with a shard of every parameter; a unit is unsharded while it computes.
 
     Selected by name, `Trainer(strategy="paral_fsdp")`, or as an object where options are wanted,
     `Trainer(strategy=ParalFSDPStrategy(units=["Block"]))`. Follows Zhao et al., "PyTorch FSDP: Experiences on Scaling
-    Fully Sharded Data Parallel", arXiv:2304.11277, on torch's `fully_shard`. The module needs no change; what it
-    shards in `configure_model` by itself is left alone.
+    Fully Sharded Data Parallel", arXiv:2304.11277, on torch's `fully_shard`. The module needs no change. What it
+    shards itself in `configure_model` stays as it is.
 
-    `precision="bf16-mixed"` keeps fp32 shards, gathers in bf16, computes under autocast and reduces in fp32.
+    `precision="bf16-mixed"` keeps fp32 shards, all-gathers in bf16, computes under autocast and reduces in fp32.
 
     Args:
-        units: which submodules are gathered together: `"auto"` finds repeated blocks; or classes, their names, or a
-            predicate of a submodule's dotted name and itself. The rest belongs to the root, gathered for a whole step.
-        min_params: instead of `units`, the smallest submodules with at least so many parameters.
-        replicate: hybrid sharding: so many copies of the model, each sharded over world size / `replicate` ranks.
-        reshard_after_forward: let a unit's parameters go between forward and backward. `None`: all but the root's.
-            `False`: never, one gathering less for more memory. A number: keep them sharded over so many ranks.
-        accumulate: in backward passes that accumulate, reduce gradients at once and hold a part (`"sharded"`), or hold
-            them whole and reduce once (`"unsharded"`): memory against traffic. Replicas are averaged once either way.
-        prefetch: units gathered ahead, forward and backward. `None`: FSDP2's own choice.
-        offload: keep parameters, gradients and optimizer state on the host, and update there.
+        units: submodules, each of which is sharded and unsharded as one: `"auto"` finds repeated blocks; or classes,
+            their names, or a predicate of a submodule's dotted name and itself. All other parameters belong to the
+            root, which is unsharded during a step.
+        min_params: instead of `units`, the smallest submodules with at least this number of parameters.
+        replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
+        reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
+            root. `False` uses more memory, and saves an all-gather. A number: reshard over this number of ranks.
+        accumulate: in backward passes that accumulate, reduce-scatter gradients each time (`"sharded"`), or keep full
+            gradients and reduce them once (`"unsharded"`), for less traffic and more memory. Replicas are averaged once
+            in both cases.
+        prefetch: number of units that are unsharded ahead of use, in forward and backward. `None`: FSDP2's own choice.
+        offload: keep parameters, gradients and optimizer state on the host, and update them there.
         reduce_dtype: gradients are reduced as `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed precision, else
             the dtype of the weights.
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
