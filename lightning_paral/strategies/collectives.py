@@ -83,7 +83,7 @@ class Collectives(StrategyDescription):
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _meet(self) -> Meeting:
-        """Return whether all ranks are here: without an exception they are; after one, they wait for each other once."""
+        """Return whether all ranks are here: they are without an exception; after one, they wait for each other."""
         if not self._is_failing or not dist.is_initialized():
             return Meeting(all_here=True)
         if self._meeting is None:
