@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
@@ -165,9 +165,9 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         Raises:
             ConfigurationError: the module cannot be sharded, or an optimizer cannot update shards.
         """
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
         module, is_fit = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None
+        assert self.accelerator is not None
         self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         evaluate_without_inference_mode(trainer)
@@ -178,36 +178,25 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         if is_fit:
             self.checkpoint_activations()
-        self._shard()
+        self._shard(module)
         if is_fit:
-            self._setup_fit(trainer)
+            self._buffers = RankZeroBuffers(module, self._options.broadcast_buffers, self.dims)
+            self._engine.start_fit(self.timeout)
+            self.setup_optimizers(trainer)
+            self._engine.add_optimizers(self.optimizers)
+            self._attach_averages(self._sharded_state.weight_shards, self._options.broadcast_buffers)
         self.setup_precision_plugin()
         self.barrier()
 
-    def _shard(self) -> None:
-        assert self.lightning_module is not None
-        self._fsdp = FSDPRun(
-            self.lightning_module,
-            self._options,
-            self.dims,
-            mesh=self.device_mesh,
-            device=self.root_device,
-            precision=self.precision_plugin,
-            deferred=self._deferred,
-        )
+    def _shard(self, module: LightningModule) -> None:
+        precision = self.precision_plugin
+        run = FSDPRun(module, self._options, self.dims, self.device_mesh, self.root_device, precision, self._deferred)
         if not self._has_printed_units:
-            self._fsdp.print_units()
+            run.print_units()
             self._has_printed_units = True
-        self._fsdp.shard()
+        self._fsdp = run  # from here on, the teardown restores the module
+        run.shard()
         self._deferred = None
-
-    def _setup_fit(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        self._buffers = RankZeroBuffers(self.lightning_module, self._options.broadcast_buffers, self.dims)
-        self._engine.start_fit(self.timeout)
-        self.setup_optimizers(trainer)
-        self._engine.add_optimizers(self.optimizers)
-        self._attach_averages(self._sharded_state.weight_shards, self._options.broadcast_buffers)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -261,14 +250,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
     def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(
-            run,
-            self.optimizers,
-            self._ended,
-            is_failing=self._is_failing,
-            meet=self._meet,
-            ranks_per_host=self.num_processes,
-        )
+        return FSDPState(run, self.optimizers, self._ended, self._is_failing, self._meet, self.num_processes)
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None

@@ -64,7 +64,6 @@ class FSDPRun:
         module: LightningModule,
         options: FSDPOptions,
         dims: ParallelDims,
-        *,
         mesh: DeviceMesh,
         device: torch.device,
         precision: Precision,
@@ -105,6 +104,7 @@ class FSDPRun:
             ConfigurationError: a unit has trained parameters of several dtypes.
         """
         self.sharded.shard()
+        log.info("FSDP: sharded %s, %d bytes of parameters.", type(self.module).__name__, self.sharded.num_bytes)
 
     # Training
 

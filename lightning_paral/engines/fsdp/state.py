@@ -38,7 +38,6 @@ class FSDPState(TensorState):
         run: FSDPRun,
         optimizers: Sequence[Optimizer],
         ended: EndedOptimizers,
-        *,
         is_failing: bool,
         meet: Callable[[], Meeting],
         ranks_per_host: int,
