@@ -1,4 +1,4 @@
-"""A byte-level GPT and the Python standard library's own source as its text: always there, nothing to download.
+"""A byte-level GPT, trained on the source of Python's standard library: there is nothing to download.
 
 paral fit --config configs/gpt.yaml --config configs/strategies/ddp.yaml
 """
@@ -20,10 +20,10 @@ VOCABULARY = 256
 
 
 class StandardLibrary(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `context` bytes of the standard library's source, each with the bytes that follow.
+    """Windows of `context` bytes of the standard library's source, each with the same window one byte later.
 
     Args:
-        split: `"train"` or `"validation"`; a file belongs to the validation split if the hash of its name says so.
+        split: `"train"` or `"validation"`; a hash of each file's name decides to which split it belongs.
         context: bytes per window.
     """
 
@@ -34,7 +34,7 @@ class StandardLibrary(Dataset[tuple[Tensor, Tensor]]):
             name = path.relative_to(root).as_posix()
             if name.startswith(("site-packages/", "dist-packages/", "test/")):
                 continue
-            in_validation = hashlib.sha256(name.encode()).digest()[0] < 26  # a tenth of the files
+            in_validation = hashlib.sha256(name.encode()).digest()[0] < 26  # about a tenth of the files
             if in_validation == (split == "validation"):
                 text += path.read_bytes()
         self.text = torch.frombuffer(text, dtype=torch.uint8)
@@ -95,8 +95,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
+            projection.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
         )
         attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class GPT(LightningModule):
-    """A GPT over bytes, trained to predict the next one.
+    """A GPT that predicts the next byte.
 
     Args:
         width: features per position.

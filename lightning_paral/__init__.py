@@ -13,6 +13,7 @@ from lightning_paral._version import __version__
 from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
 from lightning_paral.data import GatherPredictions
+from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import (
     CheckpointError,
     ConfigurationError,
@@ -24,7 +25,6 @@ from lightning_paral.errors import (
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.other_trainers import replace_pytorch_lightning
 from lightning_paral.registry import STRATEGIES, register_strategies
-from lightning_paral.reported import report_briefly
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 
 __all__ = [
@@ -51,4 +51,4 @@ __all__ = [
 register_strategies()
 for _saving in filter(None, (saving, sys.modules.get("pytorch_lightning.core.saving"))):
     load_from_checkpoint.install(_saving, is_folder, read_folder)
-report_briefly()
+install_brief_excepthook()

@@ -1,11 +1,12 @@
-"""Explain unknown keywords: misspelt ones, those of another class, and those of other packages' strategies."""
+"""Explain unknown options: misspelled ones, and those of another class, of Lightning or of DeepSpeed."""
 
-import difflib
 from collections.abc import Collection
 
-_OF_CLASS: dict[str, set[str]] = {}
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
-_ELSEWHERE = {
+_OPTIONS_BY_CLASS: dict[str, set[str]] = {}
+
+_EQUIVALENTS = {
     "ParalFSDPStrategy": {
         "auto_wrap_policy": "units=..., with classes, their names, or a function of name and module",
         "activation_checkpointing_policy": "activation_checkpointing=ActivationCheckpointing(units=...)",
@@ -18,7 +19,7 @@ _ELSEWHERE = {
         "state_dict_type": "checkpoint='full' or 'sharded'",
         "save_distributed_checkpoint": "checkpoint='full' or 'sharded'",
         "use_orig_params": "Leave it out: FSDP2 always keeps the parameters",
-        "sync_module_states": "Leave it out: all ranks begin with rank 0's values",
+        "sync_module_states": "Leave it out: all ranks start with rank 0's values",
         "backward_prefetch": "prefetch=...",
         "forward_prefetch": "prefetch=...",
         "limit_all_gathers": "prefetch=...",
@@ -37,11 +38,11 @@ _ELSEWHERE = {
         "reduce_bucket_size": "reduce_bucket_numel=...",
         "allgather_bucket_size": "gather_bucket_numel=...",
         "contiguous_gradients": "deepspeed_config={'zero_optimization': {'contiguous_gradients': ...}}",
-        "logging_batch_size_per_gpu": "Leave it out: the loader's batch size counts",
+        "logging_batch_size_per_gpu": "Leave it out: the batch size is that of the loader",
         "cpu_checkpointing": "activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True)",
         "partition_activations": "activation_checkpointing=ActivationCheckpointing(...)",
         "initial_scale_power": "deepspeed_config={'fp16': {...}}",
-        "load_full_weights": "Leave it out: every checkpoint is loaded",
+        "load_full_weights": "Leave it out: full and sharded checkpoints are recognized",
         "start_method": "Leave it out: the script is run again for each further rank",
     },
     "ParalDPStrategy": {
@@ -49,37 +50,39 @@ _ELSEWHERE = {
         "process_group_backend": "paral_ddp, which has several processes; paral_dp has one",
     },
 }
-"""By class: options of Lightning's strategies and of DeepSpeed that are written in another way here."""
+"""By class: options of Lightning's strategies and of DeepSpeed, and what to use here instead."""
 
 
-def remember_options(owner: str, options: Collection[str]) -> None:
-    """Remember that `owner` has these `options`, for messages about it and about other classes."""
-    _OF_CLASS.setdefault(owner, set()).update(options)
+def register_options(owner: str, options: Collection[str]) -> None:
+    """Register the `options` of the class named `owner`, for messages about this and other classes."""
+    _OPTIONS_BY_CLASS.setdefault(owner, set()).update(options)
 
 
-def is_of_ours(owner: str) -> bool:
-    """Whether the class named `owner` has options that are known here."""
-    return owner in _OF_CLASS
+def has_registered_options(owner: str) -> bool:
+    """Return whether the class named `owner` has registered its options."""
+    return owner in _OPTIONS_BY_CLASS
 
 
 def explain_unknown_option(owner: str, option: str) -> str:
-    """Say that `owner` has no such option, and which of its own or of another class's may be meant."""
-    return f"{owner} has no option {option!r}.{_hint(owner, option, _OF_CLASS[owner])}"
+    """Return a message that `owner` does not have `option`, with what may be meant instead."""
+    return f"{owner} has no option {option!r}.{_hint(owner, option, _OPTIONS_BY_CLASS[owner])}"
 
 
 def _hint(owner: str, option: str, known: Collection[str]) -> str:
-    instead = _ELSEWHERE.get(owner, {}).get(option)
+    instead = _EQUIVALENTS.get(owner, {}).get(option)
     if instead is not None:
         return f" {instead}." if instead.startswith("Leave it out") else f" Use {instead}."
-    near = difflib.get_close_matches(option, sorted(known), n=3, cutoff=0.7)
+    near = nearest_names(option, known)
     if not near and len(option) > 3:
         near = [name for name in sorted(known) if option in name or name in option]
     if near:
-        return f" Did you mean {' or '.join(near[:3])}?"
-    others = [name for name, options in sorted(_OF_CLASS.items()) if option in options and name.startswith("Paral")]
+        return f" {did_you_mean(near[:3])}"
+    others = [
+        name for name, options in sorted(_OPTIONS_BY_CLASS.items()) if option in options and name.startswith("Paral")
+    ]
     if others:
         return f" It is an option of {' and of '.join(others)}."
-    return f" It has: {', '.join(sorted(set(known) - _SET_BY_THE_TRAINER))}."
+    return f" Its options are {', '.join(sorted(set(known) - _SET_BY_TRAINER))}."
 
 
-_SET_BY_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "checkpoint_io"}
+_SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "checkpoint_io"}

@@ -1,4 +1,4 @@
-"""Check options as they are given: first their names, then their types, before anything uses them."""
+"""Check the names and the types of options when an object is constructed."""
 
 import dataclasses
 import inspect
@@ -12,13 +12,13 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, remember_options
+from lightning_paral.option_names import explain_unknown_option, register_options
 
 Init = TypeVar("Init", bound=Callable[..., None])
 Class = TypeVar("Class", bound=type)
 
 _REMEDIES = {
-    ("ParalFSDPStrategy", "offload"): "FSDP offloads to the host's memory: offload=True. For NVMe there is "
+    ("ParalFSDPStrategy", "offload"): "FSDP offloads to host memory: offload=True. For NVMe, use "
     "ParalZeROStrategy(stage=3, offload_optimizer=Offload('nvme', path=...)).",
     (
         "ParalFSDPStrategy",
@@ -28,25 +28,25 @@ _REMEDIES = {
     ("", "accelerator"): "It belongs to the Trainer: Trainer(accelerator=..., strategy=...).",
     ("", "parallel_devices"): "They belong to the Trainer: Trainer(devices=..., strategy=...).",
     ("", "precision_plugin"): "It belongs to the Trainer: Trainer(precision=..., strategy=...).",
-    ("", "deepspeed_config"): "Give a dict or a JSON file of one.",
-    ("", "logging_level"): "Give a level of the module logging, such as logging.INFO.",
+    ("", "deepspeed_config"): "Give a dict or the path of a JSON file.",
+    ("", "logging_level"): "Give a level of logging, such as logging.INFO.",
 }
-"""What to give instead, where that is more than the types say, by class (empty for all) and option."""
+"""What to give instead, by class (empty for all) and option, where the types alone do not say it."""
 
 
 def checked_options(
     init: Init, *, shared: type | None = None, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Init:
-    """Let a constructor refuse keywords that it does not have, and values of other types than its annotations say.
+    """Make a constructor reject unknown keywords and values whose types its annotations do not allow.
 
     Args:
         init: the constructor.
         shared: a `TypedDict` of further keywords, which `init` takes as `**keywords`. The signature lists them one by
             one, for users, `help` and jsonargparse; its docstring describes them.
-        defaults: of `shared`.
+        defaults: the defaults of `shared`.
 
     Raises:
-        ConfigurationError: by the constructor, naming the nearest option, or the types that the option takes.
+        ConfigurationError: by the constructor, with the nearest option, or the types that the option takes.
     """
     signature = _with_shared(inspect.signature(init), shared, defaults)
     owner = init.__qualname__.split(".")[0]
@@ -54,7 +54,7 @@ def checked_options(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     num_positional = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
-    remember_options(owner, named)
+    register_options(owner, named)
 
     @wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ def checked_options(
 
 
 def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Mapping[str, Any]) -> inspect.Signature:
-    """Replace the `**keywords` that stand for `shared` by one parameter each; further ones of the class stay."""
+    """Replace `**keywords` by one parameter for each key of `shared`; keep it if it also takes other keywords."""
     if shared is None:
         return signature
     *own, keywords = signature.parameters.values()
@@ -93,7 +93,7 @@ def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Ma
 
 
 def checked_dataclass(cls: Class) -> Class:
-    """Let a dataclass of options refuse what `checked_options` does; goes above `@dataclass`."""
+    """Apply `checked_options` to a dataclass. Goes above `@dataclass`."""
     init = vars(cls)["__init__"]
     init.__qualname__ = f"{cls.__name__}.__init__"
     cls.__init__ = checked_options(init)  # type: ignore[misc]
@@ -102,7 +102,7 @@ def checked_dataclass(cls: Class) -> Class:
 
 @cache
 def _types_of(takes_options: Any) -> dict[str, Any]:
-    """Return the types of the options of a constructor, or of a `TypedDict`, by name; none for `None`."""
+    """Return the types of options by name, for a constructor or a `TypedDict`; an empty dict for `None`."""
     if takes_options is None:
         return {}
     types = typing.get_type_hints(takes_options)
@@ -127,12 +127,16 @@ def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
     name = value.__name__ if isinstance(value, type) else type(value).__name__
     if any(value is kind and dataclasses.is_dataclass(kind) for kind in _members(annotation)):
         raise ConfigurationError(
-            f"{owner}({option}={name}): this is the class itself. Give an object of it: {option}={name}(...)."
+            f"{owner}({option}={name}): this is the class itself. Pass an instance: {option}={name}(...)."
         )
     given = f"the class {name}" if isinstance(value, type) else _with_article(name)
     if isinstance(value, list | tuple | set) and value:
         given += f" of {type(next(iter(value))).__name__}"
-    remedy = _REMEDIES.get((owner, option)) or _REMEDIES.get(("", option)) or f"Give {_either(_words(annotation))}."
+    remedy = (
+        _REMEDIES.get((owner, option))
+        or _REMEDIES.get(("", option))
+        or f"Give {_join_with_or(_describe_types(annotation))}."
+    )
     if isinstance(value, float) and value.is_integer() and allows(annotation, int(value)):
         remedy = f"Give {int(value)}, an integer."
     raise ConfigurationError(f"{owner}({option}={reprlib.repr(value)}): {option} cannot be {given}. {remedy}")
@@ -145,10 +149,10 @@ def check_at_least(owner: str, option: str, value: float | None, least: float) -
 
 
 def as_timeout(timeout: timedelta | float) -> timedelta:
-    """Return a number of seconds as the `timedelta` it stands for.
+    """Return `timeout` as a `timedelta`; a number means seconds.
 
     Raises:
-        ConfigurationError: it is not longer than zero, or not finite.
+        ConfigurationError: `timeout` is not positive, or not finite.
     """
     try:
         duration = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -162,7 +166,7 @@ def as_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def allows(annotation: Any, value: object) -> bool:
-    """Whether `value` is of a type that `annotation` names. Of a `Literal`, only the values' types are compared."""
+    """Return whether `annotation` allows the type of `value`. A `Literal` allows the types of its values."""
     return any(_allows_one(kind, value) for kind in _members(annotation))
 
 
@@ -190,7 +194,7 @@ def _is_instance(kind: type, value: object) -> bool:
         return isinstance(value, number) and not isinstance(value, bool)
     if isinstance(value, kind):
         return True
-    # Anything but a plain value may be a substitute for a class of another package.
+    # Accept any object that may stand in for a class of torch or Lightning, but no plain value.
     of_others = not dataclasses.is_dataclass(kind) and kind.__module__.startswith(("lightning.", "torch"))
     return of_others and not isinstance(value, type) and type(value).__module__ != "builtins"
 
@@ -201,7 +205,7 @@ def _members(annotation: Any) -> list[Any]:
     return [NoneType if annotation is None else annotation]
 
 
-def _words(annotation: Any) -> list[str]:
+def _describe_types(annotation: Any) -> list[str]:
     words: list[str] = []
     for kind in _members(annotation):
         origin = typing.get_origin(kind)
@@ -218,11 +222,11 @@ def _words(annotation: Any) -> list[str]:
         elif dataclasses.is_dataclass(kind):
             words.append(f"{kind.__name__}(...)")  # type: ignore[union-attr]
         else:
-            words.append(_PLAIN.get(kind) or _with_article(kind.__name__))
+            words.append(_NAMES_OF_TYPES.get(kind) or _with_article(kind.__name__))
     return sorted(dict.fromkeys(words), key="None".__eq__)
 
 
-_PLAIN: dict[Any, str] = {
+_NAMES_OF_TYPES: dict[Any, str] = {
     bool: "True or False",
     float: "a number",
     int: "an integer",
@@ -236,5 +240,5 @@ def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
-def _either(words: list[str]) -> str:
+def _join_with_or(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

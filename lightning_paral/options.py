@@ -1,4 +1,4 @@
-"""What users write in Python or YAML to group the options of a feature."""
+"""Options that users write in Python or YAML: one dataclass for each feature, and keywords that strategies share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -13,83 +13,83 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import checked_dataclass, checked_options
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
-"""`"auto"`, a class or its name, several of them, or a predicate of a submodule's dotted name and itself."""
+"""`"auto"`, a class or its name, a list of these, or a predicate of a submodule's dotted name and the submodule."""
 
 
 @checked_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """Keep only the inputs of each unit for the backward pass, and compute what is inside anew when it gets there.
+    """Keep only the inputs of each unit for the backward pass, and recompute its activations there.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174. Gradients stay the same, dropout
-    included; each unit's forward runs once more.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174. Gradients are the same, with
+    dropout, too. The forward pass of each unit runs twice.
 
     Raises:
-        ConfigurationError: a value out of its range, or two ways to choose units at once.
+        ConfigurationError: a value is out of range, or both `units` and `min_params` are given.
     """
 
     units: UnitChoice = "auto"
-    """Which submodules, as in `ParalFSDPStrategy(units=...)`; never one inside another."""
+    """Which submodules are units, as in `ParalFSDPStrategy(units=...)`. Units are not nested."""
 
     min_params: int | None = None
-    """Instead of `units`: the smallest submodules with at least so many parameters."""
+    """Instead of `units`: the smallest submodules with at least this many parameters."""
 
     offload_to_cpu: bool = False
-    """Keep the units' inputs in the host's memory, pinned on CUDA, until the backward pass needs them."""
+    """Keep the inputs of units in host memory, pinned on CUDA, until the backward pass needs them."""
 
     def __post_init__(self) -> None:
         check_unit_choice(self.units, self.min_params)
 
 
 def check_unit_choice(units: UnitChoice, min_params: int | None) -> None:
-    """Raise a `ConfigurationError` if units are chosen in no way or in two ways."""
+    """Raise a `ConfigurationError` if `units` is empty, or if `units` and `min_params` exclude each other."""
     if min_params is not None and (units != "auto" or min_params < 1):
         raise ConfigurationError(
             f"units={units!r} and min_params={min_params!r} were given. Give units, or min_params of at least 1."
         )
     if not units:
-        raise ConfigurationError("units is empty. Leave it out to have repeated blocks found, or name classes.")
+        raise ConfigurationError("units is empty. Leave it out to find repeated blocks, or name classes.")
 
 
 @checked_dataclass
 @dataclass(frozen=True)
 class Offload:
-    """Where ZeRO keeps what need not stay on the device: `Offload("cpu")`, `Offload("nvme", path="/local/scratch")`.
+    """Where ZeRO keeps offloaded state: `Offload("cpu")` or `Offload("nvme", path="/local/scratch")`.
 
     Raises:
-        ConfigurationError: a value out of its range, or NVMe without a path.
+        ConfigurationError: a value is out of range, or NVMe has no path.
     """
 
     device: Literal["cpu", "nvme"] = "cpu"
-    """`"cpu"` is the host's memory, `"nvme"` a file system on a fast local disk."""
+    """`"cpu"` is host memory, `"nvme"` a file system on a fast local disk."""
 
     _: KW_ONLY
 
     path: str | Path | None = None
-    """For `"nvme"`: an existing folder. Each run makes its own subfolder there, and removes it."""
+    """For `"nvme"`: an existing folder. Each run creates a subfolder there, and removes it at the end."""
 
     ratio: float = 1.0
-    """Of the optimizer, at stage 3: the part offloaded, 0 to 1; the rest stays on the device."""
+    """For the optimizer, at stage 3: the fraction to offload, 0 to 1. The rest stays on the device."""
 
     pin_memory: bool | None = None
-    """Lock the host's copies into memory, for faster transfers. `None`: on CUDA only."""
+    """Pin the copies in host memory, for faster transfers. `None`: on CUDA only."""
 
     buffer_count: int = 5
-    """For `"nvme"`: buffers between disk and memory. The optimizer needs one per state, gradient and parameter: 4."""
+    """For `"nvme"`: buffers between disk and memory. Adam needs four: two states, gradient and parameter."""
 
     buffer_numel: int = 100_000_000
-    """For parameters on `"nvme"`: elements per buffer; at least those of the largest parameter's share on a rank."""
+    """For parameters on `"nvme"`: elements per buffer, at least as many as the largest shard of a parameter has."""
 
     max_in_cpu_numel: int = 1_000_000_000
-    """For parameters on `"nvme"`: elements that may stay in the host's memory all the time."""
+    """For parameters on `"nvme"`: elements that may stay in host memory all the time."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "nvme"):
             raise ConfigurationError(f"Offload(device={self.device!r}) is not known. Choose 'cpu' or 'nvme'.")
         if self.device == "nvme" and self.path is None:
             raise ConfigurationError(
-                "Offload('nvme') needs a folder on the disk to use: Offload('nvme', path='/local/scratch'), or, with a "
-                "strategy selected by name, the environment variable PARAL_NVME_PATH."
+                "Offload('nvme') needs a folder on the disk: Offload('nvme', path='/local/scratch'). For a strategy "
+                "selected by name, set the environment variable PARAL_NVME_PATH."
             )
         if not 0.0 <= self.ratio <= 1.0:
             raise ConfigurationError(f"Offload(ratio={self.ratio!r}) is not between 0 (nothing) and 1 (everything).")
@@ -101,31 +101,33 @@ class Offload:
 @checked_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the samples of a loader are spread over the ranks; every strategy takes these as options of its own.
+    """How the samples of a loader are distributed over the ranks. Strategies with ranks take the same options.
 
     Raises:
-        ConfigurationError: a value that is not known.
+        ConfigurationError: a value is unknown.
     """
 
     split: Literal["batch", "global"] = "batch"
-    """`"batch"`: each rank draws whole batches of the loader's size, in an order of the strategy's own at more than one
-    rank. `"global"`: each batch is divided among the ranks, so that training is the same run at any world size.
+    """`"batch"`: each rank draws whole batches of the loader's size. `"global"`: the ranks divide each batch, so that
+    training is the same run at any world size.
 
-    With `"global"`, and with one rank, batches are those of `Trainer(strategy="auto")` from the same seed, in training
-    and in evaluation: samplers draw from the global generators of torch, numpy and `random` of rank 0, or from the
-    loader's own, when one process would, and the generators go on behind them. That holds as long as nothing else draws
-    differently on several ranks than in one process. What a module draws in its steps (dropout), or a dataset in
-    `__getitem__` without workers, has other shapes there, so the orders of the epochs after the first may differ, where
-    the loader has no generator of its own; they stay the same on all ranks. It does not hold for iterable datasets,
-    whose shuffling has a seed of the strategy's own, and within an epoch of more than 256 batches for samplers that
-    draw as they go while the module or the dataset draws, too."""
+    With `"global"`, and with one rank, batches equal those of `Trainer(strategy="auto")` from the same seed, in
+    training and in evaluation. Samplers then draw from rank 0's global generators of torch, numpy and `random`, or from
+    the loader's own generator, when one process would draw. With `"batch"` and several ranks, the strategy draws the
+    order with a seed of its own.
+
+    The order of later epochs can still differ from that of one process if a module draws random numbers in its steps
+    (dropout), or a dataset in `__getitem__` without workers: on several ranks they draw other amounts from the global
+    generators. Give the loader a `generator` to prevent that. All ranks draw the same order in any case. Two more cases
+    differ from one process: iterable datasets, which are shuffled with a seed of the strategy, and epochs of more than
+    256 batches with a sampler that draws lazily while the module or the dataset draws as well."""
 
     remainder: Literal["drop", "wrap"] = "wrap"
-    """For `split="batch"` in training, where the batches do not divide by the ranks: drop the last ones, or complete
-    them with the first ones of the epoch."""
+    """For `split="batch"` in training, if the number of ranks does not divide the number of batches: drop the last
+    batches, or complete them with the first batches of the epoch."""
 
     shard_iterable: bool = True
-    """Divide iterable datasets among ranks and workers. `False`: they look at rank and worker themselves."""
+    """Divide iterable datasets among ranks and workers. `False`: the datasets do that themselves."""
 
     def __post_init__(self) -> None:
         for option, known in (("split", ("batch", "global")), ("remainder", ("drop", "wrap"))):
@@ -138,7 +140,7 @@ class Sampling:
 
 
 Form = Literal["full", "sharded"]
-"""Of a checkpoint: one ordinary Lightning file, or a folder with a file of each rank."""
+"""The format of a checkpoint: one ordinary Lightning file, or a folder to which each rank writes a file."""
 
 
 @checked_dataclass
@@ -147,27 +149,27 @@ class CheckpointOptions:
     """How checkpoints are written and loaded: `CheckpointOptions("sharded", async_save=True)`.
 
     Raises:
-        ConfigurationError: an unknown form.
+        ConfigurationError: `form` is unknown.
     """
 
     form: Form | None = None
-    """`"full"`: one ordinary Lightning file. `"sharded"`: a folder with a file of each rank. `None`: full for DP
-    and DDP, sharded for FSDP and ZeRO."""
+    """`"full"`: one ordinary Lightning file. `"sharded"`: a folder to which each rank writes a file. `None`:
+    full for DP and DDP, sharded for FSDP and ZeRO."""
 
     _: KW_ONLY
 
     save_frozen: bool = True
-    """Whether parameters that need no gradient are saved, too. Without them, loading keeps the module's own."""
+    """Whether to save frozen parameters, too. If they were not saved, loading keeps those of the module."""
 
     async_save: bool = False
-    """Copy the state to the host's memory and write it while training goes on; one save at a time."""
+    """Copy the state to host memory, and write it while training continues. One save runs at a time."""
 
     restore_optimizer: bool = True
-    """Whether resuming restores the optimizer's state; an error where the checkpoint has none that fits."""
+    """Whether to restore the optimizer state on resuming. It is an error if the checkpoint has none that fits."""
 
     weights_only: bool = True
-    """`False` trusts every checkpoint that is loaded: objects of any type are made, and code in the file runs. It says
-    so for all strategies, while `trainer.fit(..., weights_only=False)` reaches DP and DDP only."""
+    """`False` trusts every checkpoint that is loaded: it creates objects of any type and runs code in the file. This
+    works under all strategies; `trainer.fit(..., weights_only=False)` works under DP and DDP only."""
 
     def __post_init__(self) -> None:
         if self.form not in ("full", "sharded", None):
@@ -175,7 +177,7 @@ class CheckpointOptions:
 
 
 def as_checkpoint_options(checkpoint: "CheckpointOptions | str | None") -> CheckpointOptions:
-    """Return `"full"` and `"sharded"` as the `CheckpointOptions` they stand for."""
+    """Return `checkpoint` as `CheckpointOptions`; a string is their `form`."""
     return checkpoint if isinstance(checkpoint, CheckpointOptions) else CheckpointOptions(checkpoint)  # type: ignore[arg-type]
 
 

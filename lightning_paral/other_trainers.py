@@ -1,7 +1,7 @@
 """Refuse our strategies in Fabric and in `pytorch_lightning`, which cannot run them, and say what to use.
 
 The packages `pytorch_lightning` and `lightning_fabric` are `lightning.pytorch` and `lightning.fabric` under their old
-names, with classes of their own: an object of one package is no instance of the other's classes.
+names, with classes of their own: an object of one package is not an instance of the other's classes.
 """
 
 import importlib
@@ -19,46 +19,46 @@ from lightning.pytorch.strategies import Strategy
 from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
 
-_IN_LIGHTNING = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+_NEW_NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 _FABRIC = (
-    "{given} is a strategy for Lightning's Trainer, and Fabric has no Trainer that would call the strategy's hooks. "
+    "{given} is a strategy for Lightning's Trainer. Fabric has no Trainer, which would call the strategy's hooks. "
     "Use lightning.pytorch.Trainer(strategy={given}), or with Fabric one of Fabric's own strategies: 'ddp', "
     "'fsdp', 'deepspeed'."
 )
 _PYTORCH_LIGHTNING = (
-    "{given} is a strategy of the package lightning, but this Trainer comes from pytorch_lightning, the same code "
-    "under its old name, with classes that do not fit those of lightning. Import everything from lightning: `import "
-    "lightning.pytorch as pl`. Where a library imports pytorch_lightning, call "
-    "lightning_paral.replace_pytorch_lightning() at the top of the script, before that library is imported."
+    "{given} is a strategy of the package lightning, but this Trainer comes from pytorch_lightning, which has the same "
+    "code under its old name, with other class objects. Import everything from lightning: `import lightning.pytorch as "
+    "pl`. If a library imports pytorch_lightning, call lightning_paral.replace_pytorch_lightning() at the top of the "
+    "script, before the library is imported."
 )
-_OTHERS = {
+_REFUSALS = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": _PYTORCH_LIGHTNING,
     "lightning_fabric.connector": _FABRIC,
 }
-"""The message that refuses our strategies, by the module that looks strategies up."""
+"""The error message for our strategies, by the module that looks strategies up."""
 
 
-def refuse_namesakes(names: Sequence[str]) -> None:
+def refuse_in_other_trainers(names: Sequence[str]) -> None:
     """Make Fabric, and `pytorch_lightning` once it is imported, refuse our strategies with a message that says why.
 
     Args:
-        names: what our strategies are selected by.
+        names: those of our strategies.
     """
-    check_before_lookup(connector, _refusing(names, _FABRIC))
-    for finder in [finder for finder in sys.meta_path if type(finder).__name__ == _AfterImport.__name__]:
-        sys.meta_path.remove(finder)  # of an earlier call
+    check_before_lookup(connector, _make_check(names, _FABRIC))
+    for finder in [finder for finder in sys.meta_path if type(finder).__name__ == _PostImportFinder.__name__]:
+        sys.meta_path.remove(finder)  # from an earlier call
 
     def refuse_in(module: ModuleType) -> None:
-        with suppress(AttributeError):  # of before 2.0, or of later than is tested: no reason for its import to fail
-            check_before_lookup(module, _refusing(names, _OTHERS[module.__name__]))
+        with suppress(AttributeError):  # an untested version: importing it must not fail
+            check_before_lookup(module, _make_check(names, _REFUSALS[module.__name__]))
 
     awaited = set()
-    for name in _OTHERS:
+    for name in _REFUSALS:
         if name in sys.modules and sys.modules[name].__name__ == name:
             refuse_in(sys.modules[name])
         elif name not in sys.modules:
             awaited.add(name)
-    sys.meta_path.insert(0, _AfterImport(awaited, refuse_in))
+    sys.meta_path.insert(0, _PostImportFinder(awaited, refuse_in))
 
 
 def replace_pytorch_lightning() -> None:
@@ -68,35 +68,35 @@ def replace_pytorch_lightning() -> None:
     strategies. Call it at the top of the script, before such a library is imported. Calling it again changes nothing.
 
     Raises:
-        ConfigurationError: one of the old packages has been imported already.
+        ConfigurationError: one of the old packages is already imported.
     """
-    if any(isinstance(finder, _InLightning) for finder in sys.meta_path):
+    if any(isinstance(finder, _LightningAlias) for finder in sys.meta_path):
         return
-    for name in _IN_LIGHTNING:
+    for name in _NEW_NAMES:
         if name in sys.modules:
             raise ConfigurationError(
-                f"replace_pytorch_lightning() comes too late: {name} has been imported already. Call it at the top of "
+                f"replace_pytorch_lightning() comes too late: {name} is already imported. Call it at the top of "
                 "the script, right after `import lightning_paral`."
             )
-    sys.meta_path.insert(0, _InLightning())
+    sys.meta_path.insert(0, _LightningAlias())
 
 
-def _refusing(ours: Sequence[str], sentence: str) -> Callable[[Any], None]:
+def _make_check(ours: Sequence[str], message: str) -> Callable[[Any], None]:
     """Return a function that raises an error if called with one of our strategies, or the name of one."""
 
     def refuse(strategy: Any) -> None:
         name = strategy.lower() if isinstance(strategy, str) else None
         if name is not None and (name in ours or name.startswith("paral_")):
-            raise ConfigurationError(sentence.format(given=repr(strategy)))
+            raise ConfigurationError(message.format(given=repr(strategy)))
         kind = strategy if isinstance(strategy, type) else type(strategy)
         if issubclass(kind, Strategy) and any(base.__module__.startswith("lightning_paral.") for base in kind.__mro__):
-            raise ConfigurationError(sentence.format(given=f"{kind.__name__}()"))
+            raise ConfigurationError(message.format(given=f"{kind.__name__}()"))
 
     return refuse
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls a function with each of the named modules after it has been imported."""
+class _PostImportFinder(MetaPathFinder):
+    """Calls a function with each of the named modules once it is imported."""
 
     def __init__(self, names: set[str], then: Callable[[ModuleType], None]) -> None:
         self._names = names
@@ -105,7 +105,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of another finder, whose loader calls the function after it has run the module."""
+        """Return the spec of another finder, with a loader that calls the function after executing the module."""
         if fullname not in self._names:
             return None
         self._names.discard(fullname)
@@ -122,16 +122,16 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-class _InLightning(MetaPathFinder, Loader):
-    """Finds modules of the old packages in `lightning`."""
+class _LightningAlias(MetaPathFinder, Loader):
+    """Imports modules of the old packages from `lightning`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for a module of an old package."""
-        return ModuleSpec(fullname, self) if fullname.partition(".")[0] in _IN_LIGHTNING else None
+        return ModuleSpec(fullname, self) if fullname.partition(".")[0] in _NEW_NAMES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of `lightning` in the place of `module`."""
+        """Replace `module` in `sys.modules` by the module of `lightning`."""
         package, dot, rest = module.__name__.partition(".")
-        sys.modules[module.__name__] = importlib.import_module(f"{_IN_LIGHTNING[package]}{dot}{rest}")
+        sys.modules[module.__name__] = importlib.import_module(f"{_NEW_NAMES[package]}{dot}{rest}")

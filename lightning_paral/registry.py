@@ -1,6 +1,5 @@
-"""The table of strategy names, and how Lightning's Trainer comes to know them."""
+"""The table of strategy names, and their registration with Lightning's Trainer."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,8 +10,9 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.other_trainers import refuse_namesakes
+from lightning_paral.other_trainers import refuse_in_other_trainers
 from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,72 +24,72 @@ class RegisteredStrategy:
     description: str
     """One line for people, without a full stop."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What `strategy` is constructed with."""
+    """Arguments for the constructor of `strategy`."""
 
 
 STRATEGIES = (
     RegisteredStrategy(
         name="paral_dp",
         strategy=ParalDPStrategy,
-        description="One process, a thread per device; for trying things out: paral_ddp is faster",
+        description="One process with a thread per device, for debugging; paral_ddp is faster",
     ),
     RegisteredStrategy(
         name="paral_ddp",
         strategy=ParalDDPStrategy,
-        description="A replica per rank; gradients averaged during backward by the backend's own all-reduce",
+        description="A full model per rank; the backend's all-reduce averages gradients during the backward pass",
     ),
     RegisteredStrategy(
         name="paral_ddp_ring",
         strategy=ParalDDPStrategy,
         arguments=MappingProxyType({"all_reduce": "ring"}),
-        description="paral_ddp with our point-to-point ring all-reduce, on any backend",
+        description="paral_ddp with our point-to-point ring all-reduce, for any backend",
     ),
     RegisteredStrategy(
         name="paral_fsdp",
         strategy=ParalFSDPStrategy,
-        description="FSDP2: each rank holds its part of parameters, gradients and optimizer state",
+        description="FSDP2: parameters, gradients and optimizer state are sharded",
     ),
     RegisteredStrategy(
         name="paral_fsdp_offload",
         strategy=ParalFSDPStrategy,
         arguments=MappingProxyType({"offload": True}),
-        description="paral_fsdp with parameters, gradients and optimizer on the host",
+        description="paral_fsdp with parameters, gradients and optimizer state in host memory",
     ),
     RegisteredStrategy(
         name="paral_zero1",
         strategy=ParalZeROStrategy,
         arguments=MappingProxyType({"stage": 1}),
-        description="ZeRO-1: each rank holds its part of the optimizer state",
+        description="ZeRO-1: the optimizer state is sharded",
     ),
     RegisteredStrategy(
         name="paral_zero2",
         strategy=ParalZeROStrategy,
         arguments=MappingProxyType({"stage": 2}),
-        description="ZeRO-2: each rank holds its part of the optimizer state and gradients",
+        description="ZeRO-2: optimizer state and gradients are sharded",
     ),
     RegisteredStrategy(
         name="paral_zero3",
         strategy=ParalZeROStrategy,
         arguments=MappingProxyType({"stage": 3}),
-        description="ZeRO-3: each rank holds its part of the optimizer state, gradients and parameters",
+        description="ZeRO-3: optimizer state, gradients and parameters are sharded",
     ),
     RegisteredStrategy(
         name="paral_zero1_offload",
         strategy=ParalZeROStrategy,
         arguments=MappingProxyType({"stage": 1, "offload_optimizer": "cpu"}),
-        description="paral_zero1 with the optimizer on the host",
+        description="paral_zero1 with the optimizer in host memory",
     ),
     RegisteredStrategy(
         name="paral_zero2_offload",
         strategy=ParalZeROStrategy,
         arguments=MappingProxyType({"stage": 2, "offload_optimizer": "cpu"}),
-        description="paral_zero2 with the optimizer on the host",
+        description="paral_zero2 with the optimizer in host memory",
     ),
     RegisteredStrategy(
         name="paral_zero3_offload",
         strategy=ParalZeROStrategy,
         arguments=MappingProxyType({"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
-        description="paral_zero3 with optimizer and parameters on the host",
+        description="paral_zero3 with optimizer and parameters in host memory",
     ),
     RegisteredStrategy(
         name="paral_zero3_nvme",
@@ -100,54 +100,58 @@ STRATEGIES = (
 )
 
 
-def register_strategies() -> None:
-    """Register all names of `STRATEGIES` with Lightning's Trainer, and have Fabric and `pytorch_lightning` refuse them.
+def register_strategies(*more: RegisteredStrategy) -> None:
+    """Register all names with Lightning's Trainer, and make Fabric and `pytorch_lightning` refuse them.
 
     Calling it again changes nothing.
+
+    Args:
+        more: strategies of another package, besides those of `STRATEGIES`.
     """
-    for entry in STRATEGIES:
+    entries = (*STRATEGIES, *more)
+    for entry in entries:
         StrategyRegistry.register(
             entry.name, entry.strategy, description=entry.description, override=True, **entry.arguments
         )
-    check_before_lookup(accelerator_connector, _explain_unknown)
-    refuse_namesakes(tuple(entry.name for entry in STRATEGIES))
+    check_before_lookup(accelerator_connector, _reject_unknown)
+    refuse_in_other_trainers(tuple(entry.name for entry in entries))
 
 
-def _explain_unknown(strategy: Any) -> None:
-    """Raise an error that says what to write if `strategy` is a class, or a misspelled `paral_*` name."""
+def _reject_unknown(strategy: Any) -> None:
+    """Raise a `ConfigurationError` that says what to write if `strategy` is a class or a misspelled `paral_*` name."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ConfigurationError(
-            f"Trainer(strategy={strategy.__name__}): this is the class itself. Give an object of it: "
+            f"Trainer(strategy={strategy.__name__}): this is the class itself. Pass an instance: "
             f"strategy={strategy.__name__}()."
         )
     if not isinstance(strategy, str):
         return
     name = strategy.lower()  # as Lightning looks it up
-    if name not in StrategyRegistry and _is_meant_as_ours(name):
+    if name not in StrategyRegistry and _looks_like_ours(name):
         raise ConfigurationError(explain_unknown_name(name))
 
 
-def _is_meant_as_ours(name: str) -> bool:
+def _looks_like_ours(name: str) -> bool:
     names = [entry.name for entry in STRATEGIES]
-    return name.startswith("paral") or f"paral_{name}" in names or bool(difflib.get_close_matches(name, names, 1, 0.85))
+    return name.startswith("paral") or f"paral_{name}" in names or bool(nearest_names(name, names, 1, 0.85))
 
 
 def explain_unknown_name(name: str) -> str:
-    """Say which names are near to the misspelt `name`, and where names come from."""
+    """Return a message with the names nearest to the unknown `name`, and where names come from."""
     names = [entry.name for entry in STRATEGIES]
     classes = {entry.strategy.__name__.lower(): entry.strategy.__name__ for entry in STRATEGIES}
     if f"paral_{name}" in names:
         near = [f"paral_{name}"]
     else:
-        near = difflib.get_close_matches(name.replace("-", "_"), [*names, *classes], n=3, cutoff=0.7)
+        near = nearest_names(name.replace("-", "_"), [*names, *classes])
     if near and near[0] in classes:
         class_name = classes[near[0]]
         return (
-            f"There is no strategy named {name!r}. The class {class_name} is given as an object in Python, "
-            f"strategy=lightning_paral.{class_name}(), and as class_path: lightning_paral.{class_name} in YAML."
+            f"There is no strategy named {name!r}. {class_name} is a class: write "
+            f"strategy=lightning_paral.{class_name}() in Python, or class_path: lightning_paral.{class_name} in YAML."
         )
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"The names are {', '.join(names)}."
+    hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(names)}."
     return (
-        f"There is no strategy named {name!r}. {hint} `paral strategies` describes them all; they exist in every "
-        "process that has run `import lightning_paral`."
+        f"There is no strategy named {name!r}. {hint} `paral strategies` describes all names. A process "
+        "knows them after `import lightning_paral`."
     )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_paral.distributed.process_group import release_process_group
+from tests.lanes import OPERATORS, is_slow, needs_deepspeed, needs_operators
 from tests.rank_pool import RankPool
 
 # A shell starts what runs in its background with SIGINT ignored, and processes started here would inherit that.
@@ -32,7 +33,6 @@ def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     return rank_pool.run
 
 
-NEEDS_OPERATORS = "deepspeed_operators"
 BUILD = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -43,16 +43,22 @@ load_operator("async_io", "the tests")
 _build = pytest.StashKey["subprocess.Popen[str]"]()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need DeepSpeed's operators come last: those are compiled meanwhile, minutes on a new machine."""
-    items.sort(key=lambda item: NEEDS_OPERATORS in getattr(item, "fixturenames", ()))
+    """Mark tests, and let those come last that need DeepSpeed's operators: compiling these takes minutes."""
+    for item in items:
+        if needs_deepspeed(item):
+            item.add_marker("deepspeed")
+        if is_slow(item):
+            item.add_marker("slow")
+    items.sort(key=needs_operators)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start to compile DeepSpeed's operators, on what processor time the tests leave."""
     if session.config.option.collectonly:
         return
-    if any(NEEDS_OPERATORS in getattr(item, "fixturenames", ()) for item in session.items):
+    if any(map(needs_operators, session.items)):
         command = ["nice", "-n", "5", sys.executable, "-c", BUILD]
         session.config.stash[_build] = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -76,6 +82,12 @@ def deepspeed_operators(request: pytest.FixtureRequest) -> None:
             os.setpriority(os.PRIO_PGRP, build.pid, 0)
     said, _ = build.communicate(timeout=3600)
     assert build.returncode == 0, said
+
+
+@pytest.fixture(autouse=True)
+def _operators_of_this_parameter(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker(OPERATORS):
+        request.getfixturevalue(OPERATORS)
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""Averages of weights (EMA, SWA), sharded as the weights are: each rank averages what it holds of them."""
+"""Averages of weights (EMA, SWA), sharded as the weights are: each rank averages its own shards."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_paral.averaging.buffers import share_averaged_buffers
+from lightning_paral.averaging.buffers import broadcast_averaged_buffers
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import is_sharded
@@ -17,17 +17,17 @@ from lightning_paral.checkpoint.state.weights import sharded_state_dict
 from lightning_paral.errors import ConfigurationError
 
 
-class Averages:
-    """Averages this rank's shards, in place of the `AveragedModel` of a callback. torch's own code does the averaging.
+class ShardedAverages:
+    """Averages this rank's shards of the weights; replaces the `AveragedModel` of a callback, which it uses inside.
 
-    Created before the module is sharded; `attach` gives it the shards. After `end` it refers to the module itself: the
-    averages are its weights then, or are lost if the fit ended early.
+    Created before the module is sharded; `attach` passes the shards. After `end` it refers to the module itself, whose
+    weights are the averages then, unless the fit ended early and they were lost.
 
     Args:
         module: the LightningModule.
         save_frozen: whether checkpoints hold frozen parameters.
-        device: where averages are kept; `None`: where the shards are.
-        options: of `AveragedModel`.
+        device: device of the averages; `None` for that of the shards.
+        options: options of `AveragedModel`.
     """
 
     prefix = "module."
@@ -42,44 +42,44 @@ class Averages:
         self._options = options
         self._shards: WeightShards | None = None
         self._inner = AveragedModel(Module(), **options)
-        self._shares_buffers = False
+        self._broadcasts_buffers = False
         self._swapped = False
-        self._is_kept = False
+        self._became_weights = False
         self._state_to_read: Mapping[str, Any] | None = None
 
-    def attach(self, shards: WeightShards, *, shares_buffers: bool) -> None:
+    def attach(self, shards: WeightShards, *, broadcasts_buffers: bool) -> None:
         """Start the averages from the current weights.
 
         Args:
-            shards: what this rank holds of them.
-            shares_buffers: whether rank 0's buffers are evaluated on all ranks.
+            shards: this rank's shards of the weights.
+            broadcasts_buffers: whether all ranks evaluate rank 0's buffers.
         """
-        inner = AveragedModel(_Copied(shards.current(), self._module), self._device, **self._options)
+        inner = AveragedModel(_ShardModule(shards.current(), self._module), self._device, **self._options)
         if self._device is None:
             inner.n_averaged = inner.n_averaged.cpu()
         inner.n_averaged.copy_(self._inner.n_averaged)
-        self._inner, self._shards, self._shares_buffers = inner, shards, shares_buffers
+        self._inner, self._shards, self._broadcasts_buffers = inner, shards, broadcasts_buffers
         state, self._state_to_read = self._state_to_read, None
         if state is not None:
             self.load_state_dict(state)
 
     @property
-    def is_attached(self) -> bool:
-        """Whether there are averages of shards now."""
+    def has_shards(self) -> bool:
+        """Whether averages of shards exist: from `attach` to `end`."""
         return self._shards is not None
 
     @property
-    def is_lost(self) -> bool:
+    def was_lost(self) -> bool:
         """Whether the fit ended before the averages became the module's weights."""
-        return not self._is_kept
+        return not self._became_weights
 
     def end(self) -> None:
-        """Let go of the shards: the fit ends."""
+        """Release the shards and their averages, at the end of the fit."""
         self._shards = None
         for name, _ in list(self._inner.module.named_parameters(recurse=False)):
             delattr(self._inner.module, name)
 
-    # As AveragedModel
+    # Interface of AveragedModel
 
     @property
     def n_averaged(self) -> Tensor:
@@ -89,20 +89,20 @@ class Averages:
     @property
     def module(self) -> Module:
         """The averages as a module: that of the shards during a fit, the LightningModule itself after it."""
-        return self._inner.module if self.is_attached else self._module
+        return self._inner.module if self.has_shards else self._module
 
     def update_parameters(self, module: Module) -> None:
-        """Average in the weights as they are now. Nothing is sent."""
-        self._inner.update_parameters(_View(self._attached().current(), module))  # type: ignore[arg-type]
+        """Update the averages with the current weights. Not collective."""
+        self._inner.update_parameters(_ShardView(self._attached().current(), module))  # type: ignore[arg-type]
 
-    def to(self, device: Any) -> "Averages":
+    def to(self, device: Any) -> "ShardedAverages":
         """Move the averages to another device."""
         self._inner.module.to(device)
         return self
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by name, tensors of true shapes of which this rank has a part.
+        """Return the averages by name, as tensors of full shape that hold this rank's shard.
 
         Raises:
             ConfigurationError: the fit ended before averages became the module's weights.
@@ -112,7 +112,7 @@ class Averages:
 
     def _weights(self) -> dict[str, Any]:
         if self._shards is None:
-            if self.is_lost:
+            if self.was_lost:
                 raise ConfigurationError(
                     "The averages of weights are gone: they were kept as shards, and the fit ended before they became "
                     "the module's weights. Save them during the fit, with ModelCheckpoint(save_on_exception=True)."
@@ -126,23 +126,23 @@ class Averages:
     def complete(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the module's `weights` for a checkpoint.
 
-        During an evaluation the module holds the averages; the weights that were put aside take their place here.
+        During an evaluation the module holds the averages. Then they are replaced by the weights, which are kept here.
         """
         shards = self._shards
         if shards is None or not self._swapped:
             return weights
-        put_aside = self._with_averaged_buffers(self._named(shards, list(self._inner.module.parameters())))
+        kept = self._with_averaged_buffers(self._named(shards, list(self._inner.module.parameters())))
         numbers = self._numbers()
         named = self._module.named_parameters(remove_duplicate=False)
         have_masters = {name for name, parameter in named if shards.has_master(numbers[id(parameter)])}
-        return {name: value if name in have_masters else put_aside.get(name, value) for name, value in weights.items()}
+        return {name: value if name in have_masters else kept.get(name, value) for name, value in weights.items()}
 
     def _numbers(self) -> dict[int, int]:
-        """Return the numbers of the module's parameters in `WeightShards`, by their ids."""
+        """Return the index of each of the module's parameters in `WeightShards`, by its `id`."""
         return {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
 
     def _named(self, shards: WeightShards, values: list[Tensor]) -> dict[str, Any]:
-        """Return what the module's `state_dict` does, with `values` of the parameters."""
+        """Return the module's `state_dict`, with `values` for the parameters."""
         numbers = self._numbers()
 
         def held(parameter: Parameter) -> Tensor:
@@ -152,15 +152,15 @@ class Averages:
         return sharded_state_dict(self._module, held, self._save_frozen)
 
     def _with_averaged_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
-        buffers = {_place(own): average for own, average in self._buffers()}
+        buffers = {_memory_of(own): average for own, average in self._buffers()}
         for name, value in state.items():
             if isinstance(value, Tensor) and not is_sharded(value) and value.numel():
-                state[name] = buffers.get(_place(value), value)
+                state[name] = buffers.get(_memory_of(value), value)
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over averages from `state`, of which this rank reads what it holds."""
+        """Load averages from `state`, of which this rank reads its shards; before `attach`, postpone this."""
         if self._shards is None:
             self._state_to_read = state
             return
@@ -193,7 +193,7 @@ class Averages:
         """Exchange averages and weights, buffers included, for an evaluation and after it. *Collective*."""
         shards = self._attached()
         shards.prepare()
-        self._share_buffers()
+        self._broadcast_buffers()
         for average, current in self._pairs(shards):
             before = current.clone()
             current.copy_(average)
@@ -207,16 +207,16 @@ class Averages:
         shards = self._attached()
         shards.prepare()
         if buffers:
-            self._share_buffers()
+            self._broadcast_buffers()
         for average, current in self._pairs(shards, buffers=buffers):
             current.copy_(average)
         shards.keep()
         shards.publish(borrowed=False)
-        self._is_kept = True
+        self._became_weights = True
 
     def current_view(self) -> Any:
-        """Return a stand-in for the module whose parameters are the current shards."""
-        return _View(self._attached().current(), self._module)
+        """Return an object whose `parameters()` are the current shards."""
+        return _ShardView(self._attached().current(), self._module)
 
     def _attached(self) -> WeightShards:
         if self._shards is None:
@@ -224,7 +224,7 @@ class Averages:
         return self._shards
 
     def _pairs(self, shards: WeightShards, *, buffers: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each average with the tensor that it averages. Both can be written to."""
+        """Yield each average with the tensor that it averages; both are writable."""
         averages = (parameter.detach() for parameter in self._inner.module.parameters())
         yield from zip(averages, shards.current(), strict=True)
         if buffers:
@@ -233,13 +233,13 @@ class Averages:
     def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self._module.buffers(), self._inner.module.buffers(), strict=True)
 
-    def _share_buffers(self) -> None:
-        if self._shares_buffers and not self._swapped:
-            share_averaged_buffers(self._module, self._inner.module)
+    def _broadcast_buffers(self) -> None:
+        if self._broadcasts_buffers and not self._swapped:
+            broadcast_averaged_buffers(self._module, self._inner.module)
 
 
-class CopiedAverages(Averages):
-    """Takes the place of the copy of the module that `StochasticWeightAveraging` keeps."""
+class ShardedSWAAverages(ShardedAverages):
+    """Replaces the copy of the module that `StochasticWeightAveraging` keeps."""
 
     prefix = ""
 
@@ -248,8 +248,8 @@ class CopiedAverages(Averages):
         return self._inner.module.parameters()
 
 
-class _Copied(Module):
-    """A module of the shards, to be copied."""
+class _ShardModule(Module):
+    """A module whose parameters are the shards, for `AveragedModel` to copy."""
 
     def __init__(self, shards: list[Tensor], module: Module) -> None:
         super().__init__()
@@ -259,8 +259,8 @@ class _Copied(Module):
             self.register_buffer(f"buffer_{number}", buffer.detach())
 
 
-class _View:
-    """What averaging looks at in a module: its parameters, which are the shards, and its buffers."""
+class _ShardView:
+    """The view of a module that averaging needs: the shards as parameters, and the buffers."""
 
     def __init__(self, shards: list[Tensor], module: Module) -> None:
         self._shards = shards
@@ -273,5 +273,5 @@ class _View:
         return self._module.buffers()
 
 
-def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+def _memory_of(tensor: Tensor) -> tuple[int, torch.Size]:
     return tensor.data_ptr(), tensor.shape

@@ -1,4 +1,4 @@
-"""Averages of buffers: each rank averages its own, and all ranks evaluate those of rank 0, which are also saved."""
+"""Averages of buffers: each rank averages its own; rank 0's are saved and evaluated on all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,8 @@ from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.model.buffers import shared_buffers
 
 
-def share_averaged_buffers(module: Module, averaged: Module) -> None:
-    """Give all ranks rank 0's averages of the buffers of `module`, except of those that DDP ignores.
-
-    *Collective* over the world.
-    """
+def broadcast_averaged_buffers(module: Module, averaged: Module) -> None:
+    """Broadcast rank 0's averages of the buffers of `module`, except of those that DDP ignores. *Collective*."""
     if dist.get_world_size() == 1:
         return
     shared = {id(buffer) for buffer in shared_buffers(module)}
@@ -26,15 +23,15 @@ def share_averaged_buffers(module: Module, averaged: Module) -> None:
     broadcast([average for buffer, average in averages if id(buffer) in shared])
 
 
-def share_when_swapped() -> Callable[[], None]:
-    """Make `WeightAveraging` share its averages of buffers whenever it swaps; return a function that ends this.
+def broadcast_when_swapped() -> Callable[[], None]:
+    """Make `WeightAveraging` broadcast its averages of buffers at each swap; return a function that undoes this.
 
-    For strategies under which a rank has whole weights, and averages them as Lightning does.
+    For strategies whose ranks hold full weights, which Lightning averages itself.
     """
     swap = swap_method()
 
     def swap_models(callback: Any, pl_module: LightningModule) -> None:
-        share_averaged_buffers(pl_module, averages_of(callback).module)
+        broadcast_averaged_buffers(pl_module, averages_of(callback).module)
         swap(callback, pl_module)
 
     return replace_methods(WeightAveraging, {SWAP: swap_models})

@@ -1,4 +1,4 @@
-"""Lightning's averaging callbacks, and users' subclasses of them, in a fit whose ranks hold parts of the weights."""
+"""Make Lightning's averaging callbacks, and subclasses of them, average shards of the weights."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_paral.averaging.averages import Averages, CopiedAverages
+from lightning_paral.averaging.averages import ShardedAverages, ShardedSWAAverages
 from lightning_paral.averaging.elementwise import check_elementwise
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.compat.lightning.averaging import (
@@ -37,15 +37,15 @@ _OWN = {
 
 
 class AveragingCallbacks:
-    """The callbacks of a run that average weights, from before they are set up until the run ends.
+    """Adapts the callbacks of a run that average weights, from before their `setup` until the run ends.
 
     Lightning's `setup` copies the module before it is sharded, and its other methods use full parameters. Until the
-    fit ends, these methods of the two classes are replaced by ones that keep `Averages` in place of the copy.
+    fit ends, these methods of the two classes are replaced by ones that keep `ShardedAverages` in place of the copy.
 
     Args:
-        trainer: whose callbacks are looked at.
+        trainer: the trainer that has the callbacks.
         save_frozen: whether checkpoints hold frozen parameters.
-        obstacle: why weights cannot be averaged by this strategy, if so.
+        obstacle: why this strategy cannot average weights; `None` if it can.
 
     Raises:
         ConfigurationError: weights cannot be averaged, an averaging function is not elementwise, or a subclass
@@ -72,33 +72,33 @@ class AveragingCallbacks:
         self._undo.callback(replace_methods(WeightAveraging, self._of_weight_averaging()))
         self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
 
-    def attach(self, make_shards: Callable[[], WeightShards], *, shares_buffers: bool) -> None:
-        """Begin to average: the module has been divided. *Collective* if there are averaging callbacks.
+    def attach(self, make_shards: Callable[[], WeightShards], *, broadcasts_buffers: bool) -> None:
+        """Start averaging. Call it when the module is sharded. *Collective* if there are averaging callbacks.
 
         Raises:
-            ConfigurationError: a callback has a whole copy of the module.
+            ConfigurationError: a callback keeps a full copy of the module.
         """
         if not self._callbacks:
             return
         shards = make_shards()
         for callback in self._callbacks:
             averages = averages_of(callback)
-            if not isinstance(averages, Averages):
+            if not isinstance(averages, ShardedAverages):
                 raise ConfigurationError(
-                    f"{type(callback).__name__} makes a copy of the whole module in a setup of its own, and ranks hold "
-                    "parts of it. Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
+                    f"{type(callback).__name__} copies the full module in its own setup, but ranks hold shards of it. "
+                    "Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
                 )
-            averages.attach(shards, shares_buffers=shares_buffers)
+            averages.attach(shards, broadcasts_buffers=broadcasts_buffers)
 
     @property
     def are_in_state_dict(self) -> bool:
-        """Whether checkpoints hold averages in `state_dict`, and the weights under a key of their own."""
+        """Whether checkpoints hold averages in `state_dict`, and the weights under another key."""
         return bool(self._of_weights)
 
     @property
-    def are_attached(self) -> bool:
-        """Whether the module has been divided."""
-        return all(averages.is_attached for averages in self._of_weights)
+    def have_shards(self) -> bool:
+        """Whether the averages have their shards: the module has been sharded."""
+        return all(averages.has_shards for averages in self._of_weights)
 
     def take_current(self) -> None:
         """Set the averages that checkpoints hold in `state_dict` to the current weights."""
@@ -106,18 +106,18 @@ class AveragingCallbacks:
             averages.take_current()
 
     @property
-    def _of_weights(self) -> list[Averages]:
+    def _of_weights(self) -> list[ShardedAverages]:
         found: list[Any] = [averages_of(each) for each in self._callbacks if isinstance(each, WeightAveraging)]
-        return [averages for averages in found if isinstance(averages, Averages)]
+        return [averages for averages in found if isinstance(averages, ShardedAverages)]
 
     def end(self) -> None:
         """Restore Lightning's classes. Averages that have not become the module's weights are lost."""
         self._undo.close()
         for callback in self._callbacks:
             averages = averages_of(callback)
-            if isinstance(averages, Averages) and averages.is_attached:
+            if isinstance(averages, ShardedAverages) and averages.has_shards:
                 averages.end()
-                if averages.is_lost and isinstance(callback, WeightAveraging):
+                if averages.was_lost and isinstance(callback, WeightAveraging):
                     rank_zero_warn(
                         f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
                         "module. They were kept as shards and are gone; checkpoints of the fit have them."
@@ -138,32 +138,32 @@ class AveragingCallbacks:
             if not self._is_of(trainer):
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
-                set_averages(callback, Averages(pl_module, self._save_frozen, **options_of(callback)))
+                set_averages(callback, ShardedAverages(pl_module, self._save_frozen, **options_of(callback)))
 
         def swap_models(callback: Any, pl_module: LightningModule) -> None:
             averages = averages_of(callback)
-            if isinstance(averages, Averages) and averages.is_attached:
+            if isinstance(averages, ShardedAverages) and averages.has_shards:
                 averages.swap()
             else:
                 swap(callback, pl_module)
 
         def copy_average_to_current(callback: Any, pl_module: LightningModule) -> None:
             averages = averages_of(callback)
-            if isinstance(averages, Averages):
+            if isinstance(averages, ShardedAverages):
                 averages.become_weights(buffers=True)
             else:
                 copy(callback, pl_module)
 
         def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
             averages = averages_of(callback)
-            if isinstance(averages, Averages):
+            if isinstance(averages, ShardedAverages):
                 checkpoint["state_dict"] = averages.complete(checkpoint["state_dict"])
             save(callback, trainer, module, checkpoint)
 
         def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            # The strategy has given the weights to the averages, or will, when it loads the module's.
+            # The strategy passes the loaded weights to the averages when it loads those of the module.
             averages = averages_of(callback)
-            if not isinstance(averages, Averages):
+            if not isinstance(averages, ShardedAverages):
                 load(callback, trainer, module, checkpoint)
             elif "current_model_state" in checkpoint and "averaging_state" in checkpoint:
                 rank_zero_info("Found current_model_state in the checkpoint. This is used to initialize the model.")
@@ -192,25 +192,25 @@ class AveragingCallbacks:
             if not self._is_of(trainer):
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
-                # Kept where the shards are until the first average is taken, as Lightning's copy.
-                set_averages(callback, CopiedAverages(pl_module, self._save_frozen))
+                # On the device of the shards until the first update, as Lightning's copy.
+                set_averages(callback, ShardedSWAAverages(pl_module, self._save_frozen))
 
         def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
-            if isinstance(average_model, Averages):
+            if isinstance(average_model, ShardedAverages):
                 with torch.no_grad():
                     update(average_model, average_model.current_view(), n_averaged, avg_fn)  # type: ignore[arg-type]
             else:
                 update(average_model, model, n_averaged, avg_fn)
 
         def transfer_weights(src_pl_module: Any, dst_pl_module: LightningModule) -> None:
-            if isinstance(src_pl_module, Averages):
+            if isinstance(src_pl_module, ShardedAverages):
                 src_pl_module.become_weights(buffers=False)
             else:
                 transfer(src_pl_module, dst_pl_module)
 
         def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
             load(callback, state_dict)
-            if isinstance(averages_of(callback), Averages):
+            if isinstance(averages_of(callback), ShardedAverages):
                 replace_schedulers_late(callback, self._trainer)
 
         return {
@@ -222,9 +222,9 @@ class AveragingCallbacks:
 
 
 def forget_ended(callbacks: list[Any]) -> None:
-    """Forget averages of a fit that has ended: evaluation of a checkpoint takes the averages in its `state_dict`."""
+    """Drop averages of a finished fit, so that evaluating a checkpoint uses the averages in its `state_dict`."""
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and isinstance(averages_of(callback), Averages):
+        if isinstance(callback, WeightAveraging) and isinstance(averages_of(callback), ShardedAverages):
             set_averages(callback, None)
 
 
@@ -234,7 +234,7 @@ def _check(callback: Any) -> None:
         for name in names if isinstance(callback, base) else ():
             if getattr(kind, name) is not getattr(base, name):
                 raise ConfigurationError(
-                    f"{kind.__name__} defines {name} itself. That method uses whole weights, but ranks hold parts of "
+                    f"{kind.__name__} defines {name} itself. That method needs full weights, but ranks hold shards of "
                     "them. Keep the method of Lightning's class, or use paral_ddp."
                 )
     if isinstance(callback, StochasticWeightAveraging):

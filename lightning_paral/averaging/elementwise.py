@@ -1,7 +1,6 @@
-"""Whether an averaging function is elementwise: only then can it average parts of weights.
+"""Check that an averaging function is elementwise: only then can it average shards of weights.
 
-The function is tried, as optimizers are under ZeRO: it averages small tensors, whole and in parts, and has to arrive at
-the same values.
+The function is tried on small tensors, in full and in two parts; both have to give the same values.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +23,17 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
     """Raise a `ConfigurationError` unless an averaging function is elementwise.
 
     Args:
-        name: of the argument and the callback, for the error.
-        function: `avg_fn` or `multi_avg_fn` of `torch.optim.swa_utils.AveragedModel`; its state stays as it is.
+        name: name of the argument and the callback, for the error.
+        function: `avg_fn` or `multi_avg_fn` of `torch.optim.swa_utils.AveragedModel`; its state is restored.
         multi: whether it is a `multi_avg_fn`.
     """
     remedy = "Give one that is elementwise, as those of torch.optim.swa_utils are, or use paral_ddp."
     try:
-        with _as_before(function):
+        with _restoring(function):
             whole = _averaged(function, multi, None)
         parts = []
         for part in (0, 1):
-            with _as_before(function):
+            with _restoring(function):
                 parts.append(_averaged(function, multi, part))
     except Exception as error:
         raise ConfigurationError(
@@ -45,13 +44,13 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
         difference = (ours.reshape(-1) - torch.cat([first.reshape(-1), second.reshape(-1)])).abs().max()
         if not difference <= _TOLERANCE:
             raise ConfigurationError(
-                f"{name} is not elementwise: averages of a parameter's parts differ from the average of the whole (by "
+                f"{name} is not elementwise: averages of parts of a parameter differ from the average of all of it (by "
                 f"{float(difference):.1e} in a trial), and ranks hold parts. {remedy}"
             )
 
 
 def _averaged(function: Callable[..., Any], multi: bool, part: int | None) -> list[Tensor]:
-    """Return averages of tensors, or with `part` of one of two flat parts of each."""
+    """Return averages of random tensors, or, with `part`, of one of two flat parts of each."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> list[Tensor]:
@@ -74,8 +73,8 @@ def _cut(tensor: Tensor, cut: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _as_before(function: Any) -> Iterator[None]:
-    """Restore the state of `function` afterwards: its attributes or its object's, and the contents of its closure."""
+def _restoring(function: Any) -> Iterator[None]:
+    """Restore the state of `function` on exit: attributes of it or of its object, and its closure."""
     owner = getattr(function, "__self__", function)
     attributes = {key: _copied(value) for key, value in getattr(owner, "__dict__", {}).items()}
     cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]

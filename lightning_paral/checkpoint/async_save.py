@@ -1,4 +1,4 @@
-"""Saving beside training: one save at a time, in a thread, on a process group of its own."""
+"""Save in the background: one save at a time, in a thread, over a process group of its own."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +12,7 @@ from lightning_paral.distributed.agreement import RankGroup, all_ranks
 
 
 class BackgroundSaver:
-    """Writes staged saves in the background. Creating it is *collective* over the world: it makes a gloo group.
+    """Writes staged saves in a thread. Its construction makes a gloo group: *Collective* over the world.
 
     Args:
         timeout: how long to wait for other ranks.
@@ -27,16 +27,16 @@ class BackgroundSaver:
         self._later: list[Future[None]] = []
 
     def start(self, write: Callable[[RankGroup], None]) -> None:
-        """Call `write` in the background, when the save before has ended.
+        """Wait for the previous save, then call `write` in the thread.
 
         Raises:
-            CheckpointError: the save before failed.
+            CheckpointError: the previous save failed.
         """
         self.wait()
         self._save = self._thread.submit(write, all_ranks(self._group))
 
     def after(self, action: Callable[[], None]) -> None:
-        """Call `action` when the save under way has succeeded; never if it fails."""
+        """Call `action` in the thread once the current save has succeeded; never if it fails."""
         save = self._save
 
         def act() -> None:
@@ -46,10 +46,10 @@ class BackgroundSaver:
         self._later.append(self._thread.submit(act))
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the current save, and for the actions after it.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         save, self._save = self._save, None
         later, self._later = self._later, []
@@ -59,7 +59,7 @@ class BackgroundSaver:
             action.result()
 
     def close(self) -> None:
-        """Wait, then end the thread.
+        """Wait for the current save, then end the thread and free the staging memory.
 
         Raises:
             CheckpointError: the last save failed.

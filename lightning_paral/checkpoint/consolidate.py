@@ -1,7 +1,8 @@
-"""From any checkpoint to one Lightning file, in constant memory: one tensor at a time."""
+"""Convert any checkpoint to one Lightning file, one tensor at a time: in constant memory."""
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -10,25 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_paral.checkpoint.formats.deepspeed import find_folder
 from lightning_paral.checkpoint.formats.full import write_all, write_skeleton
+from lightning_paral.checkpoint.formats.sharded import META, METADATA
 from lightning_paral.checkpoint.io.atomic import AtomicPath
-from lightning_paral.checkpoint.io.checksums import BlockChecksums, FileRecord, reader_of
-from lightning_paral.checkpoint.io.writeback import BackgroundFsync
-from lightning_paral.checkpoint.lazy_tensor import stretches
-from lightning_paral.checkpoint.manifest import Manifest, embed
-from lightning_paral.checkpoint.save_plan import CURRENT_KEY, OF_WEIGHTS, WriteItem, tensors_in, view_of
-from lightning_paral.checkpoint.shards import NOTHING, bytes_of
-from lightning_paral.errors import CheckpointError
+from lightning_paral.checkpoint.io.files import BackgroundFsync, BlockChecksums, FileRecord, reader_of
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, flat_slices
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, embed
+from lightning_paral.checkpoint.save_plan import WriteItem
+from lightning_paral.checkpoint.shards import NO_SHARD, bytes_of
+from lightning_paral.checkpoint.tree import CURRENT_KEY, WEIGHT_KEYS, tensors_in, view_key
+from lightning_paral.errors import CheckpointError, ConfigurationError
 
 Progress = Callable[[int], None]
 """Called with the number of bytes written since the last call."""
 
 STEP_BYTES = 2**22
-"""How much is read and written at a time."""
+"""Bytes that are read and written at a time."""
 
 
 def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return what is to be written of `checkpoint`, and of which dtypes: tensors that have not been read stay so."""
+    """Return the entries of `checkpoint` that are to be written, tensors unread, with casts marked by `Cast`.
+
+    Args:
+        checkpoint: as Lightning dumps it.
+        weights_only: leave out optimizer states and other states of training.
+        dtype: of floating-point weights in the output; `None` keeps theirs.
+    """
     kept = dict(checkpoint)
     if weights_only:
         of_training = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
@@ -42,7 +51,7 @@ def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype
 
 
 class Cast:
-    """A tensor that is to be written in another dtype."""
+    """A tensor to be written in another dtype."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
         self.tensor = tensor
@@ -50,7 +59,7 @@ class Cast:
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise a `CheckpointError` if the disk of `folder` has less free than what is to be written there."""
+    """Raise a `CheckpointError` if the disk of `folder` has less than `needed_bytes` free."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise CheckpointError(
@@ -61,30 +70,33 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 def size_of(checkpoint: dict[str, Any]) -> int:
     """Return the number of bytes of all tensors in `checkpoint`, tied ones once."""
-    return sum(entry.nbytes for entry, _ in entries_of(checkpoint))
+    return sum(item.nbytes for item, _ in items_of(checkpoint))
 
 
 def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], progress: Progress) -> None:
-    """Write an ordinary Lightning file, with a manifest; all of it or nothing."""
-    pairs = entries_of(checkpoint)
-    check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
-    entries = [entry for entry, _ in pairs]
+    """Write an ordinary Lightning file with a manifest to `out`, atomically.
+
+    Raises:
+        CheckpointError: the disk is too full.
+    """
+    pairs = items_of(checkpoint)
+    check_free_space(out.parent, sum(item.nbytes for item, _ in pairs))
     draft = AtomicPath(out, folder=False)
     try:
-        offsets = write_skeleton(checkpoint, entries, draft.path)
+        offsets = write_skeleton(checkpoint, [item for item, _ in pairs], draft.path)
         checksums = BlockChecksums()
         with open(draft.path, "r+b") as file:
             read, write = reader_of(file.fileno()), partial(write_all, file.fileno())
-            with BackgroundFsync(file.fileno()) as flushing:
-                for offset, (entry, tensor) in sorted(zip(offsets, pairs, strict=True), key=itemgetter(0)):
+            with BackgroundFsync(file.fileno()) as fsync:
+                for offset, (item, tensor) in sorted(zip(offsets, pairs, strict=True), key=itemgetter(0)):
                     checksums.catch_up(read, offset)
-                    for values in stretches(tensor, STEP_BYTES):
-                        data = bytes_of(values.to(entry.dtype))
+                    for values in flat_slices(tensor, STEP_BYTES):
+                        data = bytes_of(values.to(item.dtype))
                         write(data, checksums.position)
                         checksums.update(data)
-                        flushing.wrote(len(data))
+                        fsync.wrote(len(data))
                         progress(len(data))
-                flushing.finish()
+                fsync.finish()
 
             def record(nbytes: int) -> FileRecord:
                 checksums.catch_up(read, nbytes)
@@ -97,17 +109,17 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
         raise
 
 
-def entries_of(checkpoint: dict[str, Any]) -> list[tuple[WriteItem, Tensor]]:
-    """Return weights and optimizer states, tied ones once, with where they stand and their values."""
+def items_of(checkpoint: dict[str, Any]) -> list[tuple[WriteItem, Tensor]]:
+    """Return weights and optimizer states, tied ones once, with their values."""
     found: dict[Any, tuple[WriteItem, Tensor]] = {}
-    large = {key: checkpoint[key] for key in (*OF_WEIGHTS, "optimizer_states") if key in checkpoint}
+    large = {key: checkpoint[key] for key in (*WEIGHT_KEYS, "optimizer_states") if key in checkpoint}
     for path, value in _tensors_and_casts(large):
         tensor = value.tensor if isinstance(value, Cast) else value
-        key = _identity(tensor)
+        key = _storage_key(tensor)
         if key in found:
             found[key][0].aliases.append(path)
         else:
-            found[key] = (WriteItem(path, tuple(tensor.shape), value.dtype, NOTHING), tensor)
+            found[key] = (WriteItem(path, tuple(tensor.shape), value.dtype, NO_SHARD), tensor)
     return list(found.values())
 
 
@@ -121,9 +133,29 @@ def _tensors_and_casts(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[
         yield from tensors_in(tree, path)
 
 
-def _identity(tensor: Any) -> Any:
-    pieces = getattr(tensor, "pieces", None)
-    if pieces is not None:
-        places = [piece.place for piece in pieces]
-        return tuple(places) if places and None not in places else id(tensor)
-    return view_of(tensor)
+def _storage_key(tensor: Tensor) -> Any:
+    """Return a key that tied tensors share, whether they are stored in a folder or mapped from a file."""
+    if isinstance(tensor, LazyTensor):
+        locations = [stored.location for stored in tensor.chunks]
+        return tuple(locations) if locations and None not in locations else id(tensor)
+    return view_key(tensor)
+
+
+def check_outside(out: Path, checkpoint: str | Path) -> None:
+    """Raise a `ConfigurationError` if `out` is, or is in, the folder of `checkpoint` or of another checkpoint."""
+    target = out.resolve()
+    source = Path(checkpoint).resolve()
+    for folder in (target, *target.parents):
+        if (folder == source and source.exists()) or _is_checkpoint(folder):
+            raise ConfigurationError(
+                f"{out} is in the checkpoint {folder}, which is to stay as it was saved. Write outside of it."
+            )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    with suppress(OSError, ValueError):
+        of_torch = (folder / METADATA).is_file()
+        if of_torch and ((folder / FILE_NAME).is_file() or (folder / META).is_file() or any(folder.glob("*.distcp"))):
+            return True
+        return find_folder(folder) is not None
+    return False

@@ -1,25 +1,26 @@
-"""Checking a checkpoint from end to end: files, checksums, and that boxes cover every tensor once and can be read."""
+"""Check that a checkpoint is complete and undamaged: every file by its checksums, every tensor by its chunks."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.damage import faults_of, naming
-from lightning_paral.checkpoint.io.storage import is_remote
+from lightning_paral.checkpoint.formats.dispatch import open_checkpoint
+from lightning_paral.checkpoint.io.files import FileRecord
+from lightning_paral.checkpoint.io.storage import Folder, folder_at, is_remote
 from lightning_paral.checkpoint.layout import coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
-from lightning_paral.checkpoint.load import open_checkpoint
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.resolve import read_manifest, read_present
-from lightning_paral.checkpoint.save_plan import tensors_in
+from lightning_paral.checkpoint.resolve import explain_read_errors, read_current, read_manifest
+from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is damaged or incomplete; `faults` says where."""
+    """A checkpoint is damaged or incomplete; `faults` lists where."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -27,33 +28,37 @@ class DamagedError(CheckpointError):
 
 
 def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
-    """Return the manifest of the checkpoint at `path`, complete and undamaged; `None` if it is of another tool.
+    """Check the checkpoint at `path` in this process, and return its manifest; `None` if it is of another tool.
 
-    The latter is checked as far as it can be: that it opens, that boxes cover it, and that each of them can be read.
-    `weights_only=False` trusts it.
+    Of a checkpoint without a manifest this checks that it opens, that chunks cover every tensor, and that each chunk
+    can be read.
+
+    Args:
+        path: file, folder or URL.
+        weights_only: `False` trusts the checkpoint, and runs code that it holds.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
-        DamagedError: it is not what was written.
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        DamagedError: it differs from what was written.
     """
 
     def read(here: str | Path) -> Manifest | None:
         manifest = read_manifest(here)
-        faults = [] if manifest is None else list(faults_of(here, manifest, RankGroup()))
-        with naming(here):
+        faults = [] if manifest is None else list(find_faults(here, manifest, RankGroup()))
+        with explain_read_errors(here):
             if not faults:
                 checkpoint = open_checkpoint(here, weights_only=weights_only, manifest=manifest)
-                # Behind a URL, what our checksums have just read is not fetched a second time.
+                # Behind a URL, do not fetch again what the checksums have just covered.
                 faults = list(_faults_of_tensors(checkpoint, read=manifest is None or not is_remote(here)))
         if faults:
             raise DamagedError(faults)
         return manifest
 
-    return read_present(path, RankGroup(), read)
+    return read_current(path, RankGroup(), read)
 
 
 def verify(path: str | Path) -> list[str]:
-    """Return all that is wrong with the checkpoint at `path`; nothing if it is complete and undamaged."""
+    """Return every fault of the checkpoint at `path`; an empty list if it is complete and undamaged."""
     try:
         check(path)
     except DamagedError as error:
@@ -63,41 +68,99 @@ def verify(path: str | Path) -> list[str]:
     return []
 
 
+# Files
+
+
+def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:
+    """Check the blocks of all files that are this rank's to check.
+
+    Raises:
+        CheckpointError: files are damaged, truncated or missing; names them.
+    """
+    faults = list(find_faults(path, manifest, ranks))
+    if faults:
+        raise CheckpointError(f"The checkpoint is damaged, nothing was loaded: {'; '.join(faults[:5])}.")
+
+
+def find_faults(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Iterator[str]:
+    """Yield the faults of the files in this rank's range of the blocks of all files.
+
+    The ranks divide all blocks evenly, in the order of the ranks that wrote them. At the same world size a rank checks
+    what it reads next, so each host fetches it from a shared disk once.
+    """
+    folder, names = _locate(path, manifest)
+    files = sorted(manifest.files, key=lambda file: (len(file), file))  # `__10_0` after `__9_0`
+    num_blocks = sum(max(1, len(manifest.files[file].blocks)) for file in files)
+    local = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
+    first = 0
+    for file in files:
+        record, name = manifest.files[file], names[file]
+        of_file = range(first, first + max(1, len(record.blocks)))  # an empty file counts as one: it has to exist
+        first = of_file.stop
+        mine = range(max(of_file.start, local.start), min(of_file.stop, local.stop))
+        if mine:
+            has_fixed_size = manifest.form != "full"  # after a single file's recorded bytes comes its manifest
+            yield from _faults_of_file(folder, name, record, [block - of_file.start for block in mine], has_fixed_size)
+
+
+def _locate(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]]:
+    """Return the folder of a checkpoint, and the names of its files there by their names in the manifest."""
+    if manifest.form == "full":
+        if not is_remote(path):
+            path = os.path.realpath(path)
+        return folder_at(Path(path).parent), {".": Path(path).name}
+    return folder_at(path), {name: name for name in manifest.files}
+
+
+def _faults_of_file(
+    folder: Folder, file: str, record: FileRecord, blocks: list[int], has_fixed_size: bool
+) -> Iterator[str]:
+    name, size = folder.name(file), folder.size(file)
+    if size is None:
+        yield f"{name} is missing"
+    elif size < record.bytes or (has_fixed_size and size > record.bytes):
+        yield f"{name} has {size} bytes instead of {record.bytes}"
+    elif record.blocks:
+        expected = [record.blocks[number] for number in blocks]
+        found = folder.checksums(file, [(offset, length) for offset, length, _ in expected])
+        for (offset, length, total), own in zip(expected, found, strict=True):
+            if own != total:
+                yield f"{name} is damaged between bytes {offset} and {offset + length}"
+
+
+# Tensors
+
+
 def _faults_of_tensors(checkpoint: dict[str, Any], *, read: bool) -> Iterator[str]:
     for name, tensor in named_tensors(checkpoint):
         if not isinstance(tensor, LazyTensor):
             continue
-        fault = coverage_fault(tensor.shape, [piece.chunk for piece in tensor.pieces])
+        fault = coverage_fault(tensor.shape, [stored.chunk for stored in tensor.chunks])
         if fault is not None:
             yield f"{name}: {fault}"
         if read:
-            distinct = {(piece.place, piece.chunk.sizes): piece for piece in tensor.pieces}
-            fault = next(filter(None, map(_unreadable, distinct.values())), None)
+            distinct = {(stored.location, stored.chunk.sizes): stored for stored in tensor.chunks}
+            fault = next(filter(None, map(_read_error, distinct.values())), None)
             if fault is not None:
                 yield f"{name}: {fault}"
 
 
-def _unreadable(piece: StoredChunk) -> str:
+def _read_error(stored: StoredChunk) -> str:
     try:
-        piece.values()
+        stored.read()
     except CheckpointError as error:
         return str(error)
     return ""
 
 
 def named_tensors(checkpoint: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return weights by name, then optimizer states by parameter name and key, tied ones once."""
+    """Return the weights with their names, then optimizer states with parameter name and key; tied ones once."""
     found = {f"state_dict.{name}": value for name, value in checkpoint.get("state_dict", {}).items()}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
-        names = _names_of(state)
+        names: dict[Any, str] = {}
+        for group in state.get("param_groups", []):
+            names.update(zip(group["params"], group.get("param_names", ()), strict=False))
         for key, of_parameter in state.get("state", {}).items():
             for (kind, *_), value in tensors_in(of_parameter):
                 found[f"optimizer_{number}.{names.get(key, key)}.{kind}"] = value
     return [(name, value) for name, value in found.items() if isinstance(value, Tensor)]
-
-
-def _names_of(state: dict[str, Any]) -> dict[Any, str]:
-    names: dict[Any, str] = {}
-    for group in state.get("param_groups", []):
-        names.update(zip(group["params"], group.get("param_names", ()), strict=False))
-    return names

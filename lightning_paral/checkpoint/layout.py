@@ -1,16 +1,16 @@
-"""Boxes of a tensor, and the runs of its flattened elements that ranks hold."""
+"""Chunks of a tensor, and flat ranges: how the elements of a tensor are divided among ranks and files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 _MAX_COMPARED = 500_000
-"""Pairs of chunks of one tensor: about a second. Of 4,096 ranks in a square there are 130,000."""
+"""Pairs of chunks of one tensor; comparing them takes about a second. 4,096 ranks in a square need 130,000."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """An axis-aligned part of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]` in each dimension d."""
+    """An axis-aligned box of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]` in each dimension d."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -22,21 +22,21 @@ class Chunk:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What `tensor[...]` takes to get this chunk."""
+        """The index that selects this chunk: `tensor[chunk.index]`."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
-    def seen_from(self, outer: "Chunk") -> "Chunk":
-        """Return this chunk with offsets counted from the corner of `outer`."""
+    def relative_to(self, outer: "Chunk") -> "Chunk":
+        """Return this chunk with offsets relative to the first element of `outer`."""
         return Chunk(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
-def whole(shape: Sequence[int]) -> Chunk:
+def full_chunk(shape: Sequence[int]) -> Chunk:
     """Return the chunk of all elements."""
     return Chunk((0,) * len(shape), tuple(shape))
 
 
 def intersection(first: Chunk, second: Chunk) -> Chunk | None:
-    """Return what both chunks hold; `None` if that is nothing."""
+    """Return the chunk that both have in common; `None` if they do not overlap."""
     starts = [max(a, b) for a, b in zip(first.offsets, second.offsets, strict=True)]
     stops = [
         min(a + m, b + n) for a, m, b, n in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
@@ -46,7 +46,7 @@ def intersection(first: Chunk, second: Chunk) -> Chunk | None:
 
 
 def chunks_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
-    """Return the elements `[start, stop)` of a row-major tensor as chunks, in their order in memory.
+    """Return the elements `[start, stop)` of a flattened row-major tensor as chunks, in memory order.
 
     There are at most `2 * len(shape) - 1` of them, each contiguous in memory.
     """
@@ -72,8 +72,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Chunk
     return [Chunk((row, *chunk.offsets), (1, *chunk.sizes)) for chunk in chunks_of_flat_range(shape[1:], start, stop)]
 
 
-def run_of_box(shape: Sequence[int], chunk: Chunk) -> tuple[int, int] | None:
-    """Return the elements `[start, stop)` of a row-major tensor that `chunk` holds; `None` if they are not in a row."""
+def flat_range_of(shape: Sequence[int], chunk: Chunk) -> tuple[int, int] | None:
+    """Return the flat range `[start, stop)` of `chunk` in a row-major tensor; `None` if it is not contiguous."""
     start = 0
     for size, offset in zip(shape, chunk.offsets, strict=True):
         start = start * size + offset
@@ -81,23 +81,23 @@ def run_of_box(shape: Sequence[int], chunk: Chunk) -> tuple[int, int] | None:
 
 
 def balanced_range(rank: int, world_size: int, nbytes: int, position: int, itemsize: int) -> tuple[int, int]:
-    """Return which elements of a tensor `rank` writes, as `[start, stop)`, where all ranks hold all tensors.
+    """Return the elements `[start, stop)` of a tensor that `rank` writes, if all ranks hold the same tensors.
 
-    The tensors are thought of as one sequence of `nbytes` bytes, cut into `world_size` equal parts at element borders.
-    This one begins at byte `position`; clip the result to its number of elements.
+    The tensors form one sequence of `nbytes` bytes, which is cut into `world_size` equal ranges at element boundaries.
+    This tensor begins at byte `position` of it. Clip the result to the number of its elements.
     """
     low, high = nbytes * rank // world_size, nbytes * (rank + 1) // world_size
     return max(0, -((position - low) // itemsize)), max(0, -((position - high) // itemsize))
 
 
 def coverage_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
-    """Say what is wrong if `chunks` are not a division of a tensor: out of bounds, overlap or hole; else `None`."""
-    everything = whole(shape)
+    """Describe why `chunks` do not cover a tensor exactly once: out of bounds, overlap or gap; `None` if they do."""
+    everything = full_chunk(shape)
     for chunk in chunks:
         if len(chunk.sizes) != len(shape) or (chunk.numel and intersection(chunk, everything) != chunk):
             return f"chunk {chunk.offsets}+{chunk.sizes} lies outside of shape {tuple(shape)}"
     filled = [chunk for chunk in chunks if chunk.numel]
-    # Along the dimension that is cut most often few chunks meet.
+    # Few chunks overlap along the dimension that is cut most often.
     most = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}), default=0)
     filled.sort(key=lambda chunk: chunk.offsets[most : most + 1])
     compared = 0
@@ -105,7 +105,7 @@ def coverage_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
         for following in range(number + 1, len(filled)):
             other = filled[following]
             if shape and other.offsets[most] >= chunk.offsets[most] + chunk.sizes[most]:
-                break  # sorted by this offset: none after this one can meet it
+                break  # sorted by this offset: no later chunk overlaps either
             if intersection(chunk, other) is not None:
                 return f"chunks {chunk.offsets}+{chunk.sizes} and {other.offsets}+{other.sizes} overlap"
             compared += 1

@@ -1,4 +1,4 @@
-"""Tensors that lie in a checkpoint: read when they are touched, and only the part that is wanted."""
+"""Tensors stored in a checkpoint: read when they are used, and only the elements that are needed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, intersection, run_of_box, whole
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, flat_range_of, full_chunk, intersection
 from lightning_paral.checkpoint.shards import chunk_of_dtensor, flat
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.compat.torch.wrapper_tensors import without_memory
@@ -17,32 +17,33 @@ from lightning_paral.errors import CheckpointError
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor in one file."""
+    """A chunk of a tensor, stored in one file."""
 
     chunk: Chunk
 
-    values: Callable[[], Tensor]
-    """Returns the box's elements in its shape; mapped from the file, not read, where the file is local."""
+    read: Callable[[], Tensor]
+    """Returns its elements, shape `chunk.sizes`; memory-mapped where the file is local."""
 
-    place: tuple[str, int] | None = None
-    """The file and the offset there: pieces of tied tensors have the same."""
+    location: tuple[str, int] | None = None
+    """The name of the file and the offset in it, which chunks of tied tensors share."""
 
 
 class LazyTensor(Tensor):
-    """A tensor of a checkpoint, in pieces, with shape and dtype but no memory.
+    """A tensor of a checkpoint with shape and dtype but no memory, stored in chunks.
 
-    Any operation reads all of it and works on the values; renaming and deleting entries of a `state_dict` reads none.
+    Any operation reads the full tensor and works on the values; renaming and deleting entries of a `state_dict` reads
+    nothing.
     """
 
-    pieces: list[StoredChunk]
+    chunks: list[StoredChunk]
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[StoredChunk], device: torch.device | None = None
+        cls, shape: Sequence[int], dtype: torch.dtype, chunks: list[StoredChunk], device: torch.device | None = None
     ) -> "LazyTensor":
-        """Make the tensor without reading it; `device`, the host if `None`, is where it is read to."""
+        """Make the tensor without reading it. It is read to `device`; `None` is the host."""
         stored = without_memory(cls, shape, dtype, device)
-        stored.pieces = pieces
+        stored.chunks = chunks
         return stored
 
     def __init__(self, *args: Any) -> None:
@@ -52,10 +53,10 @@ class LazyTensor(Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return read_whole(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return materialize(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def requires_grad_(self, *_: Any) -> Tensor:
-        """Refuse to be made a parameter: its values could not be changed."""
+        """Raise a `CheckpointError`: as a parameter, the tensor could not be changed."""
         raise CheckpointError(
             "`load_state_dict(..., assign=True)` was given tensors of a sharded checkpoint that were not read yet. "
             "Leave out `assign`, or read them first: `{name: value.clone() for name, value in state_dict.items()}`."
@@ -73,80 +74,80 @@ class LazyTensor(Tensor):
         if func is torch.ops.aten.copy_.default and isinstance(args[1], LazyTensor):
             target = args[0]
             if target.shape == args[1].shape:
-                read_box(args[1], whole(target.shape), target)
+                read_chunk(args[1], full_chunk(target.shape), target)
                 return target
-        args, kwargs = tree_map_only(LazyTensor, read_whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def read_whole(stored: Tensor) -> Tensor:
-    """Return all of `stored` as an ordinary tensor on its device, of its own dtype."""
+def materialize(stored: Tensor) -> Tensor:
+    """Return `stored` as an ordinary tensor of its dtype, on its device; other tensors are returned as they are."""
     if not isinstance(stored, LazyTensor):
         return stored
     values = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
-    read_box(stored, whole(stored.shape), values)
+    read_chunk(stored, full_chunk(stored.shape), values)
     return values
 
 
-def read_box(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
-    """Copy a box of `stored` into `target`, a tensor of the box's sizes and of any dtype and device."""
+def read_chunk(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
+    """Copy a chunk of `stored` to `target`, a tensor of shape `chunk.sizes` and any dtype and device."""
     if not isinstance(stored, LazyTensor):
         target.copy_(stored[chunk.index])
         return
-    for piece in stored.pieces:
-        common = intersection(piece.chunk, chunk)
+    for saved in stored.chunks:
+        common = intersection(saved.chunk, chunk)
         if common is not None:
-            target[common.seen_from(chunk).index].copy_(piece.values()[common.seen_from(piece.chunk).index])
+            target[common.relative_to(chunk).index].copy_(saved.read()[common.relative_to(saved.chunk).index])
 
 
-def read_run(stored: Tensor, start: int, target: Tensor) -> None:
-    """Copy elements `[start, start + len(target))` of flattened `stored` into `target`, 1-dimensional."""
+def read_flat_range(stored: Tensor, start: int, target: Tensor) -> None:
+    """Copy elements `[start, start + len(target))` of the flattened `stored` to `target`, 1-dimensional."""
     position = 0
     for chunk in chunks_of_flat_range(stored.shape, start, start + target.numel()):
-        read_box(stored, chunk, target[position : position + chunk.numel].view(chunk.sizes))
+        read_chunk(stored, chunk, target[position : position + chunk.numel].view(chunk.sizes))
         position += chunk.numel
 
 
-def stretches(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
-    """Return all elements in their order, 1-dimensional, at most `max_bytes` at a time.
+def flat_slices(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
+    """Yield all elements in row-major order, in 1-dimensional tensors of at most `max_bytes`.
 
-    They are mapped from the file, not copied, where its pieces are runs of the flattened tensor, as those of our own
-    checkpoints are. Else they come in memory that is used again.
+    They are views of the mapped file if the chunks of the tensor are flat ranges, as in checkpoints of this package.
+    Otherwise they are views of one buffer, valid until the next is requested.
     """
     step = max(1, max_bytes // stored.dtype.itemsize)
-    runs = _runs(stored)
-    if runs is not None:
-        for values in runs:
-            mapped = flat(values())
+    reads = _reads_in_order(stored)
+    if reads is not None:
+        for read in reads:
+            mapped = flat(read())
             for start in range(0, mapped.numel(), step):
                 yield mapped[start : start + step]
         return
-    memory = torch.empty(min(step, stored.numel()), dtype=stored.dtype)
+    buffer = torch.empty(min(step, stored.numel()), dtype=stored.dtype)
     for start in range(0, stored.numel(), step):
-        part = memory[: stored.numel() - start]
-        read_run(stored, start, part)
-        yield part
+        target = buffer[: stored.numel() - start]
+        read_flat_range(stored, start, target)
+        yield target
 
 
-def _runs(stored: Tensor) -> list[Callable[[], Tensor]] | None:
-    """Return how to read the pieces of `stored` one after the other, if that gives its elements in their order."""
+def _reads_in_order(stored: Tensor) -> list[Callable[[], Tensor]] | None:
+    """Return the reads of the chunks of `stored` if, one after the other, they give its elements in row-major order."""
     if not isinstance(stored, LazyTensor):
         return [lambda: stored]
     position, ordered = 0, []
-    for piece in sorted(stored.pieces, key=lambda piece: piece.chunk.offsets):
-        run = run_of_box(stored.shape, piece.chunk)
-        if run is not None and run[0] == position:
-            position = run[1]
-            ordered.append(piece.values)
+    for saved in sorted(stored.chunks, key=lambda saved: saved.chunk.offsets):
+        found = flat_range_of(stored.shape, saved.chunk)
+        if found is not None and found[0] == position:
+            position = found[1]
+            ordered.append(saved.read)
     return ordered if position == stored.numel() else None
 
 
 def read_into(stored: Tensor, target: Tensor) -> None:
-    """Fill `target`, whole or a DTensor of which this rank has a part, with what `stored` holds of it."""
+    """Fill `target`, a full tensor or this rank's shard of a DTensor, with the values of `stored`."""
     with torch.no_grad():
         if isinstance(target, DTensor):
             chunk = chunk_of_dtensor(target)
             if chunk is not None and chunk.numel:
-                read_box(stored, chunk, target.to_local())
+                read_chunk(stored, chunk, target.to_local())
         elif target.numel():
-            read_box(stored, whole(stored.shape), target)
+            read_chunk(stored, full_chunk(stored.shape), target)

@@ -1,4 +1,4 @@
-"""Read a sharded checkpoint outside of a run, as `load_from_checkpoint` reads a file."""
+"""Read the folder of a sharded checkpoint for `load_from_checkpoint`, in one process."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from lightning_paral.compat.torch.pytree import tree_map_only
 
 
 def is_folder(path: Any) -> bool:
-    """Whether `path`, a path, URL or open file, is that of a folder."""
+    """Whether `path`, a path, URL or open file, refers to a folder."""
     if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
         return False
     if not is_remote(path):
@@ -21,12 +21,12 @@ def is_folder(path: Any) -> bool:
 
 
 def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Return the checkpoint at `path`, verified, with tensors that are read when they are used, one by one.
+    """Return the checkpoint at `path`, verified, with tensors as `LazyTensor`.
 
     Args:
-        path: a folder of this package, Lightning or DeepSpeed.
-        map_location: where tensors are read to, as `torch.load` takes it; stored tensors count as CPU tensors.
-        weights_only: `False` trusts the folder, and runs what code it holds.
+        path: a folder written by this package, Lightning or DeepSpeed.
+        map_location: as for `torch.load`; tensors are read to the device that it gives for CPU tensors.
+        weights_only: `False` trusts the checkpoint, and runs code that it holds.
 
     Raises:
         CheckpointError: the folder is no checkpoint, is damaged, or holds code and is not trusted.
@@ -41,7 +41,7 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
         return checkpoint
 
     def moved(stored: LazyTensor) -> LazyTensor:
-        return LazyTensor(stored.shape, stored.dtype, stored.pieces, device)
+        return LazyTensor(stored.shape, stored.dtype, stored.chunks, device)
 
     moved_tensors: dict[str, Any] = tree_map_only(LazyTensor, moved, checkpoint)
     return moved_tensors

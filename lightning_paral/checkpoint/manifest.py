@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what it is, and size and checksums of every file, so that damage is found and named.
+"""The manifest of a checkpoint: its form and origin, and the size and checksums of every file.
 
-A folder holds it as `manifest.json`, a single file as a record inside its zip archive, which other readers ignore.
+In a folder it is `manifest.json`, in a single file a record of the zip archive, which other readers ignore.
 """
 
 import json
@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.checkpoint.io.checksums import FileRecord, checksum, checksum_of_block, reader_of
+from lightning_paral.checkpoint.io.files import FileRecord, checksum, checksum_of_block, reader_of
 from lightning_paral.checkpoint.safe_load.archive import open_regular, read_archive
 from lightning_paral.errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
 MAX_BYTES = 2**24
-"""More than a manifest of 20 TB has; what reading it takes is a small multiple."""
+"""Size limit; the manifest of a checkpoint of 20 TB is smaller. Reading takes a small multiple of it."""
 
 _RECORD = "lightning_paral.json"
 _COMMENT = re.compile(rb"lightning_paral ([0-9a-f]{16}) ([0-9a-f]{16})")
@@ -29,7 +29,7 @@ _FREE_CONTAINERS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """Describes a checkpoint and its files."""
 
     form: str
     strategy: str
@@ -37,23 +37,27 @@ class Manifest:
     epoch: int
     global_step: int
     files: dict[str, FileRecord]
-    """By name relative to the folder; a full checkpoint has one, named as itself, up to where the manifest begins."""
+    """Files by name relative to the folder. A full checkpoint has one, `"."`: its bytes before the manifest."""
     names: dict[str, str] = field(default_factory=dict)
-    """Where another name than the usual one holds a file: behind a URL, files of a new save must not replace the old's
-    before the manifest does."""
+    """Actual names of files whose usual name is another. Behind a URL, the files of a new save must not replace those
+    of the old one before the manifest does."""
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """Return the manifest as JSON that carries its own checksum."""
+        """Return the manifest as JSON that includes its own checksum."""
         content = asdict(self)
         return _text(content | {"checksum": _checksum(content)})
 
     @staticmethod
     def from_json(text: str, name: str) -> "Manifest":
-        """Read what `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
+
+        Args:
+            text: the JSON.
+            name: name of the file, for errors.
 
         Raises:
-            CheckpointError: it was changed since, or is of a format this release does not know; names `name`.
+            CheckpointError: the text was changed, or has a format that this release does not know.
         """
         if len(text) > MAX_BYTES or text.count("[") + text.count("{") > _FREE_CONTAINERS + len(text) // 10:
             raise CheckpointError(f"{name} is damaged or hostile: no manifest is like that.")
@@ -88,7 +92,7 @@ class Manifest:
 
 
 def _record(found: dict[str, Any]) -> FileRecord:
-    """Return the record of a file, of which each byte is in one block."""
+    """Return the record of a file; raise unless its blocks cover each byte once."""
     blocks = [(offset, length, total) for offset, length, total in found["blocks"]]
     position = 0
     for offset, length, total in blocks:
@@ -112,9 +116,13 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def embed(path: str | Path, make: Callable[[int], Manifest]) -> None:
-    """Add a manifest to the zip archive at `path`, of which `make(nbytes)` knows the first `nbytes` bytes.
+    """Append a manifest to the zip archive at `path`.
 
-    The archive's comment, at the very end, says where the manifest begins, and the checksum of all from there on.
+    The comment at the end of the archive holds the offset of the manifest, and the checksum of all bytes from there on.
+
+    Args:
+        path: a file of `torch.save`.
+        make: called with the offset of the manifest; returns the manifest with a record of the bytes before it.
     """
     with zipfile.ZipFile(path, "a") as archive:
         start = archive.start_dir
@@ -131,7 +139,7 @@ def embed(path: str | Path, make: Callable[[int], Manifest]) -> None:
 
 
 def extract(path: str | Path) -> Manifest | None:
-    """Return the manifest inside a single file; `None` if it has none, as files of other tools.
+    """Return the manifest in the file at `path`; `None` if it has none, as files of other tools.
 
     Raises:
         CheckpointError: the file is truncated or damaged.

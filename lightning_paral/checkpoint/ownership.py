@@ -1,4 +1,4 @@
-"""What is at a path: a checkpoint, which a save may replace, or what a user would lose."""
+"""Tell checkpoints from other files at a path, so that saves and removals never delete files of the user."""
 
 import os
 import re
@@ -14,13 +14,13 @@ from lightning_paral.errors import CheckpointError
 
 _LISTED = 4
 _OF_SYSTEM = re.compile(r"\.DS_Store|\._.*|\.nfs[0-9a-f]+|Thumbs\.db|desktop\.ini", re.DOTALL)
-"""What operating systems put into folders by themselves."""
+"""Files that operating systems create in folders."""
 
 _OF_DISTRIBUTED = re.compile(
     r"(\.metadata|meta\.pt)(-[0-9a-f]{12})?|\.metadata\.tmp|manifest\.json|__\d+_\d+([0-9a-f]{12})?\.distcp"
 )
 _DISTRIBUTED = re.compile(r"\.metadata(-[0-9a-f]{12})?|__\d+_\d+([0-9a-f]{12})?\.distcp")
-"""Of which a folder that is one has some."""
+"""Files without which a folder is no Distributed Checkpoint."""
 
 _OF_DEEPSPEED = ("latest", "zero_to_fp32.py")
 _STATES = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt")
@@ -31,15 +31,15 @@ _MAX_TAG_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is at a path."""
+    """Describes what is at a path."""
 
     what: str
-    """In a few words, for messages."""
+    """A short description, for messages."""
     is_file: bool = False
     is_checkpoint: bool = False
     is_empty: bool = False
     own: list[str] = field(default_factory=list)
-    """Names of a checkpoint's files in the folder, those first without which it is none."""
+    """Names of the files of a checkpoint in the folder; first those without which it is none."""
     foreign: list[str] = field(default_factory=list)
     """Names of other files in the folder."""
 
@@ -51,27 +51,27 @@ class Found:
 
 
 def check_replaceable(target: Path, *, folder: bool) -> None:
-    """Check that nothing is lost if a save to `target` puts a file there, or a folder.
+    """Check that a save of a file or folder to `target` deletes no files of the user.
 
-    A file replaces any file, as with `torch.save`. A folder that is replaced has to be empty or a checkpoint with
-    nothing else in it, and a file that a folder replaces, a checkpoint.
+    A file may replace any file, as with `torch.save`, and a folder only a file that is a checkpoint. A folder that is
+    replaced must be empty, or a checkpoint without other files.
 
     Raises:
-        CheckpointError: something would be lost; says what, and what to do.
+        CheckpointError: other files would be deleted; names them.
     """
     if not os.path.lexists(target) or (target.is_file() and not folder):
         return
     found = found_in(target)
     if target.is_symlink() and found.is_checkpoint:
-        return  # what is behind the link stays
+        return  # the link is replaced, its target stays
     _check(target, found)
 
 
 def check_replaceable_at(fs: Any, path: str, url: str, *, folder: bool) -> None:
-    """Check the same for a URL, at `path` of a file system of fsspec.
+    """Check the same as `check_replaceable` for `url`, which is `path` in the fsspec file system `fs`.
 
     Raises:
-        CheckpointError: something would be lost.
+        CheckpointError: other files would be deleted; names them.
     """
     if folder and fs.isfile(path):
         _check(url, Found(what="a file", is_file=True, is_checkpoint=_is_remote_checkpoint(fs, path)))
@@ -96,7 +96,7 @@ def _check(target: object, found: Found) -> None:
 
 
 def found_in(path: Path) -> Found:
-    """Return what is at `path`, or where a link at `path` leads."""
+    """Describe what is at `path`, or at the target of a link at `path`."""
     try:
         about = path.stat()
     except OSError:
@@ -112,7 +112,7 @@ def found_in(path: Path) -> Found:
 
 
 def found_at(fs: Any, path: str) -> Found:
-    """Return what is in the folder at `path` of a file system of fsspec."""
+    """Describe the folder at `path` of the fsspec file system `fs`."""
     entries = {_last(entry["name"]): entry["type"] for entry in fs.ls(path, detail=True)}
     entries.pop(_last(path), None)  # object stores may list the folder itself
     folders = {
@@ -132,12 +132,12 @@ def _last(path: object) -> str:
 
 
 def found_among(files: Iterable[str], folders: dict[str, list[str]], start_of: Callable[[str], bytes]) -> Found:
-    """Return what a folder with these files and folders is.
+    """Describe a folder by its content.
 
     Args:
         files: names of its files.
-        folders: names of what is in its folders.
-        start_of: returns the first bytes of one of its files.
+        folders: its subfolders, each with the names of its content.
+        start_of: returns the first bytes of a file, given its name.
     """
     files = sorted(files)
     of_system = [name for name in files if _OF_SYSTEM.fullmatch(name)]
@@ -158,7 +158,7 @@ def found_among(files: Iterable[str], folders: dict[str, list[str]], start_of: C
 
 
 def _is_deepspeed(files: list[str], folders: dict[str, list[str]], start_of: Callable[[str], bytes]) -> bool:
-    """Whether it holds states of one tag, and what says so: with several of them it is a run's folder."""
+    """Whether a folder is one checkpoint of DeepSpeed. With several tags, it is the folder of a run."""
     if len(folders) != 1 or "latest" not in files:
         return False
     ((tag, states),) = folders.items()
@@ -178,7 +178,7 @@ def _is_remote_checkpoint(fs: Any, path: str) -> bool:
 
 
 def _is_checkpoint(read: Read, nbytes: int) -> bool:
-    """Whether `torch.save` has written a file, with a `state_dict`."""
+    """Whether `torch.save` wrote the file, with a `state_dict`."""
     with suppress(CheckpointError):
         archive = read_archive(read, nbytes, "")
         for name, record in archive.records.items() if archive is not None else ():

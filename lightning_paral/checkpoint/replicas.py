@@ -1,6 +1,6 @@
-"""Whether what all ranks hold is the same on all of them, found by checksums, before parts of it become one file."""
+"""Compare replicas by checksums before a save takes elements of one tensor from several of them."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,60 +8,82 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.io.checksums import checksum
-from lightning_paral.checkpoint.save_plan import TreePath, copies_in
-from lightning_paral.checkpoint.shards import bytes_of, flat
+from lightning_paral.checkpoint.io.files import checksum
+from lightning_paral.checkpoint.shards import bytes_of, flat, is_sharded
+from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.distributed.agreement import RankGroup
 
-_CHUNK = 2**22  # elements of 8 bytes; of a tensor on CUDA, as many are multiplied at a time
+_SLICE_NUMEL = 2**22  # elements of 8 bytes that are multiplied at a time on CUDA
 
 
-def find_differing(
-    tree: Mapping[str, Any], ranks: RankGroup, replicated: set[int], averages_later: bool, what: str
-) -> set[TreePath]:
-    """Return the paths of tensors that ranks hold whole, and not alike; warn of them. *Collective*.
+@dataclass(frozen=True)
+class Replica:
+    """This rank's value of a tensor that other ranks hold, too: the full tensor, or a shard with replicas."""
 
-    Shards of which several ranks have a replica are compared, too; of those one replica is written in any case.
+    path: TreePath
+    stages: tuple[int, ...]
+    """The pipeline stages whose ranks hold the tensor."""
+    value: Tensor
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other ranks hold the same elements."""
+        if isinstance(self.value, DTensor):
+            return any(placement.is_replicate() for placement in self.value.placements)
+        return not is_sharded(self.value)
+
+    @property
+    def group(self) -> Any:
+        """A key that the ranks share that hold the same elements: of a DTensor, the coordinate of its shard."""
+        if not isinstance(self.value, DTensor):
+            return self.stages, None
+        coordinate = self.value.device_mesh.get_coordinate() or ()
+        sharded = zip(coordinate, self.value.placements, strict=False)
+        return self.stages, tuple(index for index, placement in sharded if placement.is_shard())
+
+
+def find_differing(replicas: list[Replica], ranks: RankGroup, averages_later: bool, what: str) -> set[TreePath]:
+    """Return the paths of tensors whose replicas differ between ranks, and warn of them. *Collective*.
+
+    Ranks exchange one checksum per group of replicas; only if these differ, one per tensor.
 
     Args:
-        tree: what is saved.
-        ranks: who saves.
-        replicated: addresses of weights' storages that are to be the same on all ranks.
-        averages_later: whether ranks train on their own between averagings: post-local SGD.
-        what: what errors say that failed.
+        replicas: the tensors of this rank; those without other replicas are skipped.
+        ranks: the ranks that save together.
+        averages_later: whether the ranks train apart and average their weights from time to time: post-local SGD.
+        what: what failed, for errors.
 
     Raises:
         CheckpointError: a rank could not read its tensors; on all ranks.
     """
     if ranks.world_size == 1:
         return set()
-    mine: dict[Any, dict[TreePath, int]] = {}
+    local: dict[Any, dict[TreePath, int]] = {}
 
     def sum_up() -> dict[Any, int]:
-        copies = list(copies_in(tree, replicated))
-        sums = _checksums([value.to_local() if isinstance(value, DTensor) else value for _, value in copies])
-        for (path, value), total in zip(copies, sums, strict=True):
-            mine.setdefault(_place(value), {})[path] = total
-        return {place: checksum(repr(of_paths).encode()) for place, of_paths in mine.items()}
+        compared = [replica for replica in replicas if replica.has_others]
+        values = [replica.value for replica in compared]
+        sums = _checksums([value.to_local() if isinstance(value, DTensor) else value for value in values])
+        for replica, total in zip(compared, sums, strict=True):
+            local.setdefault(replica.group, {})[replica.path] = total
+        return {group: checksum(repr(of_paths).encode()) for group, of_paths in local.items()}
 
-    told = ranks.agree(what, sum_up)
-    if all(len({of_rank[place] for of_rank in told if place in of_rank}) == 1 for of_rank in told for place in of_rank):
+    first: dict[Any, int] = {}
+    digests = ranks.agree(what, sum_up)
+    if all(first.setdefault(group, digest) == digest for of_rank in digests for group, digest in of_rank.items()):
         return set()
+    first_sums: dict[tuple[Any, TreePath], int] = {}
     differing: dict[TreePath, None] = {}
-    all_sums: list[dict[Any, dict[TreePath, int]]] = ranks.gather(mine)
-    first: dict[tuple[Any, TreePath], int] = {}
-    for of_rank in all_sums:
-        for place, of_paths in of_rank.items():
+    for of_rank in ranks.gather(local):
+        for group, of_paths in of_rank.items():
             for path, total in of_paths.items():
-                if first.setdefault((place, path), total) != total:
+                if first_sums.setdefault((group, path), total) != total:
                     differing[path] = None
     _warn(list(differing), averages_later)
     return set(differing)
 
 
 def _warn(differing: list[TreePath], averages_later: bool) -> None:
-    if not differing:
-        return  # of other names; `check_same` says so
     if averages_later:
         rank_zero_warn(
             "Ranks train on their own between the averagings of post-local SGD, and this checkpoint was saved between "
@@ -76,14 +98,6 @@ def _warn(differing: list[TreePath], averages_later: bool) -> None:
     )
 
 
-def _place(value: Tensor) -> Any:
-    """Return what replicas have in common: nothing for whole tensors, the coordinate of a shard for a DTensor."""
-    if not isinstance(value, DTensor):
-        return None
-    coordinate = value.device_mesh.get_coordinate() or ()
-    return tuple(at for at, placement in zip(coordinate, value.placements, strict=False) if placement.is_shard())
-
-
 def _checksums(values: list[Tensor]) -> list[int]:
     on_device = [_sum_on_device(value) for value in values if value.device.type != "cpu"]
     read = iter(torch.stack(on_device).tolist() if on_device else ())
@@ -92,14 +106,14 @@ def _checksums(values: list[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def _sum_on_device(value: Tensor) -> Tensor:
-    """Return two sums over the bits of `value`, modulo 2^64, of which one heeds where they are. Nothing is copied."""
+    """Return two sums over the bits of `value`, modulo 2^64, one of them weighted by position. Nothing is copied."""
     data = flat(value).view(torch.uint8)
-    whole, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
+    words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
     if data.storage_offset() % 8:
-        whole = data[: data.numel() // 8 * 8].clone().view(torch.int64)
-    plain = rest.sum(dtype=torch.int64) + whole.sum()
+        words = data[: data.numel() // 8 * 8].clone().view(torch.int64)
+    plain = rest.sum(dtype=torch.int64) + words.sum()
     weighted = torch.zeros_like(plain)
-    weights = torch.arange(1, 2 * min(_CHUNK, max(1, whole.numel())), 2, device=value.device)
-    for number, chunk in enumerate(torch.split(whole, _CHUNK)):
-        weighted += (2 * number + 1) * (chunk * weights[: chunk.numel()]).sum()
+    weights = torch.arange(1, 2 * min(_SLICE_NUMEL, max(1, words.numel())), 2, device=value.device)
+    for number, part in enumerate(torch.split(words, _SLICE_NUMEL)):
+        weighted += (2 * number + 1) * (part * weights[: part.numel()]).sum()
     return torch.stack([plain, weighted])

@@ -1,12 +1,12 @@
-"""Where a checkpoint is, behind a path or a URL, beside which others may be saving; and what it says of itself."""
+"""Find the checkpoint at a path or URL, which another process may replace meanwhile, and read its manifest."""
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_paral.checkpoint.io.atomic import present
+from lightning_paral.checkpoint.io.atomic import resolve
 from lightning_paral.checkpoint.io.storage import (
     COPY_NAME,
     FsspecStorage,
@@ -19,18 +19,24 @@ from lightning_paral.checkpoint.io.storage import (
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.errors import CheckpointError, MissingCheckpointError
+from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 
 T = TypeVar("T")
 
 _ATTEMPTS = 10
 
 
-def read_present(path: str | Path, ranks: RankGroup, read: Callable[[str | Path], T]) -> T:
-    """Call `read` with where the checkpoint `path` is, and again if a save replaced it meanwhile. *Collective*.
+def read_current(path: str | Path, ranks: RankGroup, read: Callable[[str | Path], T]) -> T:
+    """Return `read(location)` of the checkpoint `path`, repeated if a save replaced it meanwhile. *Collective*.
 
-    `read` is given a local copy of a file behind a URL, for it is mapped: the copy is gone when nothing of it is used
-    any more.
+    Args:
+        path: file, folder or URL.
+        ranks: the ranks that call together.
+        read: called with the location. For a file behind a URL this is a local copy, whose name is removed when `read`
+            returns; tensors that were mapped from it stay valid.
+
+    Raises:
+        CheckpointError: there is no checkpoint, `read` raised, or the checkpoint is replaced again and again.
     """
     for _ in range(_ATTEMPTS):
         here, version = ranks.on_first(f"Loading {path}", lambda: _find(path))
@@ -46,7 +52,7 @@ def read_present(path: str | Path, ranks: RankGroup, read: Callable[[str | Path]
         if ranks.on_first(f"Loading {path}", lambda: _find(path)) == (here, version):
             if error is None:
                 return found
-            message = COPY_NAME.sub(lambda _: str(path), str(error))  # users know nothing of copies
+            message = COPY_NAME.sub(lambda _: str(path), str(error))  # name what the user gave, not the copy
             unread = "" if isinstance(error, CheckpointError) else f"{path} cannot be read: "
             missing = isinstance(error, MissingCheckpointError)
             raise (MissingCheckpointError if missing else CheckpointError)(unread + message) from error
@@ -54,14 +60,29 @@ def read_present(path: str | Path, ranks: RankGroup, read: Callable[[str | Path]
 
 
 def _find(path: str | Path) -> tuple[str | Path, Any]:
-    """Return where the checkpoint is, and what tells it from another at the same path."""
+    """Return the location of the checkpoint, and a version that changes when it is replaced."""
     if is_remote(path):
         return path, None
-    here = present(Path(without_scheme(path)))
+    here = resolve(Path(without_scheme(path)))
     with suppress(OSError):
         about = here.stat()
         return here, (about.st_dev, about.st_ino, about.st_mtime_ns)
     return here, None
+
+
+@contextmanager
+def explain_read_errors(path: object) -> Iterator[None]:
+    """Turn unexpected errors while a checkpoint is read into one that names it; `ParalError` and `OSError` pass.
+
+    Raises:
+        CheckpointError: `path` is damaged, or no checkpoint.
+    """
+    try:
+        yield
+    except (ParalError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {error}") from error
 
 
 def read_manifest(path: str | Path) -> Manifest | None:

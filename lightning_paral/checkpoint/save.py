@@ -1,16 +1,17 @@
-"""Saving: decide who writes what, write it beside the target, agree, commit."""
+"""Save a checkpoint: plan who writes what, write next to the target, agree that all succeeded, commit by a rename."""
 
 import io
+import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lightning_paral.checkpoint.formats.full import write_full
 from lightning_paral.checkpoint.formats.sharded import (
@@ -21,44 +22,41 @@ from lightning_paral.checkpoint.formats.sharded import (
     serialized,
     write_rank_file,
 )
-from lightning_paral.checkpoint.io.atomic import AtomicPath, remove
-from lightning_paral.checkpoint.io.checksums import record_bytes
+from lightning_paral.checkpoint.io.atomic import AtomicPath
+from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at, found_at
-from lightning_paral.checkpoint.replicas import find_differing
+from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.safe_load.unpickle import warn_of_refused
-from lightning_paral.checkpoint.save_plan import (
-    OF_WEIGHTS,
-    TreePath,
-    WriteItem,
-    check_same,
-    is_large,
-    plan,
-    replace,
-    tensors_in,
-)
+from lightning_paral.checkpoint.save_plan import WriteItem, plan_save
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.optimizer import BESIDE_KEY, beside_state, by_name
+from lightning_paral.checkpoint.stages import merge_stages, restore_int_keys
+from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys
+from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass
-class Save:
-    """A checkpoint on its way to `path`. All ranks make the same, and call the same methods."""
+class SaveJob:
+    """A checkpoint to be written to `path`. All ranks prepare the same job and call the same methods."""
 
     path: str
     form: Form
     tree: dict[str, Any]
-    """What is written as tensors where they are, divided among the ranks; for the full form, everything."""
+    """For the full form, the checkpoint; for the sharded form, its weights and optimizer states. Rank 0 writes it."""
     rest: dict[str, Any]
-    """For the sharded form, what goes to `meta.pt`."""
-    entries: list[WriteItem]
+    """For the sharded form, the other entries of the checkpoint: the content of `meta.pt`."""
+    items: list[WriteItem]
+    """The tensors, each with the shard that this rank writes."""
     objects: dict[TreePath, bytes]
+    """For the sharded form, on rank 0: values of `tree` that are not tensors, serialized."""
     about: dict[str, Any]
+    """Fields of the manifest."""
     is_first_of_run: bool = True
 
     @staticmethod
@@ -70,45 +68,43 @@ class Save:
         replicated: set[int],
         strategy: str,
         averages_later: bool = False,
-    ) -> "Save":
-        """Decide who writes what. Nothing is copied yet.
+        stages: Sequence[int] | None = None,
+    ) -> "SaveJob":
+        """Decide who writes what. Tensors are not copied. *Collective* over `ranks`.
 
         Args:
-            checkpoint: as Lightning dumps it, with tensors whole, DTensors or TensorRuns.
-            path: file, folder or URL; what is there is replaced.
-            form: one file or a folder.
-            ranks: who writes.
-            replicated: addresses of weights' storages that are the same on all ranks.
-            strategy: for the manifest.
-            averages_later: whether weights differ between ranks on purpose, until they are averaged.
+            checkpoint: as Lightning dumps it; tensors are full tensors, DTensors or `FlatShard`. It is not changed.
+            path: file, folder or URL; a checkpoint that is there is replaced.
+            form: `"full"` for one file, `"sharded"` for a folder.
+            ranks: the ranks that save together.
+            replicated: addresses of the storages of weights that are the same on all ranks that hold them.
+            strategy: name of the strategy, for the manifest.
+            averages_later: whether the ranks train apart and average their weights from time to time.
+            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if all hold the same tensors.
+
+        Raises:
+            CheckpointError: ranks hold different tensors, or a value cannot be saved; on all ranks.
         """
         what = f"Saving {path}"
-        tree, rest, objects = dict(checkpoint), {}, {}
+        has_stages = stages is not None and len(set(stages)) > 1
+        by_fqn = form == "sharded" or has_stages  # stages number their parameters independently
+        tree = _with_fqn_keys(checkpoint) if by_fqn else dict(checkpoint)
+        items = plan_save(
+            _without_extra_states(tree) if form == "sharded" else tree,
+            ranks,
+            replicated,
+            stages=stages,
+            averages_later=averages_later,
+            what=what,
+        )
+        if stages is not None and has_stages:
+            tree = merge_stages(tree, items, ranks, stages, what)
+        rest: dict[str, Any] = {}
+        objects: dict[TreePath, bytes] = {}
         if form == "sharded":
-            states = tree.pop("optimizer_states", [])
-            tree |= {f"optimizer_{number}": by_name(state) for number, state in enumerate(states)}
-            beside = [beside_state(state) for state in states]
-            if any(beside):
-                tree[BESIDE_KEY] = beside
-            tree.setdefault("state_dict", {})
-            extra_states: dict[TreePath, Any] = {}
-            for key in OF_WEIGHTS:
-                if key in tree:
-                    tree[key], extra = _without_extra_states(tree[key], key)
-                    extra_states |= extra
-        differing = find_differing(tree, ranks, replicated, averages_later, what)
-        entries = ranks.each(what, lambda: plan(tree, ranks, replicated, differing))
-        check_same(entries, ranks)
-        entries.sort(key=lambda entry: entry.part.place)  # what lies together is read together: from NVMe, it is once
-        if form == "sharded":
-            rest = {key: tree.pop(key) for key in list(tree) if not is_large(key)}
-            rest = replace(rest, {where: None for entry in entries for where in (entry.path, *entry.aliases)})
-
-            def serialize() -> dict[TreePath, bytes]:
-                leaves = {p: v for p, v in flatten(tree).items() if not isinstance(v, torch.Tensor)}
-                return serialized(leaves | extra_states)
-
-            objects = ranks.each(what, lambda: serialize() if ranks.is_first else {})
+            tree, rest, objects = ranks.each(what, lambda: _split(tree, items, serialize=ranks.is_first))
+        elif has_stages:
+            tree = ranks.each(what, lambda: restore_int_keys(tree, items) if ranks.is_first else {})
         about = {
             "form": form,
             "strategy": strategy,
@@ -116,30 +112,37 @@ class Save:
             "epoch": int(checkpoint.get("epoch", 0)),
             "global_step": int(checkpoint.get("global_step", 0)),
         }
-        return Save(str(path), form, tree, rest, entries, objects, about)
+        return SaveJob(str(path), form, tree, rest, items, objects, about)
 
     def stage(self, staging: Staging) -> None:
-        """Copy what this rank writes, so that training can go on before it is written."""
-        self._check_target()
-        staging.stage(self.entries)
-        holes = {path: None for entry in self.entries for path in (entry.path, *entry.aliases)}
-        self.tree, self.rest = copied_to_host((replace(self.tree, holes), self.rest))
-
-    def write(self, ranks: RankGroup) -> None:
-        """Write and commit. *Collective*.
+        """Copy what this rank writes to the host, so that training can go on while it is written.
 
         Raises:
-            CheckpointError: a rank could not write, or what is at `path` is no checkpoint and would be lost; on all
-                ranks. What was at `path` is as it was.
+            CheckpointError: saving to the path would delete files that are no checkpoint.
         """
+        self._check_target()
+        staging.stage(self.items)
+        paths = (path for item in self.items for path in (item.path, *item.aliases))
+        self.tree, self.rest = copied_to_host((replace_at(self.tree, dict.fromkeys(paths)), self.rest))
+
+    def write(self, ranks: RankGroup) -> None:
+        """Write all files and commit. *Collective* over `ranks`, those that have prepared the job.
+
+        Raises:
+            CheckpointError: a rank could not write, or saving to the path would delete files that are no checkpoint; on
+                all ranks. What was at the path is unchanged.
+        """
+        started = time.monotonic()
         ranks.on_first(f"Saving {self.path}", self._check_target)
         if not is_remote(self.path):
-            self._write_locally(ranks)
+            nbytes = self._write_locally(ranks)
         elif self.form == "sharded":
             save_id = ranks.on_first(f"Saving {self.path}", lambda: uuid4().hex[:12])
-            self._write_folder(FsspecStorage(self.path), ranks, save_id)
+            nbytes = self._write_folder(FsspecStorage(self.path), ranks, save_id)
         else:
-            self._upload(ranks)
+            nbytes = self._upload(ranks)
+        if ranks.is_first:
+            _log.info("checkpoint committed: %s, %d bytes, %.1f s", self.path, nbytes, time.monotonic() - started)
 
     def _check_target(self) -> None:
         folder = self.form == "sharded"
@@ -148,7 +151,8 @@ class Save:
         else:
             check_replaceable_at(*file_system(self.path), self.path, folder=folder)
 
-    def _write_locally(self, ranks: RankGroup) -> None:
+    def _write_locally(self, ranks: RankGroup) -> int:
+        """Write to a new path next to the target, and rename it. Return the size in bytes, as `_write_folder` does."""
         target = Path(self.path)
         what = f"Saving {target}"
         draft: AtomicPath | None = None
@@ -161,52 +165,59 @@ class Save:
         try:
             path = Path(ranks.on_first(what, begin))
             if self.form == "full":
-                write_full(self.tree, self.entries, path, ranks, self.about, what)
-                ranks.on_first(what, lambda: self._warn_of_types(path))
+                nbytes = write_full(self.tree, self.items, path, ranks, self.about, what)
+                ranks.on_first(what, lambda: self._check_types(path))
             else:
-                self._write_folder(LocalStorage(path), ranks)
+                nbytes = self._write_folder(LocalStorage(path), ranks)
             ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
             draft = None
+            return nbytes
         finally:
             if draft is not None:
                 draft.discard()
 
-    def _warn_of_types(self, *files: Any) -> None:
-        if self.is_first_of_run:  # it takes time, and the next ones hold the same types
+    def _check_types(self, *files: Any) -> None:
+        """Warn of types that loading will refuse; in the first save of a run, as later ones hold the same types."""
+        if self.is_first_of_run:
             for file in files:
                 warn_of_refused(file)
 
-    def _upload(self, ranks: RankGroup) -> None:
-        # Written to a local file first, for a file behind a URL cannot be written in parts. Closing it commits it.
+    def _upload(self, ranks: RankGroup) -> int:
+        """Write a local file and copy it to the URL. A file behind a URL cannot be written at several offsets."""
         what = f"Saving {self.path}"
         folder = ranks.on_first(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
         try:
             path = Path(folder) / "full.ckpt"
-            write_full(self.tree, self.entries, path, ranks, self.about, what)
-            ranks.on_first(what, lambda: self._warn_of_types(path))
+            nbytes = write_full(self.tree, self.items, path, ranks, self.about, what)
+            ranks.on_first(what, lambda: self._check_types(path))
             ranks.on_first(what, lambda: put_file(path, self.path))
+            return nbytes
         finally:
             if ranks.is_first:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> None:
-        """Write the files of a folder, its manifest last. With `save_id`, into names that no earlier save has."""
+    def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
+        """Write the files of a folder, the manifest last. `save_id` makes their names differ from those of other saves.
+
+        Returns:
+            int: size of all files in bytes.
+        """
         what = f"Saving {self.path}"
 
-        def write_mine() -> Any:
+        def write_local_shards() -> Any:
             if isinstance(folder, LocalStorage) and not folder.path.is_dir():
                 raise CheckpointError(
                     "this rank does not see the folder that rank 0 made. A sharded checkpoint needs a file system that "
                     "all hosts share; checkpoint='full' does not."
                 )
-            return write_rank_file(folder.create, f"__{ranks.rank}_0{save_id}.distcp", self.entries, self.objects)
+            return write_rank_file(folder.create, f"__{ranks.rank}_0{save_id}.distcp", self.items, self.objects)
 
-        written = ranks.agree(what, write_mine)
+        written = ranks.agree(what, write_local_shards)
 
-        def finish() -> None:
+        def finish() -> int:
             files = {file.name: file.record for file in written}
-            contents = {METADATA: make_metadata(self.entries, written), META: serialized({(): self.rest})[()]}
-            self._warn_of_types(*map(io.BytesIO, (contents[META], *self.objects.values())))
+            contents = {METADATA: make_metadata(self.items, written), META: serialized({(): self.rest})[()]}
+            self._check_types(*map(io.BytesIO, (contents[META], *self.objects.values())))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
                 files[names.get(name, name)] = record_bytes(data)
@@ -216,42 +227,57 @@ class Save:
                 for name, data in contents.items():  # for other tools
                     _write(folder, name, data)
                 folder.keep({*files, *contents, FILE_NAME})
+            return sum(record.bytes for record in files.values())
 
-        ranks.on_first(what, finish)
+        return ranks.on_first(what, finish)
 
 
-def _without_extra_states(state_dict: Mapping[str, Any], key: str) -> tuple[dict[str, Any], dict[TreePath, Any]]:
-    """Return the tensors of `state_dict`, and by path what modules keep beside: whole, whatever containers it is of."""
-    extra = {
-        name: value
-        for name, value in state_dict.items()
-        if not isinstance(value, torch.Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
-    }
-    tensors = {name: value for name, value in state_dict.items() if name not in extra}
-    return tensors, {(key, name): value for name, value in extra.items()}
+def _with_fqn_keys(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint with optimizer states as Distributed Checkpoint has them, keyed by parameter name."""
+    tree = dict(checkpoint)
+    states = tree.pop("optimizer_states", [])
+    tree |= {f"optimizer_{number}": to_fqn_keys(state) for number, state in enumerate(states)}
+    others = [other_entries(state) for state in states]
+    if any(others):
+        tree[OTHER_ENTRIES_KEY] = others
+    tree.setdefault("state_dict", {})
+    return tree
+
+
+def _without_extra_states(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tree` without values in its state dicts that are saved as one object, even if they contain tensors."""
+
+    def is_extra_state(value: Any) -> bool:
+        return not isinstance(value, Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
+
+    kept = dict(tree)
+    for key in WEIGHT_KEYS:
+        if key in tree:
+            kept[key] = {name: value for name, value in tree[key].items() if not is_extra_state(value)}
+    return kept
+
+
+def _split(
+    tree: Mapping[str, Any], items: list[WriteItem], *, serialize: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[TreePath, bytes]]:
+    """Return the `tree`, `rest` and `objects` of a job in the sharded form; without `serialize`, no objects."""
+    paths = {path for item in items for path in (item.path, *item.aliases)}
+    rest = {key: value for key, value in tree.items() if not is_state_key(key)}
+    state = {key: value for key, value in tree.items() if is_state_key(key)}
+    extra_states: dict[TreePath, Any] = {}
+    planned = {path[:2] for path in paths}
+    for key in WEIGHT_KEYS:
+        for name in [name for name in state.get(key, ()) if (key, name) not in planned]:
+            extra_states[key, name] = state[key][name]
+        if key in state:
+            state[key] = {name: value for name, value in state[key].items() if (key, name) in planned}
+    objects: dict[TreePath, bytes] = {}
+    if serialize:
+        leaves = {path: value for path, value in flatten(state).items() if not isinstance(value, Tensor)}
+        objects = serialized(leaves | extra_states)
+    return state, replace_at(rest, dict.fromkeys(paths)), objects
 
 
 def _write(folder: Folder, name: str, data: bytes) -> None:
     with folder.create(name) as file:
         file.write(data)
-
-
-def remove_at(path: str) -> None:
-    """Remove the checkpoint at a path or URL, if it is there. What is none stays, and a warning says so."""
-    if not is_remote(path):
-        remove(Path(path))
-        return
-    fs, name = file_system(path)
-    if fs.isfile(name):
-        fs.rm_file(name)
-    if not fs.isdir(name):
-        return
-    found = found_at(fs, name)
-    if not found.is_checkpoint and not found.is_empty:
-        rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
-    elif found.foreign:
-        rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
-        for file in found.own:  # first what makes it a checkpoint
-            fs.rm(f"{name}/{file}", recursive=True)
-    else:
-        fs.rm(name, recursive=True)

@@ -1,173 +1,235 @@
-"""From what Lightning dumps to what each rank writes."""
+"""Plan a save: the union of the tensors that the ranks hold, each divided among the ranks that hold it."""
 
-import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.io.checksums import checksum
+from lightning_paral.checkpoint.io.files import checksum
 from lightning_paral.checkpoint.layout import balanced_range
-from lightning_paral.checkpoint.shards import NOTHING, Part, is_sharded, part_of, run_of
+from lightning_paral.checkpoint.replicas import Replica, find_differing
+from lightning_paral.checkpoint.shards import NO_SHARD, FlatShard, LocalShard, flat_range, is_sharded, local_shard
+from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, tensors_in, view_key
 from lightning_paral.compat.torch.pytree import tree_leaves
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
-TreePath = tuple[str | int, ...]
-
-
-CURRENT_KEY = "current_model_state"
-"""Where Lightning's WeightAveraging puts the weights, those in `state_dict` being averages."""
-
-OF_WEIGHTS = ("state_dict", CURRENT_KEY)
-"""Where a checkpoint has what `Module.state_dict` returns."""
-
 
 @dataclass
 class WriteItem:
-    """A tensor of the checkpoint and this rank's part of it. All ranks have the same entries, in the same order."""
+    """A tensor of the checkpoint and this rank's shard of it. All ranks have the same items in the same order."""
 
     path: TreePath
     shape: tuple[int, ...]
     dtype: torch.dtype
-    part: Part
+    shard: LocalShard
     aliases: list[TreePath] = field(default_factory=list)
-    """Where the same tensor stands again: tied parameters."""
-    writers: Literal["holders", "all", "first"] = "first"
-    """Who has a part: the ranks that hold it, all ranks, or rank 0."""
+    """Further paths of the same tensor: tied parameters."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the full tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def is_large(key: str) -> bool:
-    """Whether all tensors below this key of a checkpoint are entries: those of weights and of optimizers."""
-    return key in (*OF_WEIGHTS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
+@dataclass(frozen=True)
+class _Record:
+    """What a rank tells the others about a tensor that it holds."""
+
+    paths: tuple[TreePath, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Literal["sharded", "replicated", "per rank"]
+    """Whether the ranks that hold the tensor have shards, the same values, or values of their own."""
+    read_order: int
 
 
-def plan(
-    tree: Mapping[str, Any], ranks: RankGroup, replicated: set[int], differing: Collection[TreePath] = ()
+@dataclass
+class _Planned:
+    """A tensor of the union over all ranks."""
+
+    record: _Record
+    stages: list[int]
+    """The stages whose ranks hold the tensor, in ascending order."""
+    value: Tensor | None = None
+    """The tensor or shard of this rank, if it holds one."""
+
+
+def plan_save(
+    tree: Mapping[str, Any],
+    ranks: RankGroup,
+    replicated: set[int],
+    *,
+    stages: Sequence[int] | None = None,
+    averages_later: bool = False,
+    what: str = "Saving",
 ) -> list[WriteItem]:
-    """Decide which rank writes which part of the tensors in `tree`.
+    """Decide which rank writes which elements of which tensor. *Collective* over `ranks`.
 
-    What is divided is written by those who hold it, wherever in the checkpoint it is. What all ranks hold is divided
-    evenly for the occasion: optimizer states, and weights whose storage is in `replicated` (by address). Other tensors,
-    such as buffers and what hooks added, may differ between ranks; those of rank 0 count. So do those at the paths
-    `differing`, which ranks were found to hold, but not alike.
+    Sharded tensors (DTensor, `FlatShard`) are written by the ranks that hold the shards, wherever they are in the tree.
+    Optimizer states, and weights whose storage is in `replicated`, are the same on all ranks that hold them, and are
+    divided evenly among those. Other tensors below weights and optimizer states, such as buffers, may differ between
+    ranks: the first rank that holds them writes its own, as it does of replicas that are found to differ.
+
+    The cost is two collectives of one number per rank. With several stages, one rank of each also broadcasts its list.
+
+    Args:
+        tree: the checkpoint of this rank, nested dicts and lists.
+        ranks: the ranks that save together.
+        replicated: addresses of the storages of weights that are the same on all ranks that hold them.
+        stages: the pipeline stage of each of `ranks`: ranks of one stage hold the same tensors, whole or sharded, and
+            ranks of several stages different ones, some of them the same. `None`: all ranks hold the same tensors.
+        averages_later: whether the ranks train apart and average their weights from time to time.
+        what: what failed, for errors.
 
     Raises:
-        CheckpointError: a divided tensor is in a container other than dicts and lists.
+        CheckpointError: ranks of one stage hold different tensors, stages disagree on the shape, dtype or aliases of a
+            tensor, or a sharded tensor is in a container other than dicts and lists; on all ranks.
     """
-    entries: dict[Any, WriteItem] = {}
-    shared: list[tuple[WriteItem, Tensor]] = []
-    for path, value in _planned(tree):
-        key = view_of(value)
-        if key in entries:
-            entries[key].aliases.append(path)
-            continue
-        entry = entries[key] = WriteItem(path, tuple(value.shape), value.dtype, NOTHING)
-        if is_sharded(value):
-            entry.part, entry.writers = part_of(value), "holders"
-        elif _is_replicated(path, value, replicated) and path not in differing:
-            entry.writers = "all"
-            shared.append((entry, value))
-        elif ranks.is_first:
-            entry.part = part_of(value)
-    if any(is_sharded(leaf) and id(leaf) not in entries for leaf in tree_leaves(tree)):
+    stages = [0] * ranks.world_size if stages is None else list(stages)
+    assert len(stages) == ranks.world_size, "stages has one number for each rank"
+    local: list[tuple[_Record, Tensor]] = []
+
+    def list_tensors() -> int:
+        local.extend(_tensors_to_write(tree, replicated))
+        return checksum(repr([record for record, _ in local]).encode())
+
+    digests = ranks.agree(what, list_tensors)
+    planned = _union([record for record, _ in local], digests, stages, ranks)
+    values = {path: value for record, value in local for path in record.paths}
+    for tensor in planned:
+        tensor.value = next((values[path] for path in tensor.record.paths if path in values), None)
+    replicas = [
+        Replica(tensor.record.paths[0], tuple(tensor.stages), tensor.value)
+        for tensor in planned
+        if tensor.record.layout != "per rank" and tensor.value is not None
+    ]
+    differing = find_differing(replicas, ranks, averages_later, what)
+    return _divide(planned, differing, stages, ranks.rank)
+
+
+def _tensors_to_write(tree: Mapping[str, Any], replicated: set[int]) -> list[tuple[_Record, Tensor]]:
+    """Return the tensors that this rank holds, tied ones once.
+
+    Raises:
+        CheckpointError: a sharded tensor is in a container other than dicts and lists.
+    """
+    found: dict[Any, tuple[list[TreePath], Tensor]] = {}
+    for path, value in _planned_tensors(tree):
+        found.setdefault(view_key(value), ([], value))[0].append(path)
+    if any(is_sharded(leaf) and id(leaf) not in found for leaf in tree_leaves(tree)):
         raise CheckpointError(
-            "A tensor of which ranks hold parts is in a tuple or a container of another type, and cannot be saved from "
-            "there. Put it into a dict or a list."
+            "A sharded tensor is in a tuple or a container of another type, and cannot be saved from there. Put it "
+            "into a dict or a list."
         )
-    nbytes = sum(entry.nbytes for entry, _ in shared)
-    position = 0
-    for entry, value in shared:
-        start, stop = balanced_range(ranks.rank, ranks.world_size, nbytes, position, entry.dtype.itemsize)
-        entry.part = run_of(value, start, stop)
-        position += entry.nbytes
-    return list(entries.values())
+    return [(_record_of(paths, value, replicated), value) for paths, value in found.values()]
 
 
-def copies_in(tree: Mapping[str, Any], replicated: set[int]) -> Iterator[tuple[TreePath, Tensor]]:
-    """Return what ranks hold that others hold, too: tensors that `plan` divides, and DTensors that are replicated."""
-    seen = set()
-    for path, value in _planned(tree):
-        key = view_of(value)
-        if key in seen:
-            continue
-        seen.add(key)
-        if isinstance(value, DTensor):
-            if any(placement.is_replicate() for placement in value.placements):
-                yield path, value
-        elif not is_sharded(value) and _is_replicated(path, value, replicated):
-            yield path, value
-
-
-def _is_replicated(path: TreePath, value: Tensor, replicated: set[int]) -> bool:
-    return path[0] not in OF_WEIGHTS or value.untyped_storage().data_ptr() in replicated
-
-
-def _planned(tree: Mapping[str, Any]) -> Iterator[tuple[TreePath, Tensor]]:
+def _planned_tensors(tree: Mapping[str, Any]) -> Iterator[tuple[TreePath, Tensor]]:
     for key, value in tree.items():
         for path, tensor in tensors_in(value, (key,)):
-            if is_large(key) or is_sharded(tensor):
+            if is_state_key(key) or is_sharded(tensor):
                 yield path, tensor
 
 
-def check_same(entries: list[WriteItem], ranks: RankGroup) -> None:
-    """Check that all ranks have planned to write the same tensors. *Collective*.
+def _record_of(paths: list[TreePath], value: Tensor, replicated: set[int]) -> _Record:
+    layout: Literal["sharded", "replicated", "per rank"] = "per rank"
+    if is_sharded(value):
+        layout = "sharded"
+    elif paths[0][0] not in WEIGHT_KEYS or value.untyped_storage().data_ptr() in replicated:
+        layout = "replicated"
+    read_order = value.read_order if isinstance(value, FlatShard) else 0
+    return _Record(tuple(paths), tuple(value.shape), value.dtype, layout, read_order)
+
+
+def _union(records: list[_Record], digests: list[int], stages: list[int], ranks: RankGroup) -> list[_Planned]:
+    """Return the tensors of all ranks, in the same order on all of them. *Collective* if their lists differ.
 
     Raises:
-        CheckpointError: they have not; on all ranks. Written like that, tensors would get each other's bytes.
+        CheckpointError: ranks do not agree on a tensor.
     """
-    mine = [(entry.path, entry.aliases, entry.shape, str(entry.dtype), entry.writers) for entry in entries]
-    sums = ranks.gather(checksum(repr(mine).encode()))
-    if len(set(sums)) == 1:
-        return
-    plans = ranks.gather(mine)
-    rank = next(rank for rank in range(ranks.world_size) if sums[rank] != sums[0])
-    first, other = ({".".join(map(str, path)): about for path, *about in plans[number]} for number in (0, rank))
-    names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
-    raise CheckpointError(
-        f"Ranks 0 and {rank} do not save the same tensors: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. "
+    first_of = {stage: stages.index(stage) for stage in sorted(set(stages))}
+    if len(set(digests)) == 1:
+        return [_Planned(record, list(first_of)) for record in records]
+    for rank, digest in enumerate(digests):
+        first = first_of[stages[rank]]
+        if digest != digests[first]:
+            raise _disagreement(first, rank, ranks.broadcast(records, first), ranks.broadcast(records, rank))
+    lists: dict[int, list[_Record]] = {}
+    planned: list[_Planned] = []
+    at: dict[TreePath, int] = {}
+    for stage, rank in first_of.items():
+        if digests[rank] not in lists:
+            lists[digests[rank]] = ranks.broadcast(records, rank)
+        of_stage = lists[digests[rank]]
+        seen: set[int] = set()
+        for record in of_stage:
+            known = {at[path] for path in record.paths if path in at}
+            number = known.pop() if known else len(planned)
+            if number == len(planned):
+                planned.append(_Planned(record, []))
+            merged = _merged(planned[number].record, record)
+            if known or number in seen or merged is None:
+                other = first_of[planned[number].stages[0]]
+                raise _disagreement(other, rank, lists[digests[other]], of_stage, only=record.paths)
+            planned[number].record = merged
+            planned[number].stages.append(stage)
+            at.update(dict.fromkeys(record.paths, number))
+            seen.add(number)
+    return planned
+
+
+def _merged(first: _Record, second: _Record) -> _Record | None:
+    """Return the record of a tensor that two stages hold; `None` if they do not hold the same."""
+    if (first.shape, first.dtype, first.layout) != (second.shape, second.dtype, second.layout):
+        return None
+    paths = tuple(dict.fromkeys((*first.paths, *second.paths)))
+    return _Record(paths, first.shape, first.dtype, first.layout, first.read_order)
+
+
+def _disagreement(
+    first: int, second: int, of_first: list[_Record], of_second: list[_Record], only: Sequence[TreePath] = ()
+) -> CheckpointError:
+    one, other = (
+        {".".join(map(str, record.paths[0])): record for record in records} for records in (of_first, of_second)
+    )
+    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    if only:
+        names = [".".join(map(str, only[0]))]
+    return CheckpointError(
+        f"Ranks {first} and {second} do not save the same tensors: {', '.join(names[:8])}"
+        f"{', ...' if len(names) > 8 else ''}. "
         "What on_save_checkpoint changes in the state_dict and in optimizer states, it has to change on all ranks."
     )
 
 
-def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tensor]]:
-    """Return the tensors in nested dicts and lists, with their paths."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, MutableMapping):
-        for key, value in tree.items():
-            yield from tensors_in(value, (*path, key))
-    elif isinstance(tree, list):
-        for number, value in enumerate(tree):
-            yield from tensors_in(value, (*path, number))
-
-
-def replace(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
-    """Return a copy of nested dicts and lists in which what stands at the paths of `values` is replaced."""
-    if path in values:
-        return values[path]
-    if isinstance(tree, MutableMapping):
-        changed = copy(tree)  # keeps what an OrderedDict carries beside its items, such as a state_dict's `_metadata`
-        changed.update({key: replace(value, values, (*path, key)) for key, value in tree.items()})
-        return changed
-    if isinstance(tree, list):
-        replaced = copy(tree)
-        replaced[:] = [replace(value, values, (*path, number)) for number, value in enumerate(tree)]
-        return replaced
-    return tree
-
-
-def view_of(value: Tensor) -> Any:
-    """Return a key that is the same for tensors that are the same view of the same memory."""
-    if is_sharded(value) or value.numel() == 0:
-        return id(value)
-    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg()
+def _divide(planned: list[_Planned], differing: set[TreePath], stages: list[int], rank: int) -> list[WriteItem]:
+    """Return the items with this rank's shards."""
+    items: list[tuple[int, WriteItem]] = []
+    replicated: dict[tuple[int, ...], list[tuple[WriteItem, Tensor | None]]] = {}
+    for tensor in planned:
+        record, value = tensor.record, tensor.value
+        item = WriteItem(record.paths[0], record.shape, record.dtype, NO_SHARD, list(record.paths[1:]))
+        items.append((record.read_order, item))
+        holders = tuple(number for number, stage in enumerate(stages) if stage in tensor.stages)
+        if record.layout == "sharded":
+            if value is not None and stages[rank] == tensor.stages[0]:
+                item.shard = local_shard(value)
+        elif record.layout == "replicated" and item.path not in differing:
+            replicated.setdefault(holders, []).append((item, value))
+        elif value is not None and rank == holders[0]:
+            item.shard = local_shard(value)
+    for holders, of_holders in replicated.items():
+        if rank not in holders:
+            continue
+        nbytes, position = sum(item.nbytes for item, _ in of_holders), 0
+        for item, value in of_holders:
+            assert value is not None, "a holder has the tensor"
+            itemsize = item.dtype.itemsize
+            start, stop = balanced_range(holders.index(rank), len(holders), nbytes, position, itemsize)
+            item.shard = flat_range(value, start, stop)
+            position += item.nbytes
+    items.sort(key=lambda pair: pair[0])  # stable: tensors stored together are read together, from NVMe only once
+    return [item for _, item in items]

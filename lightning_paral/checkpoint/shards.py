@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: all of it, a box (DTensor), or a run of its flattened elements (ZeRO)."""
+"""A rank's shard of a tensor: all of it, an N-dimensional chunk (DTensor), or a flat range (ZeRO)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,27 +9,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, whole
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk
 from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank writes of a tensor."""
+class LocalShard:
+    """The elements of a tensor that this rank writes."""
 
     chunks: tuple[Chunk, ...]
-    """Where it lies in the tensor; none if this rank writes nothing of it."""
+    """Their position in the tensor; empty if this rank writes none."""
 
     values: Callable[[], Tensor]
-    """Returns the elements of the boxes, one after the other: 1-dimensional, contiguous, on any device."""
-
-    place: int = 0
-    """The `place` of a FlatShard."""
+    """Returns the elements of the chunks, one chunk after the other: shape `[numel]`, contiguous, on any device."""
 
 
-NOTHING = Part((), lambda: torch.empty(0))
+NO_SHARD = LocalShard((), lambda: torch.empty(0))
 
 _aten = torch.ops.aten
 _ELEMENTWISE = {
@@ -45,23 +42,25 @@ _ELEMENTWISE = {
 
 
 class FlatShard(Tensor):
-    """A tensor of which this rank holds the run `[start, start + numel)` of its flattened elements.
+    """A tensor of which this rank holds the flat range `[start, start + local_numel)`.
 
-    It has the true shape. Casts, copies and scaling work on the run; anything else would need the other ranks.
+    It has the shape of the full tensor. Casts, copies and scaling apply to the local elements; other operations would
+    need the other ranks, and raise a `CheckpointError`.
 
     Args:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: of the values.
-        start: index of the first element held.
-        numel: how many are held; may be 0.
-        read: returns them, 1-dimensional; called when they are needed, so that what is offloaded stays so until then.
-        place: on all ranks the same for tensors that lie together, and are cheap to read one after the other.
+        start: index of the first local element in the flattened tensor.
+        local_numel: number of local elements; may be 0.
+        read: returns them, shape `[local_numel]`; called on each use, so that offloaded values stay offloaded.
+        read_order: a number that tensors stored together share, the same on all ranks. A save reads tensors in
+            ascending order, so that each file on NVMe is read once.
     """
 
     start: int
-    held: int
+    local_numel: int
     read: Callable[[], Tensor]
-    place: int
+    read_order: int
 
     @staticmethod
     def __new__(
@@ -69,28 +68,28 @@ class FlatShard(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         start: int,
-        numel: int,
+        local_numel: int,
         read: Callable[[], Tensor],
-        place: int = 0,
+        read_order: int = 0,
     ) -> "FlatShard":
         """Make the tensor without memory of its own."""
-        run = without_memory(cls, shape, dtype)
-        run.start = start
-        run.held = numel
-        run.read = read
-        run.place = place
-        return run
+        shard = without_memory(cls, shape, dtype)
+        shard.start = start
+        shard.local_numel = local_numel
+        shard.read = read
+        shard.read_order = read_order
+        return shard
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        held = f"[{self.start}, {self.start + self.held})"
-        return f"FlatShard(shape={tuple(self.shape)}, dtype={self.dtype}, held={held})"
+        local = f"[{self.start}, {self.start + self.local_numel})"
+        return f"FlatShard(shape={tuple(self.shape)}, dtype={self.dtype}, local={local})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        values = partial(same, self.read().detach().cpu().clone())
-        return FlatShard, (tuple(self.shape), self.dtype, self.start, self.held, values, self.place)
+        values = partial(identity, self.read().detach().cpu().clone())
+        return FlatShard, (tuple(self.shape), self.dtype, self.start, self.local_numel, values, self.read_order)
 
     def __deepcopy__(self, memo: Any) -> "FlatShard":
         copy: FlatShard = self.clone()  # type: ignore[assignment]
@@ -101,51 +100,61 @@ class FlatShard(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        run = args[0]
-        if func not in _ELEMENTWISE or not isinstance(run, FlatShard) or any(_has_dims(other) for other in args[1:]):
+        shard = args[0]
+        if func not in _ELEMENTWISE or not isinstance(shard, FlatShard) or any(_has_dims(other) for other in args[1:]):
             raise CheckpointError(
-                f"{func} was called on a tensor of which this rank holds a part only, as is the case for weights and "
+                f"{func} was called on a tensor of which this rank holds only a shard, as is the case for weights and "
                 "optimizer states under ZeRO in on_save_checkpoint, and for optimizer states after a fit under ZeRO or "
                 "FSDP. Casts, copies and scaling work, and entries of checkpoints can be added, renamed and deleted. "
                 "Do anything else after loading, or under paral_ddp; to train on by hand, make a new optimizer."
             )
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-        read, rest = run.read, args[1:]
-        dtype = kwargs.get("dtype") or func(torch.empty(1, dtype=run.dtype), *rest, **kwargs).dtype
-        return FlatShard(run.shape, dtype, run.start, run.held, lambda: func(read(), *rest, **kwargs), run.place)
+        read, rest = shard.read, args[1:]
+        dtype = kwargs.get("dtype") or func(torch.empty(1, dtype=shard.dtype), *rest, **kwargs).dtype
+        return FlatShard(
+            shard.shape,
+            dtype,
+            shard.start,
+            shard.local_numel,
+            lambda: func(read(), *rest, **kwargs),
+            shard.read_order,
+        )
 
 
 def _has_dims(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def part_of(value: Tensor) -> Part:
-    """Return what this rank holds of `value`; nothing for the second and later replicas of a DTensor."""
+def local_shard(value: Tensor) -> LocalShard:
+    """Return the shard of `value` that this rank writes; `NO_SHARD` for all but the first replica of a DTensor.
+
+    Raises:
+        CheckpointError: a DTensor is neither sharded nor replicated, such as a partial sum.
+    """
     if isinstance(value, FlatShard):
-        return Part(
-            tuple(chunks_of_flat_range(value.shape, value.start, value.start + value.held)), value.read, value.place
-        )
+        stop = value.start + value.local_numel
+        return LocalShard(tuple(chunks_of_flat_range(value.shape, value.start, stop)), value.read)
     if isinstance(value, DTensor):
-        return _part_of_dtensor(value)
-    return Part((whole(value.shape),) if value.numel() else (), lambda: flat(value))
+        return _local_shard_of_dtensor(value)
+    return LocalShard((full_chunk(value.shape),) if value.numel() else (), lambda: flat(value))
 
 
-def run_of(value: Tensor, start: int, stop: int) -> Part:
-    """Return elements `[start, stop)` of a whole tensor."""
+def flat_range(value: Tensor, start: int, stop: int) -> LocalShard:
+    """Return elements `[start, stop)` of the flattened full tensor `value`, clipped to its size."""
     start, stop = min(start, value.numel()), min(stop, value.numel())
-    return Part(tuple(chunks_of_flat_range(value.shape, start, stop)), lambda: flat(value)[start:stop])
+    return LocalShard(tuple(chunks_of_flat_range(value.shape, start, stop)), lambda: flat(value)[start:stop])
 
 
-def same(values: Tensor) -> Tensor:
-    """Return `values`: for parts whose values are at hand."""
+def identity(values: Tensor) -> Tensor:
+    """Return `values`; `partial(identity, values)` is a `read` that can be pickled."""
     return values
 
 
 def flat(value: Tensor) -> Tensor:
     """Return `value` as 1-dimensional and contiguous: a view where possible."""
-    run = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flattened = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # A tensor of one element is contiguous with any stride, but viewing it as bytes requires a stride of 1.
-    return run if run.stride(0) == 1 else run.as_strided(run.shape, (1,))
+    return flattened if flattened.stride(0) == 1 else flattened.as_strided(flattened.shape, (1,))
 
 
 def bytes_of(value: Tensor) -> memoryview:
@@ -155,15 +164,15 @@ def bytes_of(value: Tensor) -> memoryview:
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether this rank may hold a part only."""
+    """Whether this rank may hold only a shard of `value`."""
     return isinstance(value, FlatShard | DTensor)
 
 
 def chunk_of_dtensor(value: DTensor) -> Chunk | None:
-    """Return where this rank's local tensor lies; `None` if it is outside the mesh.
+    """Return the chunk that this rank's local tensor is; `None` if the rank is not in the mesh.
 
     Raises:
-        CheckpointError: a placement in which the local tensor is no box, such as a partial sum.
+        CheckpointError: the local tensor is no chunk, as for partial sums.
     """
     if value.device_mesh.get_coordinate() is None:
         return None
@@ -173,11 +182,11 @@ def chunk_of_dtensor(value: DTensor) -> Chunk | None:
     return Chunk(tuple(offsets), tuple(sizes))
 
 
-def _part_of_dtensor(value: DTensor) -> Part:
+def _local_shard_of_dtensor(value: DTensor) -> LocalShard:
     chunk = chunk_of_dtensor(value)
     coordinate = value.device_mesh.get_coordinate()
     if chunk is None or coordinate is None or chunk.numel == 0:
-        return NOTHING
+        return NO_SHARD
     if any(index for index, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()):
-        return NOTHING
-    return Part((chunk,), lambda: flat(value.to_local()))
+        return NO_SHARD
+    return LocalShard((chunk,), lambda: flat(value.to_local()))

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers, read_whole_run
-from lightning_paral.checkpoint.state.optimizer import State, group_names, load_state, place_state, state_of
+from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers, gather_full_tensor
+from lightning_paral.checkpoint.state.optimizer import State, load_state, param_names, place_state, state_of
 from lightning_paral.model.full_tensors import full_copy, gradient_norm
 
 
@@ -77,7 +77,7 @@ class TensorState(ShardedState):
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
         """Load a saved state, and place it on the devices of the parameters."""
-        load_state(optimizer, group_names(optimizer, self.module), saved)
+        load_state(optimizer, param_names(optimizer, self.module), saved)
         place_state(optimizer, self.device)
 
     # Full tensors
@@ -99,7 +99,7 @@ class TensorState(ShardedState):
         for optimizer in self.optimizers:
             value = optimizer.state.get(parameter, {}).get(key)
             if isinstance(value, FlatShard):  # after a run that sharded it
-                return read_whole_run(value, self.device)
+                return gather_full_tensor(value, self.device)
             if value is not None:
                 return full_copy(torch.as_tensor(value))
         raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")

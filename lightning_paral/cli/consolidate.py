@@ -1,4 +1,4 @@
-"""`paral consolidate`: from any checkpoint to one Lightning file, to safetensors, or to a Hugging Face model."""
+"""`paral consolidate`: convert any checkpoint to one Lightning file, to safetensors, or to a Hugging Face folder."""
 
 import argparse
 import os
@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lightning_paral.checkpoint.consolidate import Cast, select, size_of, write_file
+from lightning_paral.checkpoint.consolidate import Cast, check_outside, select, size_of, write_file
 from lightning_paral.checkpoint.formats.hugging_face_folder import contents_of, write_folder
 from lightning_paral.checkpoint.formats.safetensors import write_safetensors
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.output_path import check_outside
-from lightning_paral.checkpoint.resolve import read_manifest, read_present
+from lightning_paral.checkpoint.resolve import read_current, read_manifest
 from lightning_paral.checkpoint.state.prefix import as_prefix, without_prefix
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError, ConfigurationError
@@ -27,7 +26,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def consolidate(arguments: list[str]) -> None:
-    """Write what a checkpoint holds to one file, tensor by tensor: memory does not grow with the model."""
+    """Convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder, in constant memory."""
     options = _parser().parse_args(arguments)
     out = _checked_out(options)
     max_shard_bytes = _bytes(options.max_shard_size)
@@ -35,11 +34,11 @@ def consolidate(arguments: list[str]) -> None:
 
     def read(here: str | Path) -> tuple[dict[str, Any], Manifest | None]:
         if out.exists() and Path(here).exists() and out.samefile(here):
-            raise ConfigurationError(f"{out} is the checkpoint itself. Write elsewhere.")
+            raise ConfigurationError(f"{out} is the checkpoint itself. Write to another path.")
         check_outside(out, here)
         return load(here, RankGroup(), weights_only=not options.trust), read_manifest(here)
 
-    found, manifest = read_present(options.checkpoint, RankGroup(), read)
+    found, manifest = read_current(options.checkpoint, RankGroup(), read)
     kept = select(found, weights_only=options.weights_only or not as_checkpoint, dtype=_DTYPES.get(options.dtype))
     prefix = None if options.strip_prefix is None else as_prefix(options.strip_prefix)
     write = _Writer(out, max_shard_bytes)
@@ -57,52 +56,60 @@ def consolidate(arguments: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="paral consolidate", description=consolidate.__doc__)
-    parser.add_argument("checkpoint", help="a path or URL; a checkpoint of this package, Lightning or DeepSpeed")
-    parser.add_argument("out", help="OUT.ckpt, a Lightning file; OUT.safetensors, weights only; or a new folder")
-    parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; as they are saved by default")
-    parser.add_argument("--max-shard-size", default="5GB", help="of each safetensors file (default: %(default)s)")
+    parser.add_argument("checkpoint", help="path or URL of a checkpoint of this package, Lightning or DeepSpeed")
     parser.add_argument(
-        "--strip-prefix", metavar="PREFIX", help="of the weights' names in safetensors: `model.` for `self.model`"
+        "out", help="OUT.ckpt: a Lightning file; OUT.safetensors: weights only; with --hugging-face, a folder"
     )
-    parser.add_argument("--only-prefix", action="store_true", help="leave out weights without the prefix")
+    parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: as saved)")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default: %(default)s)")
     parser.add_argument(
-        "--hugging-face", action="store_true", help="write the module's PreTrainedModel as a folder for from_pretrained"
+        "--strip-prefix",
+        metavar="PREFIX",
+        help="prefix to remove from the names of weights in safetensors, such as `model.` for `self.model`",
+    )
+    parser.add_argument("--only-prefix", action="store_true", help="leave out weights whose names lack the prefix")
+    parser.add_argument(
+        "--hugging-face",
+        action="store_true",
+        help="write the PreTrainedModel as a folder that from_pretrained loads",
     )
     parser.add_argument(
         "--config",
         metavar="FOLDER_OR_FILE",
-        help="of the PreTrainedModel; needed for checkpoints that no strategy of this package has saved",
+        help="configuration of the PreTrainedModel, required for checkpoints that this package did not save",
     )
-    parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
+    parser.add_argument(
+        "--trust", action="store_true", help="create objects of any type, which may run code in the checkpoint"
+    )
     return parser
 
 
 def _checked_out(options: argparse.Namespace) -> Path:
-    """Return where to write, if that fits the options.
+    """Return the output path.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: the path does not fit the other options, or must not be replaced.
     """
     if "://" in options.out:
-        raise ConfigurationError(f"{options.out} is a URL. Write to a file, and copy it there.")
+        raise ConfigurationError(f"{options.out} is a URL. Write to a local path, and copy the result there.")
     out = Path(options.out)
     if options.hugging_face:
         if out.suffix in (".ckpt", ".safetensors"):
-            raise ConfigurationError(f"--hugging-face writes a folder, and {out} is the name of a file.")
+            raise ConfigurationError(f"--hugging-face writes a folder, but {out} is the name of a file.")
         if os.path.lexists(out) and not _is_empty_folder(out):
-            raise ConfigurationError(f"{out} is there, and no empty folder: it is not replaced. Write to a new folder.")
+            raise ConfigurationError(f"{out} exists and is not an empty folder. Write to a new folder.")
         return out
     if options.config is not None:
-        raise ConfigurationError("--config is for --hugging-face, which writes a folder.")
+        raise ConfigurationError("--config needs --hugging-face.")
     if out.suffix not in (".ckpt", ".safetensors"):
-        raise ConfigurationError(f"{out} is neither OUT.ckpt nor OUT.safetensors. A folder needs --hugging-face.")
+        raise ConfigurationError(f"{out} ends in neither .ckpt nor .safetensors. A folder needs --hugging-face.")
     if options.strip_prefix is not None and out.suffix == ".ckpt":
-        raise ConfigurationError("--strip-prefix is for safetensors: a Lightning file has the names of its module.")
+        raise ConfigurationError("--strip-prefix needs safetensors: a Lightning file keeps the names of the module.")
     if options.only_prefix and options.strip_prefix is None:
-        raise ConfigurationError("--only-prefix needs a --strip-prefix.")
-    if os.path.isdir(out):  # not its method, which raises where it may not look
-        raise ConfigurationError(f"{out} is a folder. Write to a file: {out}/NAME.ckpt, or remove the folder before.")
+        raise ConfigurationError("--only-prefix needs --strip-prefix.")
+    if os.path.isdir(out):  # Path.is_dir raises PermissionError where this returns False
+        raise ConfigurationError(f"{out} is a folder. Write to a file: {out}/NAME.ckpt, or remove the folder first.")
     return out
 
 
@@ -113,7 +120,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 class _Writer:
-    """Writes one output, with a bar."""
+    """Writes one output and shows a progress bar."""
 
     def __init__(self, out: Path, max_shard_bytes: int) -> None:
         self._out = out
@@ -125,7 +132,7 @@ class _Writer:
             with tqdm(total=total, unit="B", unit_scale=True, desc=self._out.name) as bar:
                 return write(bar.update)
         except OSError as error:
-            raise CheckpointError(f"{self._out} could not be written, and nothing is left of it: {error}.") from error
+            raise CheckpointError(f"{self._out} could not be written: {error}. Nothing of it was kept.") from error
 
     def lightning_file(self, kept: dict[str, Any], manifest: Manifest | None) -> list[Path]:
         about = {
@@ -139,7 +146,7 @@ class _Writer:
         return [self._out]
 
     def safetensors(self, weights: dict[str, Any]) -> list[Path]:
-        _tell_what_is_no_tensor(weights)
+        _report_what_is_left_out(weights)
         written: list[Path] = self._run(
             size_of({"state_dict": weights}),
             lambda progress: write_safetensors(weights, self._out, self._max_shard_bytes, progress),
@@ -153,21 +160,21 @@ class _Writer:
         )
         if not contents.checked:
             print(
-                "The weights' names were not compared with what `transformers` expects: it is not installed, or does "
-                "not have the model's class.",
+                "The names of the weights were not checked: `transformers` is not installed, or does not have the "
+                "model's class.",
                 file=sys.stderr,
             )
-        _tell_what_is_no_tensor(kept["state_dict"])
+        _report_what_is_left_out(kept["state_dict"])
         written: list[Path] = self._run(
             contents.nbytes, lambda progress: write_folder(contents, self._out, self._max_shard_bytes, progress)
         )
         return written
 
 
-def _tell_what_is_no_tensor(weights: dict[str, Any]) -> None:
+def _report_what_is_left_out(weights: dict[str, Any]) -> None:
     names = [name for name, value in weights.items() if not isinstance(value, torch.Tensor | Cast)]
     if names:
-        print(f"Left out, as safetensors holds tensors only: {', '.join(names)}.", file=sys.stderr)
+        print(f"Left out, because safetensors holds only tensors: {', '.join(names)}.", file=sys.stderr)
 
 
 def _bytes(size: str) -> int:

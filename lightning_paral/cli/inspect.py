@@ -1,4 +1,4 @@
-"""`paral inspect`: what a checkpoint holds."""
+"""`paral inspect`: print the contents of a checkpoint."""
 
 import argparse
 import json
@@ -8,18 +8,20 @@ from contextlib import redirect_stdout
 from tabulate import tabulate
 
 from lightning_paral.checkpoint.integrity import named_tensors
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 
 
-def print_contents(arguments: list[str]) -> None:
-    """Print who saved a checkpoint, when in training, and its tensors with their sizes."""
-    parser = argparse.ArgumentParser(prog="paral inspect", description=print_contents.__doc__)
-    parser.add_argument("checkpoint", help="a path or URL; a checkpoint of this package, Lightning or DeepSpeed")
+def inspect(arguments: list[str]) -> None:
+    """Print which strategy saved a checkpoint, at which step, and its tensors with their sizes."""
+    parser = argparse.ArgumentParser(prog="paral inspect", description=inspect.__doc__)
+    parser.add_argument("checkpoint", help="path or URL of a checkpoint of this package, Lightning or DeepSpeed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
+    parser.add_argument(
+        "--trust", action="store_true", help="create objects of any type, which may run code in the checkpoint"
+    )
     options = parser.parse_args(arguments)
-    with redirect_stdout(sys.stderr):  # DeepSpeed, whose types its checkpoints hold, prints when it is imported
-        manifest, found = look(options.checkpoint, weights_only=not options.trust)
+    with redirect_stdout(sys.stderr):  # loading a checkpoint of DeepSpeed imports it, and that prints
+        manifest, found = peek(options.checkpoint, weights_only=not options.trust)
     tensors = [
         {
             "name": name,

@@ -1,7 +1,6 @@
-"""Errors of the command line in a few lines: which option, what was given, what to do."""
+"""Short error messages for the command line: which option, what was given, what to do."""
 
 import ast
-import difflib
 import importlib
 import inspect
 import re
@@ -12,7 +11,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, is_of_ours
+from lightning_paral.option_names import explain_unknown_option, has_registered_options
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 _MAX_LINES = 12
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)":')
@@ -25,10 +25,10 @@ _NOISE = ("Does not validate against any", "Subtypes:", "Errors:", "Given value 
 
 
 class BriefParser(LightningArgumentParser):
-    """LightningCLI's parser, with errors in a few lines: `LightningCLI(..., parser_class=BriefParser)`."""
+    """LightningCLI's parser, with short error messages: `LightningCLI(..., parser_class=BriefParser)`."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong with the configuration and exit with status 2, or raise where parsers are told to."""
+        """Say what is wrong with the configuration and exit with status 2, or raise if `exit_on_error` is off."""
         if not self.exit_on_error:
             super().error(message, ex)
         command = self.prog.replace(" [options]", "")
@@ -40,8 +40,8 @@ def brief(message: str, known_keys: list[str]) -> str:
     """Return jsonargparse's `message` shortened to its cause.
 
     Args:
-        message: what jsonargparse says, a tree of attempts by indentation.
-        known_keys: dotted names of the options there are, for the nearest of an unknown one.
+        message: an indented tree of what jsonargparse has tried.
+        known_keys: dotted names of all options, to suggest the nearest for an unknown one.
     """
     unknown = _UNKNOWN_KEY.search(message)
     if unknown:
@@ -58,16 +58,16 @@ def brief(message: str, known_keys: list[str]) -> str:
 @dataclass(frozen=True)
 class _Cause:
     path: str
-    """Where it is in the configuration, with dots."""
+    """Its dotted path in the configuration."""
     class_path: str | None
     """The class whose option it is."""
     option: str
     value: str
-    """What was given, as jsonargparse prints it; the name itself where the name is what is wrong."""
+    """The given value, as jsonargparse prints it; the name if the name is wrong."""
     is_name: bool
 
     def explain(self) -> str | None:
-        """Return what is wrong and what to do; `None` where this is not known better than by jsonargparse."""
+        """Return what is wrong and what to do; `None` if jsonargparse's message says it better."""
         cls = _imported(self.class_path)
         if self.is_name:
             return _explain_name(cls, self.class_path, self.option)
@@ -75,11 +75,11 @@ class _Cause:
         if isinstance(value, dict) and "class_path" in value:
             strays = sorted(set(value) - {"class_path", "init_args", "dict_kwargs"})
             if strays:
-                return f"{strays[0]!r} stands beside class_path. Options of a class go under init_args."
-        if cls is None or not is_of_ours(cls.__name__):
+                return f"{strays[0]!r} is next to class_path. Put the options of a class under init_args."
+        if cls is None or not has_registered_options(cls.__name__):
             return None
         try:
-            cls(**{self.option: value})  # its constructor says it best
+            cls(**{self.option: value})  # the message of its constructor is the best one
         except ConfigurationError as error:
             return str(error)
         except Exception:
@@ -117,14 +117,14 @@ def _explain_name(cls: type | None, class_path: str | None, name: str) -> str | 
             return None
         known = [name for name in dir(importlib.import_module(class_path)) if name[0].isupper()]
         return f"There is no {class_path}.{name}.{_nearest(name, known)}"
-    if is_of_ours(cls.__name__):
+    if has_registered_options(cls.__name__):
         return explain_unknown_option(cls.__name__, name)
     return f"{cls.__name__} has no option {name!r}.{_nearest(name, list(inspect.signature(cls).parameters))}"
 
 
 def _explain_key(key: str, known_keys: list[str]) -> str:
     known = {name for full in known_keys for name in (full, *_prefixes(full))}
-    # The first part that is wrong: of `trainr.strategy` it is `trainr`.
+    # Name the first wrong part: `trainr` of `trainr.strategy`.
     for part in (*_prefixes(key), key):
         if part not in known:
             depth = part.count(".")
@@ -138,14 +138,14 @@ def _prefixes(key: str) -> list[str]:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=2)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    near = nearest_names(name, known, 2, 0.6)
+    return f" {did_you_mean(near)}" if near else ""
 
 
 def _keys_of(parser: LightningArgumentParser) -> list[str]:
     try:
         return list(parser.get_defaults(skip_validation=True).keys(branches=True))
-    except Exception:  # the error at hand is the one to report
+    except Exception:  # report the first error, not this one
         return []
 
 

@@ -9,7 +9,7 @@ from lightning_paral.registry import STRATEGIES
 
 
 def print_strategies(arguments: list[str]) -> None:
-    """Print name, class with arguments and description of every strategy this package registers."""
+    """Print the name, class, arguments and description of every strategy that this package registers."""
     argparse.ArgumentParser(prog="paral strategies", description=print_strategies.__doc__).parse_args(arguments)
     rows = [
         (entry.name, f"{entry.strategy.__name__}({_written(entry.arguments)})", entry.description)

@@ -1,4 +1,4 @@
-"""`paral fit | validate | test | predict`: LightningCLI for any model and data module, with our strategies known."""
+"""`paral fit | validate | test | predict`: LightningCLI for any model, with the strategies of this package."""
 
 import os
 import pickle
@@ -13,51 +13,51 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_paral.cli.parser import BriefParser
 from lightning_paral.compat.lightning.command_line import CheckpointChoiceCLI
-from lightning_paral.reported import inner_error
+from lightning_paral.error_report import unwrap_parser_error
 
 TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
 
 
 class StrategyFirstTrainer(Trainer):
-    """Lightning's Trainer; a strategy given as a string is tried as a class before it is taken for a name."""
+    """Lightning's Trainer, except that the command line reads `strategy` as a class first, and then as a name."""
 
-    # jsonargparse tries the members of a union in order, and Lightning's is `str | Strategy`: `--trainer.strategy
-    # package.Class` would always be a name.
+    # jsonargparse tries the members of a union in order. Lightning's annotation is `str | Strategy`, with which
+    # `--trainer.strategy package.Class` would always be read as a name.
     def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
 
 
 class AnyModelCLI(CheckpointChoiceCLI):
-    """LightningCLI for any model, which also resumes from checkpoints that were saved without it."""
+    """LightningCLI for any model, which also resumes from checkpoints that were saved without LightningCLI."""
 
     def takes_hyper_parameters(self, path: str) -> bool:
-        """Whether the hyper-parameters in the checkpoint at `path` name a class.
+        """Return whether the hyper-parameters in the checkpoint at `path` name a class.
 
-        A checkpoint saved without a LightningCLI names none, which would end in a parser error; the model is then
-        taken from the configuration alone.
+        A checkpoint that was saved without LightningCLI names none, and Lightning's parser would fail on it. The model
+        is then built from the configuration alone.
         """
         if not Path(path).is_file():
             return True
         try:
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError):
-            return False  # the strategy accepts more types, knows whether the file is trusted, and names the problem
+            return False  # the strategy accepts more types, or reports the problem
         return "_class_path" in checkpoint.get("hyper_parameters", {})
 
     def instantiate_classes(self) -> None:
-        """Make the objects that the configuration describes.
+        """Create the objects that the configuration describes.
 
         Raises:
-            ConfigurationError: an option of a strategy is wrong. It replaces the parser's list of all possible types.
+            ConfigurationError: an option of a strategy is wrong. The parser's own error would list all possible types.
         """
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise inner_error(error) or error from None
+            raise unwrap_parser_error(error) or error from None
 
 
 def run_trainer_command() -> None:
-    """Run what the command line says. Modules in the current folder can be named in `class_path`."""
+    """Run LightningCLI on the command line. `class_path` can name modules in the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     AnyModelCLI(

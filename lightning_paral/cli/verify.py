@@ -1,4 +1,4 @@
-"""`paral verify`: is a checkpoint complete and undamaged?"""
+"""`paral verify`: check that a checkpoint is complete and undamaged."""
 
 import argparse
 import sys
@@ -6,11 +6,13 @@ import sys
 from lightning_paral.checkpoint.integrity import DamagedError, check
 
 
-def print_faults(arguments: list[str]) -> None:
-    """Check a checkpoint: its manifest, sizes and checksums of its files, and that every tensor is covered once."""
-    parser = argparse.ArgumentParser(prog="paral verify", description=print_faults.__doc__)
-    parser.add_argument("checkpoint", help="a path or URL")
-    parser.add_argument("--trust", action="store_true", help="make objects of any type; runs code that it may hold")
+def verify(arguments: list[str]) -> None:
+    """Check the sizes and checksums of a checkpoint's files, and that its chunks cover each tensor exactly once."""
+    parser = argparse.ArgumentParser(prog="paral verify", description=verify.__doc__)
+    parser.add_argument("checkpoint", help="path or URL")
+    parser.add_argument(
+        "--trust", action="store_true", help="create objects of any type, which may run code in the checkpoint"
+    )
     options = parser.parse_args(arguments)
     path = options.checkpoint
     try:
@@ -18,7 +20,7 @@ def print_faults(arguments: list[str]) -> None:
     except DamagedError as error:
         sys.exit("\n".join(f"paral: {fault}" for fault in error.faults))
     if manifest is None:
-        print(f"{path}: opens, and its tensors are covered; it has no manifest to check its bytes by.")
+        print(f"{path}: can be read, and its tensors are complete; it has no manifest, so no checksums were compared.")
     else:
         size_bytes = sum(record.bytes for record in manifest.files.values())
         print(f"{path}: complete and undamaged, {len(manifest.files)} files, {size_bytes:,} bytes.")

@@ -1,4 +1,4 @@
-"""`paral --version`: the versions that a report of a defect has to name."""
+"""`paral --version`: the versions to give in a bug report."""
 
 import platform
 from importlib import metadata
@@ -9,6 +9,6 @@ _PACKAGES = ("lightning", "torch", "deepspeed")
 
 
 def print_version() -> None:
-    """Print the version of this package, and those of Python and of the packages that decide how it behaves."""
+    """Print the versions of this package, Python, Lightning, torch and DeepSpeed."""
     others = [f"{name} {metadata.version(name)}" for name in _PACKAGES]
     print(f"lightning_paral {__version__} (Python {platform.python_version()}, {', '.join(others)})")

@@ -1,6 +1,6 @@
-"""All-to-all all-reduce: everybody sends everything to everybody and adds for itself.
+"""All-to-all all-reduce: every rank sends the full tensor to all others, and adds what it receives.
 
-One round of messages and no master, but each rank sends N-1 times the tensor: for few ranks or small tensors.
+Takes one round of messages without a root, but each rank sends N-1 times the tensor: for few ranks or small tensors.
 """
 
 import torch
@@ -24,10 +24,10 @@ def all_to_all_all_reduce(
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
     Cost: every rank sends N-1 times the tensor.
-    Memory: at most one chunk, 1/N of the tensor (or two elements from each rank, where that is more).
+    Memory: at most one chunk, 1/N of the tensor (or two elements from each rank, if that is more).
 
-    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds in the order of ranks; with a narrower
-    wire only the contributions are rounded, the result is not.
+    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds in the order of ranks; a narrower
+    wire rounds the contributions but not the result.
     """
     reduction = plan_reduction(tensor, group, op, wire_dtype)
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
@@ -35,7 +35,7 @@ def all_to_all_all_reduce(
         return tensor
     reduction.prepare()
 
-    at_least = world_size * world_size * _DEPTH  # segments, so that those in flight fit into one chunk
+    at_least = world_size * world_size * _DEPTH  # so many segments that those in flight fit into one chunk
     wanted = max(num_segments(flat.numel() * reduction.wire_dtype.itemsize), at_least)
     cuts = balanced_cuts(0, flat.numel(), min(wanted, flat.numel()))
     contributions = reduction.scratch(_DEPTH * world_size * cuts[1]).view(_DEPTH, world_size, cuts[1])

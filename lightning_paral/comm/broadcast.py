@@ -1,4 +1,4 @@
-"""Giving all ranks rank 0's values of many tensors in few broadcasts."""
+"""Broadcast many tensors from rank 0 in few messages."""
 
 from collections.abc import Iterable
 
@@ -9,15 +9,19 @@ from torch import Tensor
 from lightning_paral.distributed.process_group import group_for
 
 LARGE_BYTES = 1024 * 1024
-"""From this size on a tensor is broadcast by itself, smaller ones together."""
+"""Tensors of at least this size are broadcast one by one; smaller ones are coalesced."""
 
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Give all ranks of `group` the values of its first rank, in place. *Collective* over `group`; `None` is the world.
+    """Broadcast `tensors` from the first rank of `group` to its other ranks, in place. *Collective* over `group`.
 
-    Tensors travel as bytes, so those of all dtypes go together. Their version counters stay as they are, as under DDP:
-    a graph of an earlier forward pass can still run backward.
+    Tensors are sent as bytes, so that different dtypes can share a message. Version counters do not change, as under
+    DDP: the graph of an earlier forward pass can still run backward.
+
+    Args:
+        tensors: the same shapes, dtypes and device types on all ranks, in the same order.
+        group: ranks that take part; `None` for all ranks of the run.
     """
     for bucket in _buckets(tensors):
         flat = _bytes_of(bucket[0]) if len(bucket) == 1 else torch.cat([_bytes_of(tensor) for tensor in bucket])
@@ -26,11 +30,11 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None)
             continue
         parts = torch.split(flat, [tensor.numel() * tensor.element_size() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):
-            _fill(tensor, part)
+            _write(tensor, part)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return `tensors` by device, a large one by itself and the others in groups of about `LARGE_BYTES`."""
+    """Group `tensors` by device: each large one by itself, the others in buckets of about `LARGE_BYTES`."""
     buckets: list[list[Tensor]] = []
     of_device: dict[torch.device, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
@@ -48,13 +52,13 @@ def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor`: a view if it is contiguous."""
+    """Return the bytes of `tensor`, as a view if it is contiguous."""
     return tensor.data.contiguous().view(-1).view(torch.uint8)
 
 
-def _fill(tensor: Tensor, received: Tensor) -> None:
+def _write(tensor: Tensor, received: Tensor) -> None:
     if not tensor.is_contiguous():
-        # A copy of the bytes, as only memory that is aligned can be seen as of a larger dtype.
+        # Clone, because bytes inside a bucket may not be aligned for a larger dtype.
         tensor.data.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
     elif received.data_ptr() != tensor.data_ptr():
         _bytes_of(tensor).copy_(received)

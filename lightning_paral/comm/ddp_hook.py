@@ -1,7 +1,7 @@
-"""The DDP communication hook that averages gradient buckets with one of our all-reduce functions.
+"""A DDP communication hook that averages gradient buckets with one of our all-reduce functions.
 
-Each bucket is reduced while the backward pass computes the next ones: on CPU in a thread of its own, on CUDA on a
-stream of its own. See torch/nn/parallel/distributed.py, `register_comm_hook`.
+Each bucket is reduced while the backward pass computes the next ones: on CPU in a separate thread, on CUDA on a
+separate stream. See torch/nn/parallel/distributed.py, `register_comm_hook`.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
@@ -17,13 +17,13 @@ from lightning_paral.comm.reduction import AllReduce
 
 
 class BucketReducer:
-    """Averages gradient buckets over a group, one after the other and beside the backward pass.
+    """Averages gradient buckets over a group, one after the other, concurrently with the backward pass.
 
     Args:
         all_reduce: the algorithm.
         group: the ranks whose gradients are averaged.
-        device: where the gradients live.
-        wire_dtype: floating-point dtype gradients cross the wire in; `None` for their own.
+        device: device of the gradients.
+        wire_dtype: floating-point dtype of the messages; `None` for that of the gradients.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class BucketReducer:
             self._start = self._start_in_thread
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Make `model` hand its gradient buckets to this reducer."""
+        """Make `model` pass its gradient buckets to this reducer."""
         model.register_comm_hook(state=self, hook=_reduce_bucket)
 
     def start(self, gradients: Tensor) -> "torch.futures.Future[Tensor]":
-        """Begin to average `gradients` in place; the future holds them when they are done. *Collective*."""
+        """Start to average `gradients` in place; the future returns them when done. *Collective* over the group."""
         return self._start(gradients)
 
     def shutdown(self) -> None:
-        """Release the thread. A reduction that hangs ends by the timeout of its process group, not here."""
+        """Release the thread without waiting. A hanging reduction ends by the timeout of its process group."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -66,7 +66,7 @@ class BucketReducer:
         def reduce() -> None:
             try:
                 done.set_result(self._average(gradients))
-            except BaseException as error:  # the training thread waits on `done`, so it has to hear of everything
+            except BaseException as error:  # the training thread waits on `done`: pass on everything
                 done.set_exception(error)  # type: ignore[arg-type]
 
         self._thread.submit(reduce)

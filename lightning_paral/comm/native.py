@@ -1,4 +1,4 @@
-"""The backend's own all-reduce, behind the same signature as ours."""
+"""The all-reduce of the backend, with the signature of ours."""
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ def native_all_reduce(
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
     Cost: that of the backend's algorithm, a ring or tree on NCCL, a ring on gloo. With a `wire_dtype` the backend would
-    also add in that type. Contributions are therefore exchanged by an all-to-all, added in the dtype of `tensor`, and
-    all-gathered: 2(N-1) chunks sent per rank, as in a ring, and two extra copies of the tensor in `wire_dtype`.
+    also add in that dtype. So contributions are exchanged by an all-to-all, added in the dtype of `tensor`, and
+    all-gathered: each rank sends 2(N-1) chunks, as in a ring, and needs two extra copies of the tensor in `wire_dtype`.
 
-    Across m nodes of k GPUs the all-to-all sends more over the network than a ring: with 16 bits on the wire about
-    2(k(m-1)/m + 1) bytes per element leave a node, against 8 for an fp32 all-reduce in NCCL's rings. That is less
+    Across m nodes of k GPUs the all-to-all sends more over the network than a ring: with a 16-bit wire dtype about
+    2(k(m-1)/m + 1) bytes per element leave a node, compared to 8 for an fp32 all-reduce in NCCL's rings. That is less
     within a node and between nodes of few GPUs, but more between two nodes of eight (10 bytes).
 
     Arguments, result and errors are those of `ring_all_reduce`.

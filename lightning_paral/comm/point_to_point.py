@@ -1,4 +1,4 @@
-"""Sends and receives between the ranks of a group: the one primitive under our all-reduce algorithms."""
+"""Sends and receives between the ranks of a group: the primitive of our all-reduce algorithms."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ _Posted = TypeVar("_Posted")
 
 
 class Exchange(NamedTuple):
-    """Messages under way: those to wait for before what arrived is read, and before what was sent is overwritten."""
+    """Messages in flight: wait for `receives` before reading, and for `sends` before overwriting, their tensors."""
 
     receives: list[dist.Work]
     sends: list[dist.Work]
@@ -29,9 +29,13 @@ def exchange(
 ) -> Exchange:
     """Start sending and receiving contiguous tensors. *Collective* with the named peers.
 
-    Each pair is `(tensor, rank in group)`. Messages between two ranks arrive in the order they were sent; on gloo,
-    which has tags, within their `phase`. Empty tensors are left out on both sides. All messages form one NCCL group,
-    so that two ranks that send to each other cannot block each other.
+    All messages form one NCCL group, so that two ranks that send to each other cannot deadlock.
+
+    Args:
+        sends: pairs of a tensor and the rank in `group` to send it to. Empty tensors are skipped.
+        receives: pairs of a tensor and the rank in `group` to receive it from. Empty tensors are skipped.
+        group: the ranks that the peers are numbered in.
+        phase: tag on gloo: messages between two ranks arrive in the order they were sent within a phase.
     """
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
@@ -42,9 +46,9 @@ def exchange(
         operations = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
         works = dist.batch_isend_irecv(
             [dist.P2POp(start, tensor, group=group, group_peer=peer, tag=_TAG) for start, tensor, peer in operations]
-        )  # one work for all on NCCL
+        )  # NCCL returns a single work
         return Exchange(receives=works, sends=works)
-    # Gloo has no groups of messages; straight calls cost 0.1 ms less than `batch_isend_irecv` on a small machine.
+    # Gloo has no groups of messages; direct calls cost 0.1 ms less than `batch_isend_irecv` on a small machine.
     return Exchange(
         receives=[group.recv([tensor], peer, _TAG + phase) for tensor, peer in receives],
         sends=[group.send([tensor], peer, _TAG + phase) for tensor, peer in sends],
@@ -52,7 +56,7 @@ def exchange(
 
 
 def wait(*works: list[dist.Work]) -> None:
-    """Wait for works of an `Exchange`: blocks the thread on gloo, only the current stream on NCCL."""
+    """Wait for works of an `Exchange`. Blocks the thread on gloo, only the current stream on NCCL."""
     for work in chain(*works):
         work.wait()
 
@@ -60,10 +64,15 @@ def wait(*works: list[dist.Work]) -> None:
 def run_pipeline(
     num_stages: int, depth: int, post: Callable[[int], _Posted], complete: Callable[[int, _Posted], None]
 ) -> None:
-    """Run stages so that `depth` of them are posted ahead of the one being completed.
+    """Run the stages of a pipeline with up to `depth` of them in flight.
 
-    `post(k)` starts the communication of stage `k`; `complete(k, posted)` waits for it and computes on what came.
-    Stage `k` is posted after stage `k - depth` was completed, so it may use its buffers and its result.
+    Stage `k` is posted after stage `k - depth` was completed, so it may reuse that stage's buffers and use its result.
+
+    Args:
+        num_stages: number of stages.
+        depth: number of stages in flight.
+        post: `post(k)` starts the communication of stage `k`.
+        complete: `complete(k, posted)` waits for stage `k` and computes on what it received.
     """
     posted: deque[tuple[int, _Posted]] = deque()
     for stage in range(num_stages):

@@ -1,6 +1,6 @@
-"""Reduce + broadcast: the master adds what everybody sends it and sends the result back.
+"""Reduce + broadcast: every rank sends its tensor to the root, which adds them and sends the sum back.
 
-The textbook all-reduce, and the reason for the others: the master's link carries N-1 times the tensor each way.
+The textbook all-reduce, and the reason for the others: the root's link carries N-1 times the tensor each way.
 """
 
 from itertools import pairwise
@@ -13,7 +13,7 @@ from lightning_paral.comm.chunks import balanced_cuts, num_segments
 from lightning_paral.comm.point_to_point import exchange, wait
 from lightning_paral.comm.reduction import Reduction, plan_reduction
 
-_MASTER = 0
+_ROOT = 0
 
 
 def reduce_broadcast_all_reduce(
@@ -25,19 +25,19 @@ def reduce_broadcast_all_reduce(
 ) -> Tensor:
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
-    Cost: the master (rank 0 of the group) sends N-1 times the tensor, every other rank once.
-    Memory: at most one chunk, 1/N of the tensor (or one element from each rank, where that is more).
+    Cost: the root (rank 0 of the group) sends N-1 times the tensor, every other rank once.
+    Memory: at most one chunk, 1/N of the tensor (or one element from each rank, if that is more).
 
-    Arguments, result and errors are those of `ring_all_reduce`. The master adds in the order of ranks.
+    Arguments, result and errors are those of `ring_all_reduce`. The root adds in the order of ranks.
     """
     reduction = plan_reduction(tensor, group, op, wire_dtype)
     if reduction.world_size > 1 and tensor.numel():
         reduction.prepare()
         segments = _cut_into_segments(reduction)
-        if reduction.rank == _MASTER:
-            _serve(reduction, segments)
+        if reduction.rank == _ROOT:
+            _reduce_and_send(reduction, segments)
         else:
-            _ask(reduction, segments)
+            _send_and_wait(reduction, segments)
     return tensor
 
 
@@ -49,40 +49,40 @@ def _cut_into_segments(reduction: Reduction) -> list[Tensor]:
     return [reduction.flat[start:end] for start, end in pairwise(cuts)]
 
 
-def _serve(reduction: Reduction, segments: list[Tensor]) -> None:
-    """The master's part: answer each segment while the next one comes in."""
+def _reduce_and_send(reduction: Reduction, segments: list[Tensor]) -> None:
+    """On the root: send back the sum of each segment while the next segment arrives."""
     peers = range(1, reduction.world_size)
     largest = segments[0].numel()
     received = reduction.scratch(len(peers) * largest).view(len(peers), largest)
     rounded = reduction.scratch(largest)[: largest if reduction.narrow_wire else 0]
-    answers: list[tuple[Tensor, int]] = []
+    sums: list[tuple[Tensor, int]] = []
     for segment in segments:
         arriving = received[:, : segment.numel()]
-        wait(*exchange(answers, [(arriving[peer - 1], peer) for peer in peers], reduction.group))
+        wait(*exchange(sums, [(arriving[peer - 1], peer) for peer in peers], reduction.group))
         for contribution in arriving:
             segment.add_(contribution)
         reduction.finish(segment)
-        answer = segment
+        total = segment
         if reduction.narrow_wire:
-            answer = rounded[: segment.numel()].copy_(segment)
-            segment.copy_(answer)
-        answers = [(answer, peer) for peer in peers]
-    wait(*exchange(answers, [], reduction.group))
+            total = rounded[: segment.numel()].copy_(segment)
+            segment.copy_(total)
+        sums = [(total, peer) for peer in peers]
+    wait(*exchange(sums, [], reduction.group))
 
 
-def _ask(reduction: Reduction, segments: list[Tensor]) -> None:
-    """Everybody else's part: send each segment while the answer to the one before comes in, to its place."""
+def _send_and_wait(reduction: Reduction, segments: list[Tensor]) -> None:
+    """On other ranks: send each segment while the sum of the previous one arrives, in place."""
     awaited: Tensor | None = None
     for segment in segments:
-        question = segment.to(reduction.wire_dtype)
-        _send_and_receive(reduction, question, awaited)
+        outgoing = segment.to(reduction.wire_dtype)
+        _send_and_receive(reduction, outgoing, awaited)
         awaited = segment
     _send_and_receive(reduction, None, awaited)
 
 
-def _send_and_receive(reduction: Reduction, question: Tensor | None, answer: Tensor | None) -> None:
-    sends = [(question, _MASTER)] if question is not None else []
-    arriving = reduction.scratch(answer.numel()) if answer is not None and reduction.narrow_wire else answer
-    wait(*exchange(sends, [(arriving, _MASTER)] if arriving is not None else [], reduction.group))
-    if answer is not None and arriving is not None and arriving is not answer:
-        answer.copy_(arriving)
+def _send_and_receive(reduction: Reduction, outgoing: Tensor | None, total: Tensor | None) -> None:
+    sends = [(outgoing, _ROOT)] if outgoing is not None else []
+    arriving = reduction.scratch(total.numel()) if total is not None and reduction.narrow_wire else total
+    wait(*exchange(sends, [(arriving, _ROOT)] if arriving is not None else [], reduction.group))
+    if total is not None and arriving is not None and arriving is not total:
+        total.copy_(arriving)

@@ -1,6 +1,6 @@
-"""Direct reduce-scatter and reduce: every rank sends its part of a sum straight to the rank that keeps it.
+"""Direct reduce-scatter and reduce: every rank sends its contribution straight to the rank that needs the sum.
 
-gloo has no reduce-scatter of its own: torch's is an all-reduce that throws most of the result away, twice the traffic.
+gloo has no reduce-scatter. Torch's is an all-reduce that discards most of the result, and sends twice as much.
 """
 
 import torch
@@ -35,10 +35,13 @@ def direct_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGro
 
 
 def start_reduce(tensor: Tensor, target: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Add `tensor` over `group` on rank `target` of it, in place. *Collective* over `group`.
+    """Sum `tensor` over `group` to its rank `target`, in place. *Collective* over `group`.
 
-    The target returns when the sum is there. The others return at once, with works to wait for before `tensor` may be
-    written: reductions to one target after the other are under way together.
+    The target returns when the sum is complete. The other ranks return at once, so that reductions to several targets
+    overlap.
+
+    Returns:
+        Works to wait for before `tensor` is written; none on the target.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank != target:

@@ -1,4 +1,4 @@
-"""What all all-reduce functions share: their arguments, checked once, and the arithmetic of SUM and AVG."""
+"""What all all-reduce functions share: the check of their arguments, and the arithmetic of SUM and AVG."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -30,7 +30,7 @@ class AllReduce(Protocol):
 
 @dataclass(frozen=True)
 class Reduction:
-    """One all-reduce to be done: a flat view of the tensor, the group and this rank's place in it."""
+    """The plan of one all-reduce: a flat view of the tensor, the group, and this rank's number in it."""
 
     flat: Tensor
     """Shape `[length]`, contiguous, in the dtype of the tensor; the result is written here."""
@@ -40,20 +40,20 @@ class Reduction:
     world_size: int
     average: bool
     wire_dtype: torch.dtype
-    """Dtype of the messages; that of `flat` unless the caller asked for a narrower one."""
+    """Dtype of the messages: that of `flat`, or a narrower one."""
 
     @property
     def narrow_wire(self) -> bool:
-        """Whether messages are cast on their way out and in."""
+        """Whether messages are cast when sent and received."""
         return self.wire_dtype != self.flat.dtype
 
     def prepare(self) -> None:
-        """Scale the contributions first where their sum could overflow the wire although the average would not."""
+        """Scale the contributions if their sum could overflow the wire dtype although the average would not."""
         if self.average and self.narrow_wire and self.wire_dtype == torch.float16:
             self.flat.div_(self.world_size)
 
     def finish(self, summed: Tensor) -> None:
-        """Turn a finished sum into the result of the operation, in place. Integer averages round towards zero."""
+        """Turn a sum into the result of the operation, in place. Integer averages round towards zero."""
         if not self.average or (self.narrow_wire and self.wire_dtype == torch.float16):
             return
         rounding_mode = None if summed.is_floating_point() else "trunc"
@@ -74,7 +74,7 @@ def plan_reduction(
             tensor that is not floating point.
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ConfigurationError(f"all-reduce knows ReduceOp.SUM and ReduceOp.AVG, but got {op!r}.")
+        raise ConfigurationError(f"all-reduce supports ReduceOp.SUM and ReduceOp.AVG, but got {op!r}.")
     if not tensor.is_contiguous():
         raise ConfigurationError(
             f"all-reduce works in place on contiguous tensors, but got shape {tuple(tensor.shape)} with strides "

@@ -29,23 +29,23 @@ def ring_all_reduce(
 ) -> Tensor:
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
-    Cost: each rank sends 2(N-1) chunks of ceil(length / N) elements, the optimum, whatever N is; no rank is a master.
-    Memory: one chunk of received messages, and with a narrower wire one of those to be sent.
+    Cost: each rank sends 2(N-1) chunks of ceil(length / N) elements, the optimum for any N.
+    Memory: one chunk for received messages; with a narrower wire another one for messages to send.
 
     Args:
         tensor: contiguous, any shape and length, floating point or integer; reduced in place.
-        group: ranks that take part; the default group if left out.
+        group: ranks that take part; `None` for the default group.
         op: `ReduceOp.SUM` or `ReduceOp.AVG`.
-        wire_dtype: floating-point dtype of the messages. Additions are done in the dtype of `tensor`; what travels (the
-            partial sums and the result) is rounded to `wire_dtype`.
-        segment_bytes: size of the parts, in the dtype of `tensor`, that a chunk is sent in: adding one overlaps the
+        wire_dtype: floating-point dtype of the messages. Additions are done in the dtype of `tensor`; partial sums and
+            the result are rounded to `wire_dtype`.
+        segment_bytes: bytes, in the dtype of `tensor`, of the segments that a chunk is sent in: adding one overlaps the
             transfer of the next.
 
     Returns:
         `tensor`.
 
     Raises:
-        ConfigurationError: other operations, tensors that are not contiguous, a wire dtype for integers.
+        ConfigurationError: another operation, a tensor that is not contiguous, or a wire dtype for integers.
     """
     reduction = plan_reduction(tensor, group, op, wire_dtype)
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
@@ -77,26 +77,26 @@ def ring_all_reduce(
         return exchange([], [(target, left)], reduction.group, _GATHERING).receives
 
     num_stages = 2 * (world_size - 1) * segments
-    # Gloo tells a sender that its receiver is ready, and that word queues behind what is on its way already. So
-    # finished chunks, which need no buffer, are asked for at once. They cannot come before what they replace was sent:
-    # they are made from it.
-    asked_for: deque[list[dist.Work]] = deque()
+    # gloo's ready-to-receive message queues behind data in flight, so post the all-gather receives up front. They land
+    # in the output and need no buffer. A finished chunk cannot arrive before the partial sum that it overwrites was
+    # sent: it is made from it.
+    early_receives: deque[list[dist.Work]] = deque()
     if flat.device.type == "cpu" and outgoing is None:
-        asked_for.extend(receive_in_place(stage) for stage in range(num_stages // 2, num_stages))
+        early_receives.extend(receive_in_place(stage) for stage in range(num_stages // 2, num_stages))
 
     def post(stage: int) -> tuple[Exchange, Tensor]:
         step, segment = divmod(stage, segments)
         message = segment_of(rank - step, segment)
         if outgoing is not None:
             if len(sending) == segments:
-                wait(sending.popleft())  # the message that left from the same slot
+                wait(sending.popleft())  # the message that was sent from the same slot
             message = slot(outgoing, segment, like=message).copy_(message)
         target = segment_of(rank - step - 1, segment)
-        # A finished chunk lands in its place; one that is to be added or widened lands beside it.
+        # A finished chunk is received in place; one that is to be added or cast, in a buffer.
         arriving = target if step > last_sum and outgoing is None else slot(received, segment, like=target)
-        if step > last_sum and asked_for:
+        if step > last_sum and early_receives:
             sent = exchange([(message, right)], [], reduction.group, _GATHERING).sends
-            posted = Exchange(receives=asked_for.popleft(), sends=sent)
+            posted = Exchange(receives=early_receives.popleft(), sends=sent)
         else:
             posted = exchange([(message, right)], [(arriving, left)], reduction.group)
         sending.append(posted.sends)
@@ -112,7 +112,7 @@ def ring_all_reduce(
             if step == last_sum:
                 reduction.finish(target)
                 if reduction.narrow_wire:
-                    # The others receive this chunk rounded; without this its owner alone would keep the exact sum.
+                    # The other ranks receive this chunk rounded, so its owner must round it, too.
                     target.copy_(target.to(reduction.wire_dtype))
         elif reduction.narrow_wire:
             target.copy_(arrived)

@@ -1,8 +1,10 @@
-"""What this rank sends: exactly, for our own algorithms, and as the kernel saw it, for everything else.
+"""Count the bytes that this rank sends: exactly for our own algorithms, as seen by the kernel for everything else.
 
-with count_traffic() as traffic:
-trainer.fit(model)
-print(traffic.payload_bytes, traffic.socket_bytes)
+Example::
+
+    with count_traffic() as traffic:
+        trainer.fit(model)
+    print(traffic.payload_bytes, traffic.socket_bytes)
 """
 
 import os
@@ -22,16 +24,16 @@ _TCP_INFO_BYTES = 216
 
 @dataclass
 class Traffic:
-    """Bytes one rank sent inside a `count_traffic` block. Final once the block has ended."""
+    """Bytes that one rank sent inside a `count_traffic` block. Final after the block."""
 
     payload_bytes: int = 0
-    """Tensor bytes handed to point-to-point sends by `lightning_paral.comm`, exact."""
+    """Tensor bytes in point-to-point sends of `lightning_paral.comm`, exact."""
 
     socket_bytes: int | None = None
-    """Bytes all TCP connections of this process carried out, gloo's message headers included and retransmissions not.
+    """Bytes that all TCP connections of this process sent, with gloo's message headers, without retransmissions.
 
-    Covers whatever uses gloo: DDP's native reducer, FSDP, DeepSpeed. `None` where the kernel does not tell (only
-    Linux >= 4.19 does). NCCL inside one machine uses no sockets and is not seen here.
+    Covers everything that uses gloo: DDP's native reducer, FSDP, DeepSpeed. `None` if the kernel does not report it;
+    Linux does from 4.19 on. NCCL within one machine uses no sockets and is not counted.
     """
 
 
@@ -41,9 +43,9 @@ _counting: list[Traffic] = []
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what this process sends, in all its threads, from here to the end of the block. Blocks may nest.
+    """Count what all threads of this process send inside the block. Blocks may nest.
 
-    No collective: each rank counts itself. Put a barrier before the end of the block where sends may be under way.
+    Not collective: each rank counts its own bytes. If sends may still be in flight, end the block with a barrier.
     """
     traffic = Traffic()
     before = _sent_by_connection()
@@ -53,7 +55,7 @@ def count_traffic() -> Iterator[Traffic]:
         yield traffic
     finally:
         with _counting_lock:
-            # By identity: two blocks that counted the same are equal.
+            # By identity: two blocks with equal counts are equal.
             _counting[:] = [other for other in _counting if other is not traffic]
         after = _sent_by_connection()
         if before is not None and after is not None:
@@ -70,7 +72,7 @@ def record_sent(num_bytes: int) -> None:
 
 
 def _sent_by_connection() -> dict[int, int] | None:
-    """Return bytes sent so far by each open TCP connection of this process, by socket inode."""
+    """Return the bytes sent so far by each open TCP connection of this process, by socket inode; `None` if unknown."""
     if not os.path.isdir("/proc/self/fd"):
         return None
     sent = {}

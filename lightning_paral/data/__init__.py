@@ -1,6 +1,6 @@
-"""Which samples a rank draws: every sample once in evaluation, equal steps on all ranks in training."""
+"""Which samples a rank draws: each sample once in evaluation, equally many steps on all ranks in training."""
 
-from lightning_paral.data.injection import Injection
+from lightning_paral.data.distribute import LoaderDistributor
 from lightning_paral.data.predictions import GatherPredictions
 
-__all__ = ["GatherPredictions", "Injection"]
+__all__ = ["GatherPredictions", "LoaderDistributor"]

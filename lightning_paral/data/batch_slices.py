@@ -1,7 +1,7 @@
-"""Take batches from a sampler, several at a time, without building those that are not used.
+"""Take batches from a sampler, several at a time, without building batches that nobody reads.
 
-A rank draws the batches of all ranks, and loads its own. With torch's own `BatchSampler` over a list of indices, such
-as that of `RandomSampler`, only the batches that are used are sliced from the list.
+A rank draws the batches of all ranks and loads its own. If torch's own `BatchSampler` iterates over a list of indices,
+as with `RandomSampler`, only the batches that are read are sliced from the list.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ _LIST_ITERATOR: type = type(iter([]))
 
 
 @dataclass(frozen=True)
-class CutBatches(Sequence[list[Any]]):
-    """Consecutive batches in a range of a list, of equal size except for the last."""
+class BatchSlices(Sequence[list[Any]]):
+    """Consecutive batches of a range of a list, sliced when they are read; all of equal size but the last."""
 
     indices: list[Any]
     start: int
@@ -31,13 +31,13 @@ class CutBatches(Sequence[list[Any]]):
     def __getitem__(self, at: int) -> list[Any]: ...
 
     @overload
-    def __getitem__(self, at: slice) -> "CutBatches": ...
+    def __getitem__(self, at: slice) -> "BatchSlices": ...
 
-    def __getitem__(self, at: int | slice) -> "list[Any] | CutBatches":
+    def __getitem__(self, at: int | slice) -> "list[Any] | BatchSlices":
         if isinstance(at, slice):
             first, last, step = at.indices(len(self))
             assert step == 1
-            return CutBatches(self.indices, self._at(first), self._at(max(first, last)), self.batch_size)
+            return BatchSlices(self.indices, self._at(first), self._at(max(first, last)), self.batch_size)
         if not 0 <= at < len(self):
             raise IndexError(at)
         return self.indices[self._at(at) : self._at(at + 1)]
@@ -53,19 +53,19 @@ class CutBatches(Sequence[list[Any]]):
 
 def num_samples_in(batches: Sequence[Any]) -> int:
     """Return the number of indices in `batches`."""
-    return batches.num_samples if isinstance(batches, CutBatches) else sum(map(len, batches))
+    return batches.num_samples if isinstance(batches, BatchSlices) else sum(map(len, batches))
 
 
-class Taking:
-    """The batches of one iteration over a sampler.
+class BatchTaker:
+    """Takes the batches of one iteration over a sampler.
 
     Args:
-        batches: the sampler; its iteration begins now.
+        batches: the sampler; iteration starts here.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._front: list[Any] = []
-        self._cuts = (batches.batch_size, batches.drop_last) if type(batches) is BatchSampler else None
+        self._slicing = (batches.batch_size, batches.drop_last) if type(batches) is BatchSampler else None
         self._iterator: Iterator[Any] = iter(batches.sampler if type(batches) is BatchSampler else batches)
 
     def take(self, count: int) -> Sequence[Any]:
@@ -75,29 +75,29 @@ class Taking:
         return [*front, *taken] if front else taken
 
     def put_back(self, batches: Sequence[Any]) -> None:
-        """Return `batches` to the front, to be taken next."""
+        """Put `batches` back, to be taken next."""
         self._front[:0] = batches
 
     def _take(self, count: int) -> Sequence[Any]:
-        if self._cuts is None:
+        if self._slicing is None:
             return list(islice(self._iterator, count))
-        batch_size, drop_last = self._cuts
-        indices, start, stop = _next_of(self._iterator, count * batch_size)
+        batch_size, drop_last = self._slicing
+        indices, start, stop = _next_items(self._iterator, count * batch_size)
         if drop_last:
             stop -= (stop - start) % batch_size
-        return CutBatches(indices, start, stop, batch_size)
+        return BatchSlices(indices, start, stop, batch_size)
 
 
-def _next_of(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, int]:
-    """Advance `iterator` by `count` items; return a list that contains them, and their start and stop in it."""
+def _next_items(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, int]:
+    """Advance `iterator` by `count` items; return a list that contains them, with their start and stop."""
     if count == 0:
         return [], 0, 0
-    first = list(islice(iterator, 1))  # a generator delegates to a list once it has begun
+    first = list(islice(iterator, 1))  # a generator delegates to a list iterator once started
     inner: Any = iterator
     while isinstance(inner, GeneratorType):
         inner = inner.gi_yieldfrom
     if first and type(inner) is _LIST_ITERATOR:
-        reduced: Any = inner.__reduce__()  # `iter, (list,), position`; without a position at the end
+        reduced: Any = inner.__reduce__()  # `iter, (list,), position`; no position at the end
         if len(reduced) == 3 and reduced[2] > 0 and reduced[1][0][reduced[2] - 1] is first[0]:
             indices, start = reduced[1][0], reduced[2] - 1
             if start + count <= len(indices):

@@ -1,4 +1,4 @@
-"""Lightning's evaluation loops, made to count each sample once: they pass over fillers and join uneven results."""
+"""Make Lightning's evaluation loops count each sample once: skip padding batches and join uneven results."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -24,26 +24,26 @@ from lightning_paral.compat.lightning.evaluation import (
 )
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_keys import CheckedResults
-from lightning_paral.data.padding import Filler, Uneven, without_trace
-from lightning_paral.data.uneven_results import EvaluationResults
+from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
+from lightning_paral.data.uneven_results import UnevenResults
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 
-class ExactEvaluation:
-    """Takes part in the steps of Lightning's evaluation loops for the time of a run.
+class ExactEvaluationLoops:
+    """Changes Lightning's evaluation and prediction loops for a run.
 
     Args:
         trainer: its loops for validation, test and prediction are changed until `undo` is closed.
         dims: which ranks evaluate samples of their own.
-        run_fillers: whether a filler step has to be run, for the collectives in it, or only passed over.
-        undo: takes what undoes the changes.
+        run_padding: whether to run the step of a padding batch, because it contains collectives, or to skip it.
+        undo: stack that the functions to undo the changes are pushed to.
     """
 
-    def __init__(self, trainer: Trainer, dims: ParallelDims, run_fillers: bool, undo: ExitStack) -> None:
+    def __init__(self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack) -> None:
         self._trainer = trainer
         self._dims = dims
-        self._run_fillers = run_fillers
+        self._run_padding = run_padding
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
@@ -51,6 +51,7 @@ class ExactEvaluation:
         _sync_metrics_over_data_ranks(trainer.lightning_module, dims, undo)
 
     def _check_training(self, trainer: Trainer, undo: ExitStack) -> None:
+        """Check at the end of each training epoch that the ranks logged the same keys."""
         loop, end_epoch = trainer.fit_loop, trainer.fit_loop.on_advance_end
         results = CheckedResults(self._dims)
         set_results_of_fit(trainer, results)
@@ -62,56 +63,56 @@ class ExactEvaluation:
         shadow_method(loop, "on_advance_end", check_and_end_epoch, undo)
 
     def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
-        results = EvaluationResults(self._dims)
+        results = UnevenResults(self._dims)
         set_results(loop, results)
 
-        def passing_over_fillers(evaluation_step: Step) -> Step:
+        def skipping_padding(evaluation_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
-                batch, is_filler, results.alone = resolve(batch, combined)
-                # A step that draws its batches itself: how many steps it takes may differ by rank.
-                results.alone |= dataloader_iter is not None
-                if not is_filler:
+                batch, is_padding, results.rank_local = resolve(batch, combined)
+                # A step that draws its batches itself may do so a different number of times on each rank.
+                results.rank_local |= dataloader_iter is not None
+                if not is_padding:
                     evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
                 several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
-                # What this rank has logged earlier for this loader is used at the loader's end.
+                # At the end of the loader Lightning uses what this rank has logged for it in earlier steps.
                 results.dataloader_idx = dataloader_idx if several else None
-                if self._run_fillers:
-                    put_aside = EvaluationResults(self._dims)
-                    put_aside.alone = True
-                    put_aside.dataloader_idx = results.dataloader_idx
-                    set_results(loop, put_aside)
+                if self._run_padding:
+                    discarded = UnevenResults(self._dims)
+                    discarded.rank_local = True
+                    discarded.dataloader_idx = results.dataloader_idx
+                    set_results(loop, discarded)
                     try:
                         hook_name = "test_step" if self._trainer.testing else "validation_step"
-                        self._run_filler(loop, hook_name, batch, batch_idx, dataloader_idx if several else None)
+                        self._run_padding_step(loop, hook_name, batch, batch_idx, dataloader_idx if several else None)
                     finally:
                         set_results(loop, results)
 
             return step
 
         def join() -> None:
-            results.alone = False
+            results.rank_local = False
             results.exchange(self._trainer.lightning_module)
 
-        replace_evaluation_step(loop, passing_over_fillers, undo)
+        replace_evaluation_step(loop, skipping_padding, undo)
         call_at_end_of_loader(loop, self._trainer, join, undo)
 
     def _change_prediction(self, loop: PredictionLoop, undo: ExitStack) -> None:
-        def passing_over_fillers(predict_step: Step) -> Step:
+        def skipping_padding(predict_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-                batch, is_filler, _ = resolve(batch, combined_loader_of(loop))
-                if not is_filler:
+                batch, is_padding, _ = resolve(batch, combined_loader_of(loop))
+                if not is_padding:
                     predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-                elif self._run_fillers:
+                elif self._run_padding:
                     several = loop.num_dataloaders > 1
-                    self._run_filler(loop, "predict_step", batch, batch_idx, dataloader_idx if several else None)
+                    self._run_padding_step(loop, "predict_step", batch, batch_idx, dataloader_idx if several else None)
 
             return step
 
-        replace_predict_step(loop, passing_over_fillers, undo)
+        replace_predict_step(loop, skipping_padding, undo)
 
-    def _run_filler(
+    def _run_padding_step(
         self,
         loop: EvaluationLoop | PredictionLoop,
         hook_name: str,
@@ -119,20 +120,20 @@ class ExactEvaluation:
         batch_idx: int,
         dataloader_idx: int | None,
     ) -> None:
-        """Call the step with a batch that does not count. *Collective* where the step is."""
+        """Run the step of a padding batch and roll back its side effects. *Collective* if the step is."""
         trainer = self._trainer
         if batch is None:
             raise ConfigurationError(
-                f"Rank {trainer.global_rank} got no batch at all from a dataset that shards itself, so it has nothing "
-                f"to take part with in the collectives of the others' {hook_name}. Give every rank a part of the data, "
-                "or let it be sharded here: shard_iterable=True."
+                f"Rank {trainer.global_rank} got no batch from a dataset that shards itself, so it cannot join the "
+                f"collectives in the {hook_name} of the other ranks. Give every rank some data, or let the strategy "
+                "shard the dataset: shard_iterable=True."
             )
-        with without_trace(trainer.lightning_module):
+        with rollback_side_effects(trainer.lightning_module):
             call_step_alone(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
 
 
 def _sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
-    """Let torchmetrics synchronize over the data ranks, where these are not all ranks, unless they have a group."""
+    """Make torchmetrics without a group synchronize over the data ranks, if these are not all ranks."""
     group = dims.data_group()
     if group is None:
         return
@@ -143,26 +144,26 @@ def _sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: Exit
 
 
 def resolve(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]:
-    """Return the batch as the user's loaders made it, whether it is a filler, and whether another rank's may be.
+    """Return the user's batch, whether it is padding, and whether that of another rank may be.
 
-    Several loaders that are read at once, and not one after the other, end as in one process: with the shortest in
-    `"min_size"`, else with the longest.
+    Loaders that are read side by side (`"min_size"`, `"max_size"`, `"max_size_cycle"`) end as in one process: with the
+    shortest for `"min_size"`, otherwise with the longest.
     """
     mode = mode_of(combined)
     if mode == "sequential":
-        return _bare(batch), isinstance(batch, Filler), isinstance(batch, Filler | Uneven)
+        return _unwrap(batch), isinstance(batch, PaddingBatch), isinstance(batch, PaddingBatch | MaybeUneven)
     items = items_of(combined, batch)
     lengths = [sized_len(loader) or 0 for loader in combined.flattened]
-    decisive = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
+    of_longest = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
     if mode == "min_size":
-        is_filler = any(isinstance(item, Filler) for item in items)
+        is_padding = any(isinstance(item, PaddingBatch) for item in items)
     else:
-        is_filler = all(isinstance(item, Filler) for item in decisive)
-    if mode == "max_size" and not is_filler:
-        items = [None if isinstance(item, Filler) else item for item in items]
-    uneven = any(isinstance(item, Filler | Uneven) for item in items)
-    return batch_of(combined, [_bare(item) for item in items]), is_filler, uneven
+        is_padding = all(isinstance(item, PaddingBatch) for item in of_longest)
+    if mode == "max_size" and not is_padding:
+        items = [None if isinstance(item, PaddingBatch) else item for item in items]
+    uneven = any(isinstance(item, PaddingBatch | MaybeUneven) for item in items)
+    return batch_of(combined, [_unwrap(item) for item in items]), is_padding, uneven
 
 
-def _bare(batch: Any) -> Any:
-    return batch.batch if isinstance(batch, Filler | Uneven) else batch
+def _unwrap(batch: Any) -> Any:
+    return batch.batch if isinstance(batch, PaddingBatch | MaybeUneven) else batch

@@ -1,139 +1,191 @@
-"""Iterable datasets: every rank reads the whole stream, and keeps its part of it."""
+"""Distribute a loader of an iterable dataset: every rank reads the full stream and keeps its own batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
-from typing import Any
+from typing import Any, cast
 
-from torch.utils.data import IterableDataset, get_worker_info
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
-from lightning_paral.data.global_batches import Seed
-from lightning_paral.data.order_rng import OrderRandomness, derive_seed
-from lightning_paral.data.padding import Filler
-from lightning_paral.data.sampler import Share, too_few_batches
+from lightning_paral.compat.torch.loaders import copy_without_workers
+from lightning_paral.data.global_order import Seed
+from lightning_paral.data.loader import Loader, with_iteration
+from lightning_paral.data.order_rng import SeededRNG, derive_seed
+from lightning_paral.data.padding import CollatePadding, PaddingBatch, mark_maybe_uneven
+from lightning_paral.data.sampler import ShardSpec, too_few_batches
+from lightning_paral.errors import ConfigurationError
+
+
+def distribute_iterable(loader: Loader, shard: ShardSpec, seed: Seed, number: int) -> tuple[Loader, "ShardedIterable"]:
+    """Return a copy of `loader` over this rank's part of its stream, and that part.
+
+    Args:
+        loader: not changed.
+        shard: this rank's part.
+        seed: seed of the run's orders.
+        number: index among the loaders of the same stage.
+
+    Raises:
+        ConfigurationError: `split="global"` cannot divide the batches of a training loader among the ranks.
+    """
+    name = type(loader.dataset).__name__
+    batch_size = loader.batch_size or 1
+    if shard.split == "global" and batch_size % shard.world_size:
+        if shard.remainder != "pad":
+            raise ConfigurationError(
+                f"split='global' divides each batch of {name} among {shard.world_size} ranks, but the loader's "
+                f"batch_size={loader.batch_size}. Make it a multiple of the number of ranks, or set split='batch'."
+            )
+        shard = dataclasses.replace(shard, split="batch")
+    if shard.world_size > 1:
+        rank_zero_info(
+            f"{name} is an iterable dataset: each of {shard.world_size} ranks x {max(1, loader.num_workers)} "
+            "workers reads all of it and keeps its part. If it looks at the rank or the worker itself, set "
+            "shard_iterable=False."
+        )
+    stream = ShardedIterable(cast(Iterable[Any], loader.dataset), shard, batch_size, loader.drop_last, seed, number)
+    return with_stream(loader, stream), stream
+
+
+def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
+    """Return a copy of `loader` that reads `stream` in place of its dataset."""
+    forwarder = _EpochForwarder(stream)
+    changes: dict[str, Any] = {"dataset": stream, "sampler": forwarder, "drop_last": False}
+    if loader.batch_size is not None:
+        changes["batch_size"] = stream.local_batch_size
+        changes["batch_sampler"] = BatchSampler(forwarder, stream.local_batch_size, drop_last=False)  # type: ignore[arg-type]
+    if stream.shard.may_need_padding:
+        changes["collate_fn"] = CollatePadding(loader.collate_fn)
+    changed = copy_without_workers(loader, **changes)
+    return with_iteration(changed, mark_maybe_uneven) if stream.shard.may_need_padding else changed
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """The part of a rank, and in it of a `DataLoader` worker, of a stream.
+    """A rank's samples of a stream, or those of one of its `DataLoader` workers.
 
-    Batches of the stream go to the ranks in turns, and the turns to the workers: a loader gives its rank the batches
-    that the sampler of a dataset with indices would. Copied into worker processes.
+    The stream is read in global batches: what the ranks together take in a step. Worker `i` of `n` handles global
+    batches `i`, `i + n`, ..., so a loader gives its rank the same batches as for a map-style dataset. Copied into
+    worker processes.
 
     Args:
-        dataset: yields the same samples in every process, as far as it draws from the global random generators.
-        share: which part of it.
-        batch_size: samples in a batch of the loader as the user made it; 1 where it has `batch_size=None`.
+        dataset: yields the same samples in every process if it draws from the global random generators only.
+        shard: this rank's part.
+        batch_size: samples in a batch of the user's loader; 1 if that has `batch_size=None`.
         drop_last: leave out the last batch if it is smaller.
-        seed: what the randomness derives from.
-        number: tells the loaders of one kind apart.
+        seed: seed of the run's orders.
+        number: index among the loaders of the same stage.
     """
 
     def __init__(
-        self, dataset: Iterable[Any], share: Share, batch_size: int, drop_last: bool, seed: Seed, number: int
+        self, dataset: Iterable[Any], shard: ShardSpec, batch_size: int, drop_last: bool, seed: Seed, number: int
     ) -> None:
         self.dataset = dataset
-        self.share = share
+        self.shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._seed = seed
         self._number = number
         self._epoch = 0
-        self._num_iterations = 0  # of this epoch; in workers that persist, of all: they do not see `set_epoch`
+        self._num_iterations = 0  # in this epoch; in persistent workers, in all epochs: they do not see `set_epoch`
         self._skip = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of `epoch`."""
+        """Make `epoch` the epoch of the next iteration."""
         if epoch != self._epoch:
             self._epoch, self._skip = epoch, 0
         self._num_iterations = 0
 
     def resume(self, epoch: int, num_samples: int) -> None:
-        """Let the next iteration, of `epoch`, leave out the first `num_samples` of the stream."""
+        """Make the next iteration, of `epoch`, skip the first `num_samples` of the stream."""
         self.set_epoch(epoch)
         self._skip = num_samples
 
     @property
-    def turn_size(self) -> int:
-        """Samples of the stream that the ranks together take in a step."""
-        return self.batch_size if self.share.split == "global" else self.batch_size * self.share.world_size
+    def global_batch_size(self) -> int:
+        """Number of samples that the ranks together take in a step."""
+        return self.batch_size if self.shard.split == "global" else self.batch_size * self.shard.world_size
 
     @property
-    def part_size(self) -> int:
-        """Samples that a rank takes in a step."""
-        return self.turn_size // self.share.world_size
+    def local_batch_size(self) -> int:
+        """Number of samples that a rank takes in a step."""
+        return self.global_batch_size // self.shard.world_size
 
     def __len__(self) -> int:
         length = len(self.dataset)  # type: ignore[arg-type]
         num_batches = length // self.batch_size if self.drop_last else -(-length // self.batch_size)
-        return self.share.num_steps(num_batches) * self.part_size
+        return self.shard.num_steps(num_batches) * self.local_batch_size
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        randomness = OrderRandomness(derive_seed(self._seed.value, self._number, self._epoch, self._num_iterations))
+        rng = SeededRNG(derive_seed(self._seed.value, self._number, self._epoch, self._num_iterations))
         num_samples_to_skip = self._skip if not self._num_iterations else 0
         self._num_iterations += 1
         beginning: list[Any] = []
-        with randomness.drawing():
+        with rng.drawing():
             stream = iter(self.dataset)
-            if num_samples_to_skip >= self.turn_size:
-                first, part, size = self._read_turn(stream, keep=True)
-                beginning = part or first
+            if num_samples_to_skip >= self.global_batch_size:
+                first, local, size = self._read_global_batch(stream, keep=True)
+                beginning = local or first
                 num_samples_to_skip -= size
             for _ in islice(stream, num_samples_to_skip):
                 pass
-        for turn in count():
-            mine = turn % num_workers == number
-            with randomness.drawing():
-                first, part, size = self._read_turn(stream, mine or not turn)
-            beginning = beginning or part or first
-            if size == self.turn_size or self._is_whole(size):
-                yield from part if mine else ()
+        for step in count():
+            mine = step % num_workers == number
+            with rng.drawing():
+                first, local, size = self._read_global_batch(stream, mine or not step)
+            beginning = beginning or local or first
+            if size == self.global_batch_size or self._is_full(size):
+                yield from local if mine else ()
             elif mine:
-                yield from self._end(beginning, first, part, turn, size)
-            if size < self.turn_size:
+                yield from self._remainder(beginning, first, local, step, size)
+            if size < self.global_batch_size:
                 return
 
-    def _read_turn(self, stream: Iterator[Any], keep: bool) -> tuple[list[Any], list[Any], int]:
-        """Read a turn; return its first batch, this rank's part, both empty unless kept, and how much was there."""
-        rank, world_size = self.share.rank, self.share.world_size
+    def _read_global_batch(self, stream: Iterator[Any], keep: bool) -> tuple[list[Any], list[Any], int]:
+        """Read a global batch; return its first batch, this rank's part, both empty unless `keep`, and its size."""
+        rank, world_size = self.shard.rank, self.shard.world_size
         first: list[Any] = []
-        part: list[Any] = []
+        local: list[Any] = []
         size = 0
-        for index in range(self.turn_size // self.batch_size):
+        for index in range(self.global_batch_size // self.batch_size):
             batch = list(islice(stream, self.batch_size))
             if self.drop_last and len(batch) < self.batch_size:
                 break
             size += len(batch)
             if keep and not index:
                 first = batch
-            if keep and self.share.split == "global":
-                part = batch[rank::world_size]
+            if keep and self.shard.split == "global":
+                local = batch[rank::world_size]
             elif keep and index == rank:
-                part = batch
-        return first, part, size
+                local = batch
+        return first, local, size
 
-    def _is_whole(self, size: int) -> bool:
-        """Whether every rank has its whole batch, though the last of them is smaller."""
-        return self.share.split == "batch" and -(-size // self.batch_size) == self.share.world_size
+    def _is_full(self, size: int) -> bool:
+        """Return whether every rank has a batch, though the last rank's is smaller."""
+        return self.shard.split == "batch" and -(-size // self.batch_size) == self.shard.world_size
 
-    def _end(self, beginning: list[Any], first: list[Any], part: list[Any], turn: int, size: int) -> Iterable[Any]:
-        """Return what this rank draws in a last turn that does not reach all ranks."""
+    def _remainder(
+        self, beginning: list[Any], first: list[Any], local: list[Any], step: int, size: int
+    ) -> Iterable[Any]:
+        """Return this rank's samples of a last global batch that is too small for all ranks."""
         if not size:
             return []
-        if self.share.ending == "fill":
-            return part or [Filler(sample) for sample in first[: self.part_size]]
-        if self.share.split == "global":
-            missing = -(-size // self.share.world_size) - len(part)
-            return part + beginning[:missing]
-        if self.share.ending == "wrap":
-            return part or beginning
-        if not turn and not self._skip:
-            raise too_few_batches(self.dataset, self.share.world_size)
+        if self.shard.remainder == "pad":
+            return local or [PaddingBatch(sample) for sample in first[: self.local_batch_size]]
+        if self.shard.split == "global":
+            missing = -(-size // self.shard.world_size) - len(local)
+            return local + beginning[:missing]
+        if self.shard.remainder == "wrap":
+            return local or beginning
+        if not step and not self._skip:
+            raise too_few_batches(self.dataset, self.shard.world_size)
         return []
 
 
-class EpochForwarder:
-    """The endless sampler that a `DataLoader` wants for an iterable dataset, where Lightning leaves the epoch."""
+class _EpochForwarder:
+    """An endless sampler for the `DataLoader`, which passes Lightning's `set_epoch` on to the dataset."""
 
     def __init__(self, dataset: ShardedIterable) -> None:
         self._dataset = dataset
@@ -143,36 +195,4 @@ class EpochForwarder:
             yield None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset."""
         self._dataset.set_epoch(epoch)
-
-
-def in_agreement(
-    batches: Iterator[Any],
-    restart: Callable[[], Iterator[Any]],
-    share: Share,
-    any_has: Callable[[bool], bool],
-    all_have: Callable[[bool], bool],
-) -> Iterator[Any]:
-    """Yield the batches of a stream that shards itself, as many on every rank. *Collective*, once for each batch.
-
-    With `share.ending` `"drop"` all ranks end with the first that runs out. Otherwise they end with the last: until
-    then the others start again (`"wrap"`) or yield fillers (`"fill"`).
-    """
-    first_pass, last = True, None
-    while True:
-        batch = next(batches, _END)
-        first_pass = first_pass and batch is not _END
-        if not (all_have(first_pass) if share.ending == "drop" else any_has(first_pass)):
-            return
-        if batch is not _END:
-            last = batch
-        elif share.ending == "wrap":
-            batches = restart()
-            batch = next(batches, None)
-        else:
-            batch = Filler(last)
-        yield batch
-
-
-_END = object()

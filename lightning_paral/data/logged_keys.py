@@ -1,8 +1,7 @@
-"""What `self.log(..., sync_dist=True)` reduces over ranks, checked to be the same key on all of them."""
+"""Check that `self.log(..., sync_dist=True)` reduces the same key on all ranks."""
 
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,25 +11,26 @@ from torch import Tensor
 
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.data.delayed_read import ReadLater
+from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**23
-"""Sums of marks stay below, so that they are exact in fp32."""
+"""Upper bound of sums of fingerprints, which are then exact in fp32."""
 
-_TELL_SECONDS = 5.0
+_EXCHANGE_TIMEOUT = timedelta(seconds=5)
 
 
 class CheckedReduce:
-    """Reduces the values logged under one key, and with them two marks of the key: no collective more than without.
+    """Reduces the values of one key together with two fingerprints of the key; this takes no further collective.
 
-    Lightning reduces in the order in which a rank logs. Where ranks log different keys, values of different metrics
-    would be averaged, and nobody would know.
+    Lightning reduces in the order in which a rank logs. If ranks log different keys, it would silently average values
+    of different metrics.
 
     Args:
-        key: hook and name, as Lightning numbers what is logged.
-        reduce: the strategy's.
+        key: hook and name, as in Lightning's results.
+        reduce: the strategy's `reduce`.
         dims: which ranks it reduces over, unless a group is given.
     """
 
@@ -38,26 +38,26 @@ class CheckedReduce:
         self.key = key
         self._dims = dims
         self._reduce = reduce
-        self._marks: dict[tuple[Any, ...], Tensor] = {}
+        self._fingerprints: dict[tuple[Any, ...], Tensor] = {}
         self._wrong: Tensor | None = None
-        self._on_its_way: ReadLater | None = None
+        self._pending: AsyncScalar | None = None
 
     def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
         """Return `value` reduced over `group`. *Collective*.
 
         Raises:
-            ConfigurationError: another rank reduces another key; on CUDA it is raised by a later `check`.
+            ConfigurationError: another rank reduces another key. On CUDA a later `check` raises it.
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
-        marks = self._marks_for(value, reduce_op, group)
+        fingerprints = self._fingerprints_for(value, reduce_op, group)
         try:
-            reduced = self._reduce(torch.cat([value.reshape(-1), marks]), reduce_op=reduce_op, group=group)
+            reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
         except RuntimeError as error:
             error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {_EVERY_RANK}",)
             raise
-        own = marks if reduce_op != "sum" else marks * self._num_ranks(group)
-        wrong = (reduced[-2:] != own).any()
+        expected = fingerprints if reduce_op != "sum" else fingerprints * self._num_ranks(group)
+        wrong = (reduced[-2:] != expected).any()
         if can_be_read_at_once(value):
             if wrong:
                 raise self._error(group)
@@ -69,16 +69,16 @@ class CheckedReduce:
         """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
 
         Args:
-            wait: wait for all results, in place of checking only those that have arrived. Waiting in each step would
-                stall the device.
+            wait: wait for all results. Otherwise check those that have arrived only: waiting in each step would stall
+                the device.
         """
-        while self._wrong is not None or self._on_its_way is not None:
-            if self._on_its_way is None:
+        while self._wrong is not None or self._pending is not None:
+            if self._pending is None:
                 assert self._wrong is not None
-                self._on_its_way, self._wrong = ReadLater(self._wrong), None
-            if not (wait or self._on_its_way.has_arrived):
+                self._pending, self._wrong = AsyncScalar(self._wrong), None
+            if not (wait or self._pending.has_arrived):
                 return
-            found, self._on_its_way = self._on_its_way, None
+            found, self._pending = self._pending, None
             if found.read():
                 raise self._error(None)
 
@@ -89,19 +89,19 @@ class CheckedReduce:
     def _name(self) -> str:
         return self.key.split(".", 1)[-1]
 
-    def _marks_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
-        how = (value.device, value.dtype, reduce_op, group)
-        if how not in self._marks:
+    def _fingerprints_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
+        kind = (value.device, value.dtype, reduce_op, group)
+        if kind not in self._fingerprints:
             largest = _LARGEST_SUM // self._num_ranks(group)
             digests = [zlib.crc32(salt + f"{self.key} {reduce_op}".encode()) % largest for salt in (b"1", b"2")]
             if reduce_op in ("max", "min"):
                 digests = [digests[0], -digests[0]]  # the largest and the smallest
-            self._marks[how] = torch.tensor(digests, dtype=value.dtype, device=value.device)
-        return self._marks[how]
+            self._fingerprints[kind] = torch.tensor(digests, dtype=value.dtype, device=value.device)
+        return self._fingerprints[kind]
 
     def _error(self, group: Any) -> ConfigurationError:
         ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
-        others = _tell(self.key, ranks)
+        others = _other_keys(self.key, ranks)
         also = "; ".join(f"rank {rank} logged {key!r}" for rank, key in others.items())
         return ConfigurationError(
             f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True while another rank logged another key"
@@ -116,7 +116,7 @@ _EVERY_RANK = (
 
 
 def can_be_read_at_once(value: Tensor) -> bool:
-    """Whether results computed from `value` can be read without waiting for its device."""
+    """Return whether results computed from `value` can be read without waiting for its device."""
     return value.device.type == "cpu"
 
 
@@ -137,14 +137,14 @@ class CheckedResults(ResultCollection):
         super().log(fx, name, value, *args, **options)
 
     def reduce_for(self, key: str, reduce: Callable[..., Any]) -> CheckedReduce:
-        """Return what reduces the values of `key`: always the same, for Lightning compares it."""
+        """Return the function that reduces the values of `key`; always the same object, which Lightning compares."""
         where = (key, getattr(reduce, "__self__", reduce))
         if where not in self._reduces:
             self._reduces[where] = CheckedReduce(key, reduce, self.dims)
         return self._reduces[where]
 
     def metrics(self, on_step: bool) -> Any:
-        """Return what callbacks, loggers and the progress bar get."""
+        """Return the values for callbacks, loggers and the progress bar."""
         found = super().metrics(on_step)
         for reduce in self._reduces.values():
             reduce.check(wait=not on_step)
@@ -154,7 +154,7 @@ class CheckedResults(ResultCollection):
         """Check that all data ranks are about to reduce the same keys. *Collective* over these.
 
         Raises:
-            ConfigurationError: they are not; names keys and ranks.
+            ConfigurationError: the keys differ; names keys and ranks.
         """
         keys = [
             key
@@ -181,14 +181,9 @@ class CheckedResults(ResultCollection):
         )
 
 
-def _tell(key: str, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the other keys of ranks that find the same, as far as they say so in time."""
-    store: Any = default_store()
-    # Counted, as the store may still hold what was told in another fit.
-    count = store.add(f"lightning_paral/logged/{dist.get_rank()}", 1)
-    keys = {rank: f"lightning_paral/logged/{rank}/{count}" for rank in ranks}
-    store.set(keys[dist.get_rank()], key)
-    with suppress(dist.DistError, RuntimeError):
-        store.wait(list(keys.values()), timedelta(seconds=_TELL_SECONDS))
-    told = {rank: store.get(each).decode() for rank, each in keys.items() if store.check([each])}
-    return {rank: other for rank, other in told.items() if other != key}
+def _other_keys(key: str, ranks: Sequence[int]) -> dict[int, str]:
+    """Return the keys, other than `key`, of those of `ranks` that find the same error in time."""
+    # Numbered: the store may still hold the keys of an error in an earlier fit.
+    number = default_store().add(f"lightning_paral/logged/{dist.get_rank()}", 1)
+    found = exchange_in_store(f"logged/{number}", key, _EXCHANGE_TIMEOUT, ranks)
+    return {rank: other for rank, other in found.items() if other != key}

@@ -1,4 +1,4 @@
-"""Random state that an order is drawn under: the same on every rank, and apart from the training's own."""
+"""Random generators that draw the order of samples: the same on every rank, separate from those of training."""
 
 import hashlib
 import random
@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from lightning_paral.distributed.rng_state import global_states, set_global_states
+
 _MAX_NUMPY_SEED = 2**32
-_NUM_GLOBAL = 3  # states of generators that everybody draws from
+_NUM_GLOBAL = 3  # global generators in `States`
 
 
 def derive_seed(*parts: int) -> int:
@@ -19,98 +21,87 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Randomness(Protocol):
-    """What an order is drawn under."""
+class OrderRNG(Protocol):
+    """The random generators that an order draws from."""
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Return a context in which the order draws."""
+        """Return a context inside which the global generators continue the stream of this order."""
 
 
-class OrderRandomness:
-    """The global generators of torch (CPU), numpy and `random` as an order sees them, from seed to exhaustion.
+class SeededRNG:
+    """A random stream that starts from a seed and flows through the global generators of torch (CPU), numpy, `random`.
 
-    Inside `drawing()` they are where the order left them the last time; outside, where everybody else did.
+    Inside `drawing()` the generators continue this stream; on exit the caller's states are restored.
 
     Args:
-        seed: what they start from.
-        generators: generators that samplers hold themselves; they start from their own seed joined with `seed`.
+        seed: start of the stream.
+        generators: generators that samplers own; each starts from its own initial seed combined with `seed`.
     """
 
     def __init__(self, seed: int, generators: tuple[torch.Generator, ...] = ()) -> None:
         self._seed = seed
         self._generators = generators
-        self._inside: States | None = None
+        self._stream: States | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let the code inside draw from this randomness. Everybody else's is restored, whatever happens."""
-        outside = self._states()
+        """Continue this stream inside the block; restore the generators on exit, also after an exception."""
+        callers = states_of(self._generators)
         try:
-            if self._inside is None:
+            if self._stream is None:
                 self._start()
             else:
-                self._set_states(self._inside)
+                set_states(self._stream, self._generators)
             yield
-            self._inside = self._states()
+            self._stream = states_of(self._generators)
         finally:
-            self._set_states(outside)
+            set_states(callers, self._generators)
 
     def _start(self) -> None:
         torch.default_generator.manual_seed(self._seed)
         np.random.seed(self._seed % _MAX_NUMPY_SEED)
         random.seed(self._seed)
         for generator in self._generators:
-            # Not `seed` alone: two users' generators with different seeds are to give different orders. The initial
-            # seed changes with every `manual_seed`, so it is put back by restoring the state, not by seeding.
+            # Not `seed` alone: generators that a user seeded differently must give different orders. `manual_seed` also
+            # sets the initial seed, so `drawing` restores the generator by its state.
             generator.manual_seed(derive_seed(generator.initial_seed(), self._seed))
-
-    def _states(self) -> "States":
-        return states_of(self._generators)
-
-    def _set_states(self, states: "States") -> None:
-        set_states(states, self._generators)
 
 
 States = tuple[Any, ...]
-"""Of torch (CPU), numpy, `random`, and of generators that samplers hold: plain data that a checkpoint can hold."""
+"""States of the global generators of torch (CPU), numpy and `random`, then of samplers' own: safe to load."""
 
 
 def states_of(generators: Sequence[torch.Generator]) -> States:
     """Return the states of the global generators and of `generators`."""
-    kind, keys, *rest = np.random.get_state()
-    of_numpy = (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest)
-    own = tuple(generator.get_state() for generator in generators)
-    return torch.default_generator.get_state(), of_numpy, random.getstate(), *own
+    return *global_states(), *(generator.get_state() for generator in generators)
 
 
 def set_states(states: States, generators: Sequence[torch.Generator]) -> None:
-    """Give the global generators and `generators` what `states_of` returned."""
-    of_torch, (kind, keys, *rest), of_random, *own = states
-    torch.default_generator.set_state(of_torch)
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    random.setstate(of_random)
+    """Set the global generators and `generators` to what `states_of` returned."""
+    of_torch, of_numpy, of_random, *own = states
+    set_global_states((of_torch, of_numpy, of_random))
     for generator, state in zip(generators, own, strict=True):
         generator.set_state(state)
 
 
-def fitted(states: States, generators: Sequence[torch.Generator]) -> States:
-    """Return `states` for `generators`, of which there may be others by now: those begin where they are."""
+def match_generators(states: States, generators: Sequence[torch.Generator]) -> States:
+    """Return `states` for `generators`; if their number has changed, those keep their current states."""
     if len(states) == _NUM_GLOBAL + len(generators):
         return states
     return (*states[:_NUM_GLOBAL], *(generator.get_state() for generator in generators))
 
 
-class SharedRandomness:
-    """The generators as one process has them: an order draws from where everybody else left them, and they go on.
+class SharedRNG:
+    """The random stream of a single process: an order starts from the generators' current states and advances them.
 
-    All ranks draw from rank 0's. A rank's own generator goes on behind the order only where it was the same as rank 0's
-    before; another one stays where it is. Between the chunks of an order the code that trains may draw; then the order
-    goes on from where it was itself, the same on all ranks.
+    All ranks draw from rank 0's states. A generator of another rank is advanced only if it equalled rank 0's before;
+    otherwise it stays where it is. An order is drawn in chunks. Training may draw between two of them; the next chunk
+    continues from the end of the one before, the same on all ranks.
 
     Args:
-        generators: those that samplers hold themselves.
+        generators: generators that samplers own.
         agree: returns what rank 0 passes to it; *collective*.
-        start: the states to begin from, in place of those there are: an order drawn again.
+        start: states to start from in place of the current ones, to draw an order again.
     """
 
     def __init__(
@@ -122,25 +113,26 @@ class SharedRandomness:
         self._generators = generators
         self._agree = agree
         self.start = start
-        self._inside: States | None = None
+        self._stream: States | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let the code inside draw. With the first call ranks agree: *collective* if there is an `agree`."""
-        outside = states_of(self._generators)
+        """Continue this stream inside the block. *Collective* at the first call, if there is an `agree`."""
+        callers = states_of(self._generators)
         if self.start is None:
-            self.start = outside if self._agree is None else self._agree(outside)
-        inside = self.start if self._inside is None else self._inside
-        after = outside
-        set_states(inside, self._generators)
+            self.start = callers if self._agree is None else self._agree(callers)
+        before = self.start if self._stream is None else self._stream
+        restored = callers
+        set_states(before, self._generators)
         try:
             yield
-            self._inside = states_of(self._generators)
-            after = tuple(
-                new if _same(was, begun) else was for was, begun, new in zip(outside, inside, self._inside, strict=True)
+            self._stream = states_of(self._generators)
+            restored = tuple(
+                after if _same(caller, begun) else caller
+                for caller, begun, after in zip(callers, before, self._stream, strict=True)
             )
         finally:
-            set_states(after, self._generators)
+            set_states(restored, self._generators)
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -1,65 +1,80 @@
-"""Steps that a rank runs only for the sake of the others' collectives, and that leave no trace."""
+"""Padding batches: a rank without data runs them to join the other ranks' collectives; side effects are rolled back."""
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.deepspeed.modules import is_of_division
 from lightning_paral.compat.torch.modules import own_buffers
+from lightning_paral.distributed.rng_state import global_states, set_global_states
+from lightning_paral.model.engine_attributes import describes_shards
 
-# What `Module.__init__` makes, apart from buffers, belongs to torch and to the engines, not to the step.
-_OF_TORCH = set(vars(Module()))
+# Attributes that `Module.__init__` creates. Apart from buffers, torch and the engines change them, not the step.
+_TORCH_ATTRIBUTES = set(vars(Module()))
 
 
 @dataclass(frozen=True)
-class Filler:
-    """A batch, or a sample of one, that is there only so that all ranks take the same number of steps."""
+class PaddingBatch:
+    """A batch, or a sample of one, that only keeps the number of steps equal on all ranks. It is not counted."""
 
     batch: Any
 
 
 @dataclass(frozen=True)
-class Uneven:
-    """A batch of a step in which another rank may have a filler."""
+class MaybeUneven:
+    """A batch of a step in which another rank may have a padding batch."""
 
     batch: Any
 
 
-class CollateFillers:
-    """Collates as before, but samples that are fillers become a batch that is one."""
+class CollatePadding:
+    """Wraps a `collate_fn`, so that padding samples become a padding batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch of `samples`; of a single one, where the loader has `batch_size=None`."""
-        if isinstance(samples, Filler):
-            return Filler(self.collate(samples.batch))
-        if isinstance(samples, list) and samples and isinstance(samples[0], Filler):
-            return Filler(self.collate([sample.batch for sample in samples]))
+        """Return the batch of `samples`; with `batch_size=None`, of a single sample."""
+        if isinstance(samples, PaddingBatch):
+            return PaddingBatch(self.collate(samples.batch))
+        if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
+            return PaddingBatch(self.collate([sample.batch for sample in samples]))
         return self.collate(samples)
 
 
-@contextmanager
-def without_trace(module: Module) -> Iterator[None]:
-    """Undo what the code inside does to random generators, and to attributes of `module` and its submodules.
+def mark_maybe_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+    """Yield `batches`, each marked `MaybeUneven` unless it is padding: where a stream ends is not known beforehand."""
+    for batch in batches:
+        yield batch if isinstance(batch, PaddingBatch) else MaybeUneven(batch)
 
-    Buffers and other tensors get back their values, the states of torchmetrics included; lists, dicts, sets and deques
-    get back their items, at any depth. Parameters are left alone: evaluation does not change them, engines do.
+
+def strip_padding(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+    """Yield `batches` without padding batches, the others without their marks."""
+    for batch in batches:
+        if not isinstance(batch, PaddingBatch):
+            yield batch.batch if isinstance(batch, MaybeUneven) else batch
+
+
+@contextmanager
+def rollback_side_effects(module: Module) -> Iterator[None]:
+    """Roll back what the block does to the random generators and to attributes of `module` and its submodules.
+
+    Restores the values of buffers, of tensors among the attributes and of torchmetrics' states, and the items of
+    lists, dicts, sets and deques at any depth. Parameters are left alone: evaluation does not change them, engines do.
     """
-    states = _random_states()
-    attributes = [(each.__dict__, _own(each), _keep(_own(each))) for each in module.modules()]
-    of_modules = [own_buffers(each) for each in module.modules()]
-    buffers = [(current, dict(current), _keep(current)) for current in of_modules]
+    host_states = global_states()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    attributes = [
+        (each.__dict__, _user_attributes(each), _snapshot(_user_attributes(each))) for each in module.modules()
+    ]
+    module_buffers = [own_buffers(each) for each in module.modules()]
+    buffers = [(current, dict(current), _snapshot(current)) for current in module_buffers]
     try:
         yield
     finally:
@@ -72,35 +87,37 @@ def without_trace(module: Module) -> Iterator[None]:
             current.clear()
             current.update(before)
             _restore(before, kept)
-        _set_random_states(states)
+        set_global_states(host_states)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
 
 
-def _own(module: Module) -> dict[str, Any]:
+def _user_attributes(module: Module) -> dict[str, Any]:
     return {name: module.__dict__[name] for name in _names(module.__dict__)}
 
 
 def _names(attributes: dict[str, Any]) -> list[str]:
-    return [name for name in attributes if name not in _OF_TORCH and not is_of_division(name)]
+    return [name for name in attributes if name not in _TORCH_ATTRIBUTES and not describes_shards(name)]
 
 
-def _keep(value: Any) -> Any:
-    """Copy what can change in place: tensors and containers, down to their items."""
+def _snapshot(value: Any) -> Any:
+    """Copy what can change in place: tensors and containers, down to their items. `None` for anything else."""
     if isinstance(value, Parameter):
-        return None  # engines keep lists of those, and gather and free them
+        return None  # engines keep lists of parameters, and unshard and free them
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _keep(item) for key, item in value.items()}, copy.copy(value)
+        return {key: _snapshot(item) for key, item in value.items()}, copy.copy(value)
     if isinstance(value, list | deque | tuple):
-        # Tensors in lists are outputs and states that were collected: nobody changes them in place, and they are many.
-        return [None if isinstance(item, Tensor) else _keep(item) for item in value], list(value)
+        # Tensors in lists are collected outputs and states: many, and not changed in place. So they are not copied.
+        return [None if isinstance(item, Tensor) else _snapshot(item) for item in value], list(value)
     if isinstance(value, set):
         return set(value)
     return None
 
 
 def _restore(value: Any, kept: Any) -> None:
-    """Give `value` its state of when `kept = _keep(value)`, in place."""
+    """Restore `value` in place to its state when `kept = _snapshot(value)` was called."""
     if kept is None:
         return
     if isinstance(value, Tensor):
@@ -122,17 +139,3 @@ def _restore(value: Any, kept: Any) -> None:
     elif isinstance(value, set):
         value.clear()
         value.update(kept)
-
-
-def _random_states() -> tuple[Any, ...]:
-    on_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return torch.get_rng_state(), on_cuda, np.random.get_state(), random.getstate()
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    of_torch, on_cuda, of_numpy, of_random = states
-    torch.set_rng_state(of_torch)
-    if on_cuda is not None:
-        torch.cuda.set_rng_state(on_cuda)
-    np.random.set_state(of_numpy)
-    random.setstate(of_random)

@@ -1,4 +1,4 @@
-"""The predictions of all ranks, put together as one process would have returned them."""
+"""Gather the predictions of all ranks in the order in which one process returns them."""
 
 from typing import Any
 
@@ -8,54 +8,60 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_paral.data.iterable import ShardedIterable
-from lightning_paral.data.sampler import Share
+from lightning_paral.data.sampler import ShardSpec
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 
 class GatherPredictions(Callback):
-    """Lets `trainer.predict` return on every rank what one process would return: each sample once, in its order.
+    """Makes `trainer.predict` return on every rank what one process returns: each sample once, in the same order.
 
-    `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU. With `split="global"` the
-    parts of a batch are joined: predictions are then tensors, lists, or dicts and tuples of them, one item per sample.
+    `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU. `split="global"` joins
+    the parts of each batch: predictions must then be tensors or lists with one item per sample, or dicts or tuples of
+    them.
     """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the predictions. *Collective* over the data ranks."""
+        """Gather the predictions on all ranks. *Collective* over the data ranks.
+
+        Raises:
+            ConfigurationError: the order of a loader is unknown, or parts of a batch cannot be joined.
+        """
         loop = trainer.predict_loop
-        # Strategies of others are refused below, for what their ranks draw is unknown.
+        # Strategies of others are refused below: what their ranks draw is unknown.
         dims = getattr(trainer.strategy, "dims", ParallelDims(replicate=trainer.world_size))
         if dims.data_size == 1 or not loop.return_predictions:
             return
         loaders = CombinedLoader(trainer.predict_dataloaders).flattened
         of_loaders = [loop.predictions] if len(loaders) == 1 else loop.predictions
         for loader, predictions in zip(loaders, of_loaders, strict=True):
-            share, fillers = _share(loader)
-            steps = (step for step in range(len(predictions) + len(fillers)) if step not in fillers)
+            shard, padding_steps = _shard_of(loader)
+            steps = (step for step in range(len(predictions) + len(padding_steps)) if step not in padding_steps)
             gathered = dims.data_ranks_on_host().gather(dict(zip(steps, predictions, strict=False)))
-            predictions[:] = _by_turns(gathered) if share.split == "batch" else _joined(gathered)
+            predictions[:] = _in_turn(gathered) if shard.split == "batch" else _joined(gathered)
 
 
-def _share(loader: Any) -> tuple[Share, set[int]]:
+def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
     sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     for source in (sampler, getattr(loader, "sampler", None), dataset):
-        share = getattr(source, "share", None)
-        if isinstance(share, Share):
-            return share, set() if isinstance(source, ShardedIterable) else source.fillers  # type: ignore[union-attr]
+        shard = getattr(source, "shard", None)
+        if isinstance(shard, ShardSpec):
+            return shard, set() if isinstance(source, ShardedIterable) else source.padding_steps  # type: ignore[union-attr]
     raise ConfigurationError(
-        f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: it was not "
-        "spread by the strategy. Give a DataLoader without a distributed sampler, and leave "
+        f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: the "
+        "strategy did not distribute it. Give a DataLoader without a distributed sampler, and leave "
         "use_distributed_sampler=True."
     )
 
 
-def _by_turns(gathered: list[dict[int, Any]]) -> list[Any]:
+def _in_turn(gathered: list[dict[int, Any]]) -> list[Any]:
+    """Return the batches of all ranks, rank by rank in each step."""
     num_steps = max(max(of_rank, default=-1) for of_rank in gathered) + 1
     return [of_rank[step] for step in range(num_steps) for of_rank in gathered if step in of_rank]
 
 
 def _joined(gathered: list[dict[int, Any]]) -> list[Any]:
-    """Join the parts of each step. Sample number s of all is on rank s modulo the world size."""
+    """Join the parts of each batch. Sample number `s` of all samples is on data rank `s % data_size`."""
     batches: list[Any] = []
     num_samples, data_size = 0, len(gathered)
     for step in range(max(max(of_rank, default=-1) for of_rank in gathered) + 1):
@@ -80,7 +86,7 @@ def _num_samples(part: Any) -> int:
 
 
 def _interleave(parts: list[Any]) -> Any:
-    """Join parts of which the first holds samples 0, n, 2n, ... of a batch, the second 1, n + 1, and so on."""
+    """Join `n` parts of a batch: the first holds samples 0, n, 2n, ..., the second 1, n + 1, ..., and so on."""
     if isinstance(parts[0], dict):
         return {key: _interleave([part[key] for part in parts]) for key in parts[0]}
     if isinstance(parts[0], tuple):

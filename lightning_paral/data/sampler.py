@@ -1,4 +1,4 @@
-"""The batches of one rank: every batch once in evaluation, equal steps on all ranks in training."""
+"""Draw the batches of one rank: each sample once in evaluation, equally many steps on all ranks in training."""
 
 from array import array
 from bisect import bisect_right
@@ -7,74 +7,74 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_paral.data.batch_slices import num_samples_in
-from lightning_paral.data.global_batches import Order
+from lightning_paral.data.global_order import GlobalOrder
 from lightning_paral.data.order_rng import States
 from lightning_paral.errors import ConfigurationError
 
-_KEPT = 64  # more repetitions than workers draw ahead
+_MAX_START_STATES = 64  # more repetitions than workers draw ahead
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """Which part of an order a rank gets, and what happens at its end."""
+class ShardSpec:
+    """Which batches of a global order a rank gets, and what happens to a remainder that does not reach all ranks."""
 
     rank: int
     world_size: int
     split: Literal["batch", "global"]
-    """Whole batches in turns, or a part of each batch."""
-    ending: Literal["drop", "wrap", "fill"]
-    """`"fill"`, in evaluation: a rank for which nothing is left gets a filler, which counts for nothing."""
+    """`"batch"`: full batches, rank by rank in turn. `"global"`: a part of each batch."""
+    remainder: Literal["drop", "wrap", "pad"]
+    """`"pad"`, in evaluation: a rank for which nothing is left gets a padding batch."""
 
     @property
-    def may_be_uneven(self) -> bool:
-        """Whether some ranks may run out of batches before others, and draw fillers. A single rank draws none."""
-        return self.ending == "fill" and self.world_size > 1
+    def may_need_padding(self) -> bool:
+        """Whether some ranks may run out of batches before others. A single rank never needs padding."""
+        return self.remainder == "pad" and self.world_size > 1
 
     def num_steps(self, num_batches: int) -> int:
-        """Return in how many steps the ranks together draw `num_batches`, the same on all ranks."""
+        """Return the number of steps in which the ranks together draw `num_batches`; the same on all ranks."""
         if self.split == "global":
             return num_batches
-        return num_batches // self.world_size if self.ending == "drop" else -(-num_batches // self.world_size)
+        return num_batches // self.world_size if self.remainder == "drop" else -(-num_batches // self.world_size)
 
 
 class RankBatchSampler:
-    """A batch sampler with the part of one rank of an order, to be put into a `DataLoader`.
+    """A batch sampler for a `DataLoader` that draws the batches of one rank.
 
-    After an epoch's end it starts the same epoch with another order, as a combined loader asks for that cycles.
+    Iterated again in the same epoch, as by a combined loader that cycles, it draws a new order: a repetition.
 
     Args:
-        order: the batches of one process.
-        share: which part of them.
+        order: the global order of batches.
+        shard: this rank's part of it.
     """
 
-    def __init__(self, order: Order, share: Share) -> None:
+    def __init__(self, order: GlobalOrder, shard: ShardSpec) -> None:
         self.order = order
-        self.share = share
-        self.fillers: set[int] = set()
-        """The steps of the current iteration in which this rank draws a filler. Known once the step is drawn."""
-        self.uneven: set[int] = set()
-        """Those in which some rank does."""
+        self.shard = shard
+        self.padding_steps: set[int] = set()
+        """Steps of the current iteration in which this rank draws a padding batch. Known once the step is drawn."""
+        self.uneven_steps: set[int] = set()
+        """Steps of the current iteration in which some rank draws a padding batch."""
         self.loss_weights: dict[int, float] = {}
-        """In `split="global"`: the weight of this rank's mean in that of the step, where it is not 1, by step."""
+        """By step, with `split="global"`: the weight of this rank's mean in the mean of the step, if that is not 1."""
         self._epoch = 0
         self._repetition = 0
         self._skip = 0, 0  # samples, steps
-        self._num_samples = array("q")  # after each step, since the start of the repetition
-        self._starts = [0]  # of the repetitions, in steps
-        self._begun: list[States | None] = []  # what the orders of the repetitions began from
-        self._again: States | Literal["seed"] | None = None
+        self._num_samples = array("q")  # drawn since the start of the repetition, after each step
+        self._starts = [0]  # first step of each repetition
+        self._start_states: list[States | None] = []  # random states at the start of each repetition
+        self._resume_from: States | Literal["seed"] | None = None
 
     @property
     def sampler(self) -> "RankBatchSampler":
-        """Itself: Lightning calls `set_epoch` of a batch sampler's `sampler` only."""
+        """This object itself: Lightning calls `set_epoch` of a batch sampler's `sampler` only."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of `epoch`."""
+        """Make `epoch` the epoch of the next iteration."""
         if epoch != self._epoch:
             self._epoch, self._repetition, self._skip = epoch, 0, (0, 0)
             self._starts = [0]
-            self._begun, self._again = [], None
+            self._start_states, self._resume_from = [], None
             del self._num_samples[:]
         self.order.set_epoch(epoch)
 
@@ -82,111 +82,118 @@ class RankBatchSampler:
         num_batches = self.order.num_batches()
         if num_batches is None:
             raise TypeError(f"{type(self.order.batches).__name__} has no length.")
-        return self.share.num_steps(num_batches)
+        return self.shard.num_steps(num_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self.fillers.clear()
-        self.uneven.clear()
+        self.padding_steps.clear()
+        self.uneven_steps.clear()
         self.loss_weights.clear()
         num_samples, num_steps = self._skip if len(self._starts) == 1 else (0, 0)
-        # Steps drawn by an iteration that was given up, as `DataLoader` workers draw ahead, do not count.
+        # Forget steps of an abandoned iteration, which `DataLoader` workers drew ahead.
         del self._num_samples[self._starts[-1] :]
-        del self._begun[len(self._starts) - 1 :]
+        del self._start_states[len(self._starts) - 1 :]
         self._num_samples.extend([0] * num_steps)
-        if self.share.split == "batch":
-            yield from self._draw_whole(num_samples)
+        if self.shard.split == "batch":
+            yield from self._draw_batches(num_samples)
         else:
-            yield from self._draw_parts(num_samples)
-        if self.share.ending != "fill":
+            yield from self._draw_batch_slices(num_samples)
+        if self.shard.remainder != "pad":
             self._starts.append(len(self._num_samples))
             self._repetition += 1
 
-    def _draw_whole(self, num_samples: int) -> Iterator[Any]:
-        rank, world_size, ending = self.share.rank, self.share.world_size, self.share.ending
+    def _draw_batches(self, num_samples: int) -> Iterator[Any]:
+        rank, world_size, remainder = self.shard.rank, self.shard.world_size, self.shard.remainder
         batched, record = self.order.batched, self._num_samples.append
-        beginning: list[Any] = [None] * (world_size - 1) if ending == "wrap" else []
-        left: Sequence[Any] = ()
+        beginning: list[Any] = [None] * (world_size - 1) if remainder == "wrap" else []
+        rest: Sequence[Any] = ()
         for chunk in self._drawn(num_samples, beginning):
-            whole = len(chunk) - len(chunk) % world_size
-            for start in range(0, whole, world_size):
+            full = len(chunk) - len(chunk) % world_size
+            for start in range(0, full, world_size):
                 num_samples += num_samples_in(chunk[start : start + world_size]) if batched else world_size
                 record(num_samples)
                 yield chunk[start + rank]
-            left = chunk[whole:]  # of the last chunk
-        if left and ending == "drop" and not num_samples:
-            raise too_few_batches(self.order.batches, self.share.world_size)
-        if left and ending != "drop":
-            self.uneven.add(len(self._num_samples))
-            record(num_samples + (num_samples_in(left) if batched else len(left)))
-            if rank < len(left):
-                yield left[rank]
-            elif ending == "wrap":
-                yield beginning[(rank - len(left)) % len(beginning)]
+            rest = chunk[full:]  # not empty for the last chunk only
+        if rest and remainder == "drop" and not num_samples:
+            raise too_few_batches(self.order.batches, self.shard.world_size)
+        if rest and remainder != "drop":
+            self.uneven_steps.add(len(self._num_samples))
+            record(num_samples + (num_samples_in(rest) if batched else len(rest)))
+            if rank < len(rest):
+                yield rest[rank]
+            elif remainder == "wrap":
+                yield beginning[(rank - len(rest)) % len(beginning)]
             else:
-                self.fillers.add(len(self._num_samples) - 1)
-                yield left[0]
+                self.padding_steps.add(len(self._num_samples) - 1)
+                yield rest[0]
 
-    def _draw_parts(self, num_samples: int) -> Iterator[Any]:
-        rank, world_size, record = self.share.rank, self.share.world_size, self._num_samples.append
-        # The rank after the one that drew the last sample comes first: batches of one sample reach all ranks in turn.
+    def _draw_batch_slices(self, num_samples: int) -> Iterator[Any]:
+        rank, world_size, record = self.shard.rank, self.shard.world_size, self._num_samples.append
+        # The rank after that of the last sample comes first, so that batches of one sample reach all ranks in turn.
         start = (rank - num_samples) % world_size
         for chunk in self._drawn(num_samples):
             for batch in chunk:
                 size = len(batch)
                 num_samples += size
-                part = batch[start::world_size]
+                local = batch[start::world_size]
                 if size % world_size:
-                    part = self._weigh(len(self._num_samples), part, batch)
+                    local = self._weigh(len(self._num_samples), local, batch)
                     start = (rank - num_samples) % world_size
                 record(num_samples)
-                yield part
+                yield local
 
     def _drawn(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[Sequence[Any]]:
-        again = self._again if len(self._starts) == 1 else None
-        turn = self.share.world_size if self.share.split == "batch" else 1
-        return self.order.draw(self._epoch, self._repetition, num_samples, beginning, again, self._note, turn)
+        resume_from = self._resume_from if len(self._starts) == 1 else None
+        batches_per_step = self.shard.world_size if self.shard.split == "batch" else 1
+        return self.order.draw(
+            self._epoch, self._repetition, num_samples, beginning, resume_from, self._note_start, batches_per_step
+        )
 
-    def _note(self, begun: States | None) -> None:
-        self._begun.append(begun)
-        if len(self._begun) > _KEPT:  # of a short loader that is drawn from again and again
-            self._begun[-_KEPT - 1] = None
+    def _note_start(self, states: States | None) -> None:
+        self._start_states.append(states)
+        if len(self._start_states) > _MAX_START_STATES:  # a short loader that is repeated many times
+            self._start_states[-_MAX_START_STATES - 1] = None
 
-    def _weigh(self, step: int, part: list[Any], batch: list[Any]) -> list[Any]:
-        """Note what a part of a batch that does not divide by the ranks counts; return it, or a filler for none."""
-        self.loss_weights[step] = len(part) * self.share.world_size / len(batch)
-        if len(batch) < self.share.world_size:
-            self.uneven.add(step)
-        if part:
-            return part
-        self.fillers.add(step)
+    def _weigh(self, step: int, local: list[Any], batch: list[Any]) -> list[Any]:
+        """Note the loss weight of `local` in a batch that the ranks cannot divide equally; pad it if it is empty."""
+        self.loss_weights[step] = len(local) * self.shard.world_size / len(batch)
+        if len(batch) < self.shard.world_size:
+            self.uneven_steps.add(step)
+        if local:
+            return local
+        self.padding_steps.add(step)
         return batch[:1]
 
     def position(self, num_steps: int) -> dict[str, Any]:
-        """Return where in the order `num_steps` of this epoch lead, in terms that hold at any world size."""
+        """Return the position in the order after `num_steps` of this epoch, in terms that hold at any world size."""
         index = max(0, bisect_right(self._starts, num_steps - 1) - 1)
         repetition = self._repetition - (len(self._starts) - 1) + index
         samples = self._num_samples[num_steps - 1] if 0 < num_steps <= len(self._num_samples) else 0
-        begun = self._begun[index] if index < len(self._begun) else None
-        return {"repetition": repetition, "samples": samples} | ({} if begun is None else {"begun": begun})
+        states = self._start_states[index] if index < len(self._start_states) else None
+        return {"repetition": repetition, "samples": samples} | ({} if states is None else {"begun": states})
 
     def resume(self, epoch: int, position: dict[str, Any], num_steps: int) -> int:
-        """Let the next iteration start at `position` of `epoch`, `num_steps` after its start at the saving world size.
+        """Make the next iteration start at `position` of `epoch`.
+
+        Args:
+            epoch: the epoch that was saved.
+            position: what `position` returned, at any world size.
+            num_steps: steps of the epoch before `position`, at the world size of the save.
 
         Returns:
-            the number of steps after which this world is there, counted so that the epoch has `len(self)` of them.
+            Steps of the epoch before `position` at this world size, counted so that the epoch has `len(self)` steps.
         """
         self.set_epoch(epoch)
         self._repetition = position["repetition"]
-        self._again = position.get("begun", "seed")
-        left = self.order.num_batches_after(position["samples"])
-        if left is not None and not self._repetition:
-            num_steps = len(self) - self.share.num_steps(left)
+        self._resume_from = position.get("begun", "seed")
+        num_left = self.order.num_batches_after(position["samples"])
+        if num_left is not None and not self._repetition:
+            num_steps = len(self) - self.shard.num_steps(num_left)
         self._skip = position["samples"], num_steps
         return num_steps
 
 
 def too_few_batches(batches: object, world_size: int) -> ConfigurationError:
-    """Return the error for a training loader of which `remainder="drop"` leaves nothing."""
+    """Return the error for a training loader that `remainder="drop"` leaves without a batch."""
     return ConfigurationError(
         f"The {type(batches).__name__} has fewer batches than there are ranks, {world_size}, and remainder='drop' "
         "drops them all. Set remainder='wrap' or split='global', or make the batches smaller."

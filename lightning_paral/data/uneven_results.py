@@ -1,4 +1,4 @@
-"""What `self.log` collects in evaluation, joined over ranks of which some had fewer samples, or none."""
+"""Join what `self.log` collects in evaluation, over ranks some of which had fewer samples, or none."""
 
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,7 +20,7 @@ _LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_gr
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank has under one key; travels to the others."""
+    """What a rank has logged under one key, as sent to the other ranks."""
 
     key: str
     logged: dict[str, Any]
@@ -30,25 +30,25 @@ class _Entry:
     sync: bool
     rank_zero_only: bool
     value: Tensor | None
-    """A logged tensor's sum, or extreme, over this rank's batches, on CPU; `None` for a torchmetrics metric."""
+    """Sum, minimum or maximum of a logged tensor over this rank's batches, on CPU; `None` for a torchmetrics metric."""
     num_samples: int
 
 
-class EvaluationResults(CheckedResults):
-    """Lightning's results with another end: one exchange, in which every rank takes part whatever it has logged.
+class UnevenResults(CheckedResults):
+    """Lightning's results, joined at the end of a loader in one exchange of all ranks, whatever each has logged.
 
-    Lightning reduces key by key. A rank without a batch has no keys, and the others would wait for it.
+    Lightning reduces key by key. A rank without a batch has no keys, and the other ranks would wait for it.
     """
 
     def __init__(self, dims: ParallelDims) -> None:
         super().__init__(dims, training=False)
-        self.alone = False
-        """Whether some rank has no batch in this step: what is synchronised per step stays this rank's own then."""
+        self.rank_local = False
+        """Whether some rank has no batch in this step. Then values that are synchronized per step stay local."""
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Add a value to what is logged under `key`."""
         sync = self[key].meta.sync
-        if not (self.alone and sync.should):
+        if not (self.rank_local and sync.should):
             super().update_metrics(key, value, batch_size)
             return
         sync.should = False
@@ -58,7 +58,7 @@ class EvaluationResults(CheckedResults):
             sync.should = True
 
     def exchange(self, module: LightningModule) -> None:
-        """Compute what is logged per epoch, over all data ranks. *Collective* over these."""
+        """Reduce the values logged per epoch over all data ranks. *Collective* over these."""
         ours = [_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
         states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
         gathered = self.dims.data_ranks_on_host().gather((ours, states))
@@ -74,11 +74,11 @@ class EvaluationResults(CheckedResults):
         if metric is None or metric.has_reset:
             if entry.rank_zero_only:
                 return
-            metric = self[key] = self._revive(entry, module, metric)
+            metric = self[key] = self._result_like(entry, module, metric)
             if not entry.sync and entry.value is not None:
-                # Not synchronised, and nothing of its own: a rank needs some figure to monitor.
+                # Not synchronized, and this rank has no value of its own: callbacks still need one to monitor.
                 set_computed(metric, _reduce([entry]).to(module.device))
-        self[key] = self.pop(key)  # torchmetrics are computed, collectively, in the order of the keys
+        self[key] = self.pop(key)  # computing torchmetrics is collective: the same order of keys on all ranks
         if entry.value is None or not entry.sync or entry.rank_zero_only:
             return
         group = metric.meta.sync.group
@@ -88,8 +88,8 @@ class EvaluationResults(CheckedResults):
             reduced = _reduce([each for rank in ranks if (each := by_rank.get(rank)) is not None])
             set_computed(metric, reduced.to(module.device))
 
-    def _revive(self, entry: _Entry, module: LightningModule, metric: ResultMetric | None) -> ResultMetric:
-        """Make what this rank would have under a key, had it logged what the others have."""
+    def _result_like(self, entry: _Entry, module: LightningModule, metric: ResultMetric | None) -> ResultMetric:
+        """Return the result that this rank would have if it had logged what the other ranks have."""
         if metric is None:
             logged = entry.logged | {"reduce_fx": entry.reduction, "dataloader_idx": entry.dataloader_idx}
             meta = Metadata(**logged, metric_attribute=entry.metric_attribute)
@@ -99,7 +99,7 @@ class EvaluationResults(CheckedResults):
             assert entry.metric_attribute is not None
             metric.value = attrgetter(entry.metric_attribute)(module)
             set_computed(metric, None)
-        count_as_updated(metric)  # other ranks' updates are merged into it: no warning
+        count_as_updated(metric)  # no warning: the updates of other ranks are merged into it
         metric.has_reset = False
         return metric
 
@@ -132,13 +132,13 @@ def _reduce(entries: list[_Entry]) -> Tensor:
 
 
 def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape behind the first dimension of what a metric collects in lists, as far as it has any."""
+    """Return, for each list state that has items, the dtype of an item and its shape without the first dimension."""
     filled = {name: state[0] for name, state in states_of(metric).items() if isinstance(state, list) and state}
     return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}
 
 
 def _type_empty_states(module: LightningModule, of_ranks: list[dict[str, Any]]) -> None:
-    # torchmetrics gathers an empty list as an empty fp32 vector, whatever the others gather.
+    """Give empty list states the dtype and shape of other ranks' items: torchmetrics gathers them as 1-d fp32."""
     for name, metric in module.named_modules():
         if not isinstance(metric, Metric):
             continue

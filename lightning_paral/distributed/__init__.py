@@ -1,1 +1,1 @@
-"""Ranks: who is what, process groups, launching, agreement, random states and failures."""
+"""Ranks: mesh, process group, launcher, exchanges between ranks, random states, and failures."""

@@ -1,4 +1,4 @@
-"""After an exception: find out whether all ranks failed, and make a group in which they can go on."""
+"""After an exception: find out whether all ranks failed, and make a group in which they can communicate."""
 
 import uuid
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.distributed.store_exchange import exchange_in_store
 
 PATIENCE = timedelta(seconds=10)
 """How long the ranks that failed wait for the others."""
@@ -15,44 +16,37 @@ _ALL, _SOME = "all", "some"
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The outcome of waiting for the other ranks after an exception."""
+class ReachableRanks:
+    """Whether all ranks can be reached, and by which group."""
 
-    all_here: bool
+    all_reachable: bool
     group: dist.ProcessGroup | None = None
-    """A gloo group of all ranks. In earlier groups, collectives that only some ranks began may be pending."""
+    """After a failure, a new gloo group of all ranks: in older groups, collectives of some ranks may be pending."""
 
 
 def new_run_name() -> str:
-    """Return a name no other run has."""
+    """Return a name that no other run has."""
     return uuid.uuid4().hex
 
 
-def meet(run: str, timeout: timedelta) -> Meeting:
-    """Wait until all ranks call this, at most for `PATIENCE`.
+def wait_for_all_ranks(run: str, timeout: timedelta) -> ReachableRanks:
+    """Wait at most `PATIENCE` until all ranks call this. *Collective*, but returns if some rank does not call it.
 
-    A rank that fails alone leaves the others in a collective that never ends. So the ranks meet through the store, and
-    the first to know the outcome writes it there: a rank that came too late would find the keys of all the others.
+    A rank that fails alone leaves the others in a collective that never ends, so the ranks wait through the store. The
+    first rank to know the outcome writes it there: a rank that comes too late would find the keys of all others.
 
     Args:
-        run: a name that all ranks have for the run that failed.
-        timeout: of collectives in the group.
+        run: the name of the run that failed, the same on all ranks.
+        timeout: of collectives in the new group.
     """
     world_size = dist.get_world_size()
     if world_size == 1:
-        return Meeting(all_here=True)
-    prefix = f"lightning_paral/failed/{run}"
+        return ReachableRanks(all_reachable=True)
     try:
-        store = default_store()
-        keys = [f"{prefix}/{rank}" for rank in range(world_size)]
-        store.set(keys[dist.get_rank()], "here")
-        try:
-            store.wait(keys, PATIENCE)
-            found = _ALL
-        except (dist.DistError, RuntimeError):
-            found = _SOME
-        if store.compare_set(f"{prefix}/found", "", found) != _ALL.encode():
-            return Meeting(all_here=False)
-        return Meeting(all_here=True, group=dist.new_group(backend="gloo", timeout=timeout))
+        present = exchange_in_store(f"failed/{run}", "here", PATIENCE)
+        outcome = _ALL if len(present) == world_size else _SOME
+        if default_store().compare_set(f"lightning_paral/failed/{run}/outcome", "", outcome) != _ALL.encode():
+            return ReachableRanks(all_reachable=False)
+        return ReachableRanks(all_reachable=True, group=dist.new_group(backend="gloo", timeout=timeout))
     except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has ended
-        return Meeting(all_here=False)
+        return ReachableRanks(all_reachable=False)

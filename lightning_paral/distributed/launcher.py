@@ -1,4 +1,4 @@
-"""Lightning's subprocess launcher, with the port checked before any process starts and none left behind on failure."""
+"""Lightning's subprocess launcher; checks the port first, and leaves no process behind after a failure."""
 
 import atexit
 import logging
@@ -12,9 +12,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
-from lightning_paral.distributed.process_group import check_port_is_free
+from lightning_paral.distributed.launch_checks import check_port_is_free
 
-_GRACE_SECONDS = 10.0  # for the other ranks to report what they failed of
+_GRACE_SECONDS = 10.0  # for the other ranks to report their errors
 log = logging.getLogger(__name__)
 
 
@@ -27,7 +27,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     """
 
     _children: "Sequence[subprocess.Popen[Any]]" = ()
-    """Processes of a run that failed in this process."""
+    """Processes of a run that failed, to be ended at exit."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         """Start the other local ranks, then call `function` in this one.
 
         Raises:
-            ConfigurationError: rank 0 is to be on this host and MASTER_PORT is taken, or options do not fit the module.
+            ConfigurationError: MASTER_PORT is in use on the host of rank 0, or options do not fit the module.
         """
         environment = self.cluster_environment
         if not environment.creates_processes_externally and environment.node_rank() == 0:
@@ -54,8 +54,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             # Lightning's observer kills this process as soon as another one fails. But this process still has to report
-            # its error, and perhaps to save a checkpoint together with the others. If the script catches the error,
-            # they may even go on together, so the others are not ended before this process exits.
+            # its error, and may save a checkpoint together with the others. If the script catches the error, the ranks
+            # may even continue. So the others are ended when this process exits.
             if self.procs:
                 self._children, self.procs[:] = list(self.procs), []
                 atexit.register(self._end_children)
@@ -67,7 +67,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             process.send_signal(signum)
 
     def _end_children(self) -> None:
-        """Wait a little for the processes this launcher started, then end those that are left."""
+        """Give the processes that this launcher started some seconds to end, then end them."""
         deadline = time.monotonic() + _GRACE_SECONDS
         for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._children:

@@ -1,7 +1,8 @@
-"""The default process group: which backend, joined or made, bound to which device, and how long it stays."""
+"""Join or make the default process group: its backend, its device, its store, and when it is destroyed."""
 
 import atexit
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -23,8 +24,10 @@ from lightning_paral.errors import ConfigurationError, ProcessGroupError
 _PORT_IN_USE = ("EADDRINUSE", "address already in use")
 _TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective operation timeout")
 
-# Rank 0's store outlives the groups made through it: a rank that begins its next fit early would otherwise connect to
-# the store of the fit before, which rank 0 is about to close. Keyed by its address; counts the groups made through it.
+log = logging.getLogger(__name__)
+
+# Rank 0's store outlives the groups made through it. Otherwise a rank that starts its next fit early could connect to
+# the store of the previous fit, which rank 0 is about to close. By address; with the number of groups made through it.
 _stores: dict[tuple[str, int, int, int], tuple[Store, int]] = {}
 
 
@@ -33,7 +36,7 @@ _EXIT_PATIENCE = timedelta(seconds=2)
 
 @dataclass(frozen=True)
 class _Made:
-    """A default group that was made here, and its settings: a later run with the same settings uses it again."""
+    """A default group that was made here, with its settings: a later run with equal settings reuses it."""
 
     group: dist.ProcessGroup
     store: Store
@@ -44,21 +47,20 @@ class _Made:
 
 _made: _Made | None = None
 _host_group: dist.ProcessGroup | None = None
-"""A group for host tensors, if the default group was made elsewhere and carries CUDA tensors only."""
+"""A group for host tensors, if the default group was made by other code and carries CUDA tensors only."""
 
 
 def made_group() -> dist.ProcessGroup | None:
-    """Return the default process group if it was made by `join_process_group`, else `None`."""
+    """Return the default process group if `join_process_group` made it, otherwise `None`."""
     current = dist.is_initialized() and _made is not None and dist.group.WORLD is _made.group
     return _made.group if _made is not None and current else None
 
 
 def release_process_group(*, after_failure: bool = False) -> None:
-    """Destroy the default process group, and all others with it, if it was made here.
+    """Destroy all process groups, if the default group was made here.
 
     Args:
-        after_failure: whether ranks have failed, so that others may not get here: abort NCCL communicators, since
-            destroying them waits for all ranks.
+        after_failure: abort NCCL communicators, because destroying them waits for all ranks, and some may have failed.
     """
     global _made, _host_group
     if made_group() is not None:
@@ -71,7 +73,7 @@ def release_process_group(*, after_failure: bool = False) -> None:
 
 def _release_at_exit() -> None:
     if _made is not None and made_group() is not None and "nccl" in _made.backend:
-        # NCCL's watchdogs ask rank 0's store every second, and print long errors if it ends before they do.
+        # NCCL's watchdogs poll rank 0's store every second, and print long errors if it ends before they do.
         rank, others = dist.get_rank(), range(1, dist.get_world_size())
         with suppress(dist.DistError, RuntimeError):
             if rank == 0 and others:
@@ -86,10 +88,10 @@ def _release_at_exit() -> None:
 def backend_for(device: torch.device, requested: str | None = None) -> str:
     """Return the backend for tensors on `device` that also carries CPU tensors and objects.
 
-    It is `requested`, with gloo for CPU tensors if it does not carry them: `"nccl"` becomes `"cuda:nccl,cpu:gloo"`.
+    This is `requested`, with gloo added for CPU tensors if needed: `"nccl"` becomes `"cuda:nccl,cpu:gloo"`.
 
     Raises:
-        ConfigurationError: a backend that this build of torch lacks or that cannot carry tensors of `device`.
+        ConfigurationError: this build of torch lacks the backend, or the backend cannot carry tensors on `device`.
     """
     backend = requested or ("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
     by_device = dict(part.split(":", 1) for part in backend.split(",")) if ":" in backend else {device.type: backend}
@@ -111,60 +113,25 @@ def backend_for(device: torch.device, requested: str | None = None) -> str:
     return backend if "cpu" in carried else f"{device.type}:{backend},cpu:gloo"
 
 
-def check_device(device: torch.device) -> None:
-    """Raise a `ConfigurationError` if this process is to use a device that does not exist or cannot form a group."""
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigurationError(
-            f"lightning_paral trains on CPU and CUDA, but the accelerator gave {str(device)!r}, for which "
-            "torch.distributed has no backend. Set `accelerator='cpu'` or `accelerator='gpu'` on a CUDA machine."
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"This rank is to use {device}, but it sees {torch.cuda.device_count()} CUDA device(s). "
-            "Lower `devices`, or check CUDA_VISIBLE_DEVICES."
-        )
-
-
-def check_local_rank(local_rank: int, num_devices: int) -> None:
-    """Raise a `ConfigurationError` if more processes were started on this host than the Trainer has devices."""
-    if local_rank >= num_devices:
-        raise ConfigurationError(
-            f"This process was started as local rank {local_rank}, but Trainer(devices=...) gives this host "
-            f"{num_devices} device(s). Start {num_devices} per host or set devices={local_rank + 1} or more."
-        )
-
-
-def check_port_is_free(environment: ClusterEnvironment) -> None:
-    """Raise a `ConfigurationError` if rank 0, about to be started on this host, could not listen on MASTER_PORT."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", environment.main_port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"MASTER_PORT={environment.main_port} cannot be listened on: {error.strerror}. Another run may be "
-                "using it. Choose a free port, or unset MASTER_PORT to have one chosen."
-            ) from None
-
-
 def join_process_group(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
 ) -> None:
-    """Join the default process group if there is one, else make it with all ranks. *Collective* over the world.
+    """Use the default process group if there is one, otherwise make it with all ranks. *Collective* over the world.
 
-    It stays after the run, as under Lightning's `ddp`, and is destroyed when the process ends. One that an earlier run
-    made is used again if this run would make the same, and is replaced otherwise; one made elsewhere is never touched.
+    The group stays after the run, as under Lightning's `ddp`, and is destroyed when the process exits. The group of an
+    earlier run is reused if this run has the same settings, and replaced otherwise. A group that other code made is
+    used and never destroyed.
 
     Args:
-        environment: says who this rank is, how many there are and where rank 0 listens.
-        device: this rank's device. With several ranks on CUDA, the group is bound to it, so that NCCL initializes
+        environment: knows rank, world size, and the address of rank 0.
+        device: this rank's device. With several ranks on CUDA the group is bound to it, so that NCCL initializes
             eagerly and barriers use this device.
-        backend: what `torch.distributed.init_process_group` takes; chosen from `device` if `None`.
-        timeout: how long to wait for other ranks, here and in every operation of the group.
+        backend: backend for `torch.distributed.init_process_group`; `None` to choose it by `device`.
+        timeout: how long to wait for other ranks, here and in every collective.
 
     Raises:
-        ConfigurationError: a group exists but is not the one the Trainer describes, or the port is taken.
-        ProcessGroupError: not all ranks arrived in time.
+        ConfigurationError: a group exists with another rank or world size, or the port is in use.
+        ProcessGroupError: not all ranks arrived within `timeout`.
     """
     protect_inherited_objects()
     rank, world_size = environment.global_rank(), environment.world_size()
@@ -172,6 +139,7 @@ def join_process_group(
     if made_group() is None and dist.is_initialized():
         _check_fits(rank, world_size)
         _complete_with_host_group(timeout)
+        log.info("Using the existing process group: %s.", _described(dist.get_backend_config(), device))
         return
     backend = backend_for(device, backend)
     if made_group() is not None and _made is not None:
@@ -200,15 +168,20 @@ def join_process_group(
     _made = _Made(group, store, backend, device, timeout)
     atexit.unregister(_release_at_exit)
     atexit.register(_release_at_exit)  # runs before functions registered earlier: the group may depend on what they end
+    log.info("Joined the process group: %s.", _described(backend, device))
+
+
+def _described(backend: str, device: torch.device) -> str:
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {backend}, device {device}"
 
 
 def carries_host_tensors(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether `group`, by default the group of all ranks, has a backend for host tensors."""
+    """Return whether `group`, by default the group of all ranks, has a backend for CPU tensors."""
     return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for host tensors; `None` means the default group, if that carries them."""
+    """Return the group of all ranks for CPU tensors; `None` means the default group."""
     return _host_group if is_alive(_host_group) and not carries_host_tensors() else None
 
 
@@ -218,7 +191,7 @@ def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 def check_carries_host_tensors(option: str) -> None:
-    """Raise a `ConfigurationError` if the default group cannot carry the host tensors that `option` leads to."""
+    """Raise a `ConfigurationError` if the default group cannot carry CPU tensors, which `option` needs."""
     if dist.get_world_size() > 1 and not carries_host_tensors():
         raise ConfigurationError(
             f"{option} reduces gradients on the host, but the process group, made before the run, carries CUDA tensors "
@@ -235,7 +208,7 @@ def _complete_with_host_group(timeout: timedelta) -> None:
 
 
 def is_first_to_say(message: str) -> bool:
-    """Whether this process is the first of its host to ask this for `message`; true where others cannot be asked."""
+    """Return whether this process is the first on its host to say `message`; also if the others are out of reach."""
     if not _stores:
         return True
     said = re.sub(r"\brank \d+", "rank", message)
@@ -250,7 +223,7 @@ def is_first_to_say(message: str) -> bool:
 
 
 def name_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
-    """Where `error` says that a collective timed out, add to its message which timeout passed and how to set it."""
+    """If `error` says that a collective timed out, add the timeout and the option that sets it to its message."""
     message = str(error)
     if error.args and any(sign in message for sign in _TIMED_OUT) and option not in message:
         error.args = (
@@ -270,7 +243,7 @@ def _check_fits(rank: int, world_size: int) -> None:
 
 
 def _next_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a fresh namespace in the store of the run, made at first use. Rank 0 listens, unless torchrun does."""
+    """Return a new namespace in the store of the run, made at first use. Rank 0 serves it unless torchrun does."""
     key = (address, port, rank, world_size)
     if key in _stores:
         store, num_groups = _stores[key]
@@ -280,9 +253,8 @@ def _next_store(address: str, port: int, rank: int, world_size: int, timeout: ti
         num_groups = 0
     store.set_timeout(timeout)
     _stores[key] = (store, num_groups + 1)
-    return PrefixStore(
-        f"lightning_paral/{world_size}/{num_groups}", store
-    )  # runs of several world sizes may share a server
+    # The world size is in the prefix because runs of several world sizes may share a server.
+    return PrefixStore(f"lightning_paral/{world_size}/{num_groups}", store)
 
 
 def _explained(error: Exception, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Exception:

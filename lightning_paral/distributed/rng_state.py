@@ -1,4 +1,4 @@
-"""Random number generator states of each rank."""
+"""States of the global random number generators: captured, restored, and continued from a checkpoint."""
 
 import random
 from collections.abc import Sequence
@@ -16,18 +16,43 @@ _ALL_VISIBLE = "torch.cuda"
 """Key in earlier checkpoints of the states of all CUDA devices visible to the process, by index."""
 
 
+GlobalStates = tuple[Any, Any, Any]
+"""States of the global generators of torch (CPU), numpy and `random`, in types that can be loaded safely."""
+
+
+def global_states() -> GlobalStates:
+    """Return the states of the global generators of torch (CPU), numpy and `random`."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state = (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest)
+    return torch.get_rng_state(), numpy_state, random.getstate()
+
+
+def set_global_states(states: GlobalStates) -> None:
+    """Set the global generators of torch (CPU), numpy and `random` to what `global_states` returned."""
+    torch_state, numpy_state, python_state = states
+    torch.set_rng_state(torch_state)
+    _set_numpy_state(numpy_state)
+    _set_python_state(python_state)
+
+
+def _set_numpy_state(state: Any) -> None:
+    kind, keys, *rest = state
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+
+
+def _set_python_state(state: Any) -> None:
+    version, internal, gauss = state
+    random.setstate((version, tuple(internal), gauss))  # a list, after some ways of loading
+
+
 def current_states(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return this rank's states, in types that can be loaded safely.
+    """Return the states of this rank for a checkpoint, in types that can be loaded safely.
 
     Args:
         devices: this rank's devices; other ranks save the states of theirs.
     """
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype="int64")), *rest),
-    }
+    torch_state, numpy_state, python_state = global_states()
+    states: dict[str, Any] = {"torch": torch_state, "python": python_state, "numpy": numpy_state}
     on_cuda = [device for device in devices if device.type == "cuda"]
     if on_cuda:
         states[CUDA] = [torch.cuda.get_rng_state(device) for device in on_cuda]
@@ -35,12 +60,12 @@ def current_states(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def restore_states(states: list[dict[str, Any]], ranks: RankGroup, devices: Sequence[torch.device]) -> None:
-    """Continue this rank's random numbers where they were. At another world size there is nothing to continue.
+    """Set this rank's generators to their states in a checkpoint; do nothing if it was saved at another world size.
 
     Args:
-        states: the states of all ranks that saved.
+        states: the states of all ranks that saved, ordered by rank.
         ranks: the ranks of this run.
-        devices: this rank's devices. Those without a saved state, as after a run on CPU, are left as they are.
+        devices: this rank's devices. A device without a saved state, as after a run on CPU, keeps its own.
     """
     if len(states) != ranks.world_size:
         held = f"the random states of {len(states)} ranks" if states else "no random states"
@@ -48,11 +73,9 @@ def restore_states(states: list[dict[str, Any]], ranks: RankGroup, devices: Sequ
         return
     mine = states[ranks.rank]
     torch.set_rng_state(mine["torch"])
-    version, state, gauss = mine["python"]
-    random.setstate((version, tuple(state), gauss))
-    if "numpy" in mine:
-        kind, keys, *rest = mine["numpy"]
-        np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    _set_python_state(mine["python"])
+    if "numpy" in mine:  # earlier checkpoints lack it
+        _set_numpy_state(mine["numpy"])
     for device, on_cuda in _by_device(mine, devices):
         torch.cuda.set_rng_state(on_cuda, device)
 

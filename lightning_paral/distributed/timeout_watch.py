@@ -1,4 +1,4 @@
-"""Name the timeout, and where this rank waits, when NCCL would end the process without saying so."""
+"""Log the timeout, and where this rank waits, before NCCL ends the process without an exception."""
 
 import logging
 import sys
@@ -13,14 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class TimeoutWatch:
-    """Checks once per second, on its own thread, whether an NCCL collective has failed or timed out.
+    """Checks once per second, in a thread, whether an NCCL collective has failed or timed out.
 
-    No exception reaches Python in that case: NCCL's watchdog ends the process, after a minute in which it dumps
-    debug information. The thread logs the timeout, the option that sets it, and the main thread's stack.
+    In that case no exception reaches Python: NCCL's watchdog dumps debug information for a minute, then ends the
+    process. The thread logs the timeout, the option that sets it, and the main thread's stack.
 
     Args:
         timeout: the timeout of the process group.
-        option: the option with which a user sets it.
+        option: the name of the user's option that sets it.
         errors: returns the names of the errors found so far.
         interval: seconds between checks.
     """
@@ -43,7 +43,7 @@ class TimeoutWatch:
         self._thread.join()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Become `None` in a copy: a thread belongs to one process."""
+        """Pickle as `None`: a thread belongs to one process."""
         return type(None), ()
 
     def _watch(self) -> None:

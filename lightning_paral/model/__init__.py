@@ -1,1 +1,1 @@
-"""What is done to a user's module without changing it: units, activation checkpointing, deferred construction."""
+"""Work on a user's module that leaves its code alone: units, activation checkpointing, deferred construction."""

@@ -1,4 +1,4 @@
-"""A unit's activations are freed after its forward and computed anew in the backward pass."""
+"""Activation checkpointing: free a unit's activations after its forward, recompute them in the backward pass."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,16 +16,19 @@ from lightning_paral.options import ActivationCheckpointing
 
 
 def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:
-    """Let each unit of `root` keep its inputs only. Returns what undoes it.
+    """Make each unit of `root` save its inputs only, and recompute its activations in the backward pass.
 
-    Names, classes and hooks stay as they are: the unit's `forward` is replaced on the instance.
+    Replaces `forward` on each instance; names, classes and hooks of the modules do not change.
 
     Args:
-        root: the whole module.
-        options: which units, and where their inputs are kept.
+        root: the full module.
+        options: which units to checkpoint, and where to keep their inputs.
+
+    Returns:
+        A function that undoes the change.
 
     Raises:
-        ConfigurationError: there are no units to choose, or one lies inside another.
+        ConfigurationError: no unit is found, or one contains another.
     """
     units = checkpointed_units(root, options)
     offloaded = OffloadedInputs() if options.offload_to_cpu else None
@@ -43,19 +46,19 @@ def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequen
     """Return the units of `root` that `options` choose.
 
     Raises:
-        ConfigurationError: there are none, or one lies inside another.
+        ConfigurationError: no unit is found, or one contains another.
     """
     units = choose_units(root, options.units, options.min_params).inner
     if not units:
         raise ConfigurationError(
             f"activation_checkpointing finds no repeated blocks in {type(root).__name__}. Name the classes whose "
-            "activations are to be computed anew: ActivationCheckpointing(units=['Block'])."
+            "activations are to be recomputed: ActivationCheckpointing(units=['Block'])."
         )
     for unit in units:
         inside = [other.name for other in units if other is not unit and other.name.startswith(f"{unit.name}.")]
         if inside:
             raise ConfigurationError(
-                f"activation_checkpointing takes in {unit.name!r} and {inside[0]!r} inside it, which would be computed "
+                f"activation_checkpointing chooses {unit.name!r} and {inside[0]!r} inside it, which would be computed "
                 "three times. Choose one of the two."
             )
     return units
@@ -68,7 +71,7 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # These hooks see only the unit's inputs; tensors saved inside are handled by the checkpoint's own hooks.
+        # These hooks see the unit's inputs only. The checkpoint's own hooks handle tensors saved inside the unit.
         with nullcontext() if offloaded is None else offloaded.of_call():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

@@ -1,4 +1,4 @@
-"""BatchNorm over the samples of all ranks: `Trainer(sync_batchnorm=True)`."""
+"""BatchNorm over the samples of all ranks, as `Trainer(sync_batchnorm=True)` asks for."""
 
 import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -19,7 +19,7 @@ def check_sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: t
 
 
 def sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
-    """Replace the BatchNorm layers inside `module` by those that normalize over all ranks, if that was asked for.
+    """Replace the BatchNorm layers of `module` by SyncBatchNorm, if `layer_sync` asks for it.
 
     Raises:
         ConfigurationError: torch has no SyncBatchNorm for the device.

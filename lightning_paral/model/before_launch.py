@@ -1,4 +1,4 @@
-"""Check a module before other processes are started, so that a single process reports the error."""
+"""Check a module before the other processes start, so that one process reports the error."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from lightning_paral.model.units import choose_units
 
 
 def check_before_launch(strategy: Any, trainer: Trainer) -> None:
-    """Raise a `ConfigurationError` if units that the strategy's options name are not in the module.
+    """Raise a `ConfigurationError` if the module lacks units that the strategy's options name.
 
-    A module that is built later, in `configure_model` or `setup`, is checked then, in every rank.
+    A module that is built later, in `configure_model` or `setup`, is checked then, on every rank.
     """
     module = strategy.lightning_module
     if module is None or trainer.state.fn != TrainerFn.FITTING or _is_built_later(module, trainer):

@@ -1,4 +1,4 @@
-"""Buffers, which every rank holds whole and changes by what it sees: those of rank 0 count."""
+"""Keep buffers equal: every rank has them in full and updates them by its own samples; rank 0's are used."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +15,18 @@ from lightning_paral.distributed.mesh import ParallelDims
 
 
 class RankZeroBuffers:
-    """Gives all ranks rank 0's buffers when `torch.nn.parallel.DistributedDataParallel` does, and where it matters.
+    """Broadcasts rank 0's buffers before they are used.
 
-    That is before the first micro-batch of each accumulation window, and at the start of evaluation: what is evaluated
-    is what is saved. All of them each time: whether a buffer has changed cannot be read from its version counter, which
-    a change through `.data` leaves as it is, and may differ from rank to rank.
+    As `torch.nn.parallel.DistributedDataParallel`, before the first micro-batch of each accumulation window; and at the
+    start of evaluation, which then evaluates what is saved. Always broadcasts all buffers: a version counter does not
+    show changes through `.data`, and ranks may change different buffers.
 
-    torchmetrics' states are no buffers of the module: each rank keeps its own.
+    The states of torchmetrics are no buffers of the module; each rank keeps its own.
 
     Args:
-        module: its buffers are looked up anew each time, so they may be replaced.
-        enabled: whether to do anything; it never does where one rank is alone with its buffers.
-        dims: which ranks hold the same buffers: those of a pipeline stage, whose first rank counts.
+        module: its buffers are looked up each time, so they may be replaced.
+        enabled: whether to broadcast at all. Nothing is broadcast if a single rank holds the buffers.
+        dims: which ranks hold the same buffers: those of a pipeline stage, whose first rank broadcasts.
     """
 
     def __init__(self, module: Module, enabled: bool, dims: ParallelDims) -> None:
@@ -38,7 +38,7 @@ class RankZeroBuffers:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Treat steps inside as micro-batches that others of the same window follow."""
+        """Inside the block, treat steps as micro-batches that others of the same accumulation window follow."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -46,20 +46,20 @@ class RankZeroBuffers:
             self._accumulating = before
 
     def before_training_step(self) -> None:
-        """Share the buffers if a window begins. *Collective* over the world then."""
+        """Broadcast the buffers if an accumulation window begins. *Collective* over the world then."""
         if self._due:
             self.share()
         self._due = not self._accumulating
 
     def share(self) -> None:
-        """Share the buffers. *Collective* over the world."""
-        _gather_sharded(self._module)
+        """Broadcast rank 0's buffers, in place. *Collective* over the world."""
+        _unshard_buffers(self._module)
         if self._enabled:
             broadcast(shared_buffers(self._module), self._dims.stage_group())
 
 
-def _gather_sharded(module: Module) -> None:
-    """Make buffers whole that were assigned values of sharded parameters, as averages of weights are."""
+def _unshard_buffers(module: Module) -> None:
+    """Unshard buffers that were assigned values of sharded parameters, such as averages of weights."""
     for part in module.modules():
         buffers = own_buffers(part)
         for name, buffer in buffers.items():
@@ -68,6 +68,6 @@ def _gather_sharded(module: Module) -> None:
 
 
 def shared_buffers(module: Module) -> list[Tensor]:
-    """Return the buffers of `module`, except those that it tells DDP to ignore."""
+    """Return the buffers of `module` to broadcast: all but those that it tells DDP to ignore."""
     ignored = ignored_by_ddp(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]

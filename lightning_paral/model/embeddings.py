@@ -1,4 +1,4 @@
-"""Embeddings whose weights or gradients cannot be shared over ranks: named before training."""
+"""Reject embeddings whose weights would differ between ranks, or whose gradients cannot be reduced."""
 
 from torch.nn import Embedding, EmbeddingBag, Module
 
@@ -9,12 +9,13 @@ def check_embeddings(module: Module, num_ranks: int, cannot_reduce_sparse: str =
     """Check the embeddings in `module` that are to be trained.
 
     Args:
-        module: the user's.
-        num_ranks: that train it, or replicas in one process.
-        cannot_reduce_sparse: the strategies that sparse gradients are too much for, as users call them.
+        module: the user's module.
+        num_ranks: number of ranks that train it, or of replicas in one process.
+        cannot_reduce_sparse: the user's name for the strategies that cannot reduce sparse gradients; empty if this one
+            can.
 
     Raises:
-        ConfigurationError: an embedding would differ from rank to rank, or its gradient cannot be reduced.
+        ConfigurationError: an embedding would differ between ranks, or its gradient cannot be reduced.
     """
     for name, part in module.named_modules():
         if not isinstance(part, Embedding | EmbeddingBag):

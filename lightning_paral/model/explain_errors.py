@@ -1,4 +1,4 @@
-"""Errors of others about divided tensors, in words of what to do, with what was said before."""
+"""Explain errors that torch raises about sharded tensors: what they mean, what to do, then torch's message."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from lightning_paral.errors import ConfigurationError, ParalError
 
 Explanation = Callable[[BaseException], str | None]
-"""Returns what an error means; `None` if it is about something else."""
+"""Returns an explanation of an error; `None` if the error is about something else."""
 
 _KINDS = (RuntimeError, AssertionError, AttributeError)
 
 
 @contextmanager
 def explained(explanation: Explanation) -> Iterator[None]:
-    """Say what it means that a step did what cannot be done with divided tensors.
+    """Replace an error inside the block that `explanation` knows.
 
     Raises:
-        ConfigurationError: such an operation inside the block.
+        ConfigurationError: with the explanation, from the original error.
     """
     try:
         yield
@@ -28,7 +28,7 @@ def explained(explanation: Explanation) -> Iterator[None]:
 
 
 def explain(error: BaseException, explanation: Explanation) -> None:
-    """Put what `error`, of a hook, means before what it says."""
+    """Put the explanation of `error` before its message, in place."""
     meaning = _meaning(error, explanation)
     if meaning is not None:
         error.args = (meaning,)

@@ -1,4 +1,4 @@
-"""Tensors that optimizers hold besides the module's parameters: nothing averages their gradients."""
+"""Reject tensors in optimizers that are no parameters of the module: nothing averages their gradients."""
 
 from collections.abc import Iterable
 
@@ -10,9 +10,9 @@ from lightning_paral.errors import ConfigurationError
 
 
 def check_averaged(optimizers: Iterable[Optimizer], module: Module) -> None:
-    """Check that optimizers of several ranks hold parameters of `module` only.
+    """Check that the optimizers hold parameters of `module` only.
 
-    Any other tensor, such as a buffer that requires a gradient, would be updated on each rank by its own gradient.
+    Each rank would update any other tensor, such as a buffer that requires a gradient, by its own gradient.
 
     Raises:
         ConfigurationError: an optimizer holds another tensor that requires a gradient.
@@ -31,7 +31,7 @@ def check_averaged(optimizers: Iterable[Optimizer], module: Module) -> None:
                 )
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} trains {what}. The ranks average gradients of registered parameters "
-                    "only, so each would train a value of its own."
+                    "only, so each rank would train its own value."
                 )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.foreach import foreach_norm
 
 
@@ -52,16 +53,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     squares: list[Tensor] = []
-    for alike in by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
+    for alike in group_by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
         dtype = torch.promote_types(alike[0].dtype, torch.float32)
         squares += [norm.square() for norm in foreach_norm(alike, 2, dtype=dtype)]
     device = squares[0].device
     return torch.stack([square.to(device) for square in squares]).sum()
-
-
-def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return `tensors` in groups of one dtype and device each, as torch's `_foreach` functions need them."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(groups.values())

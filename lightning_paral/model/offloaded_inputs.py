@@ -1,7 +1,7 @@
-"""Keep inputs of units on the host between forward and backward, with copies that overlap computation.
+"""Offload the inputs of units to the host between forward and backward, with copies that overlap computation.
 
-`torch.autograd.graph.save_on_cpu` copies on the computing stream, which waits for every copy in both directions, and
-copies a tensor that several units receive, such as a mask, once for each.
+`torch.autograd.graph.save_on_cpu` copies on the computing stream, which then waits for every copy in both directions,
+and copies a tensor that several units receive, such as a mask, several times.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.errors import ConfigurationError
 
 _MIN_BYTES = 2**16  # less is not worth a copy
-_STAYING = 2  # unit calls whose inputs stay on the device while they are copied
+_IN_FLIGHT = 2  # unit calls whose inputs stay on the device while they are copied
 
 
 class OffloadedInputs:
@@ -30,8 +30,8 @@ class OffloadedInputs:
     - Copies run on a separate stream. The GPU memory of a unit's inputs is freed when the second next unit begins;
       inputs still on the GPU at the end of forward need no copy back.
     - The backward pass of a unit starts to fetch the inputs of the unit before it.
-    - A tensor that several units receive is copied once. Parameters, small tensors and tensors on the host stay where
-      they are.
+    - A tensor that several units receive is copied once. Parameters, small tensors and tensors on the host are not
+      copied.
     """
 
     def __init__(self) -> None:
@@ -47,38 +47,38 @@ class OffloadedInputs:
         """Whether `tensor` is offloaded to the host."""
         return tensor.device.type == "cuda" and tensor.nbytes >= _MIN_BYTES
 
-    def _pack(self, tensor: Tensor) -> "_Held | _Kept":
+    def _pack(self, tensor: Tensor) -> "_NotOffloaded | _Offloaded":
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_inference()
         is_expanded = is_plain and tensor.untyped_storage().nbytes() < tensor.nbytes
         if isinstance(tensor, Parameter) or not is_plain or is_expanded or not self.is_offloaded(tensor):
-            return _Held(tensor, _version(tensor))
+            return _NotOffloaded(tensor, _version(tensor))
         state = self._forward
         known = state.known(tensor)
         if known is not None:
             known.num_uses += 1
             return known
-        self._let_go()
+        self._free_copied()
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-        kept = _Kept(host, tensor.device, state.call, state.last, tensor, _version(tensor))
+        kept = _Offloaded(host, tensor.device, state.call, state.last, tensor, _version(tensor))
         kept.copied = self._copy(host, tensor.detach(), tensor.device)
         state.add(tensor, kept)
         return kept
 
-    def _let_go(self) -> None:
+    def _free_copied(self) -> None:
         """Free GPU inputs of earlier units, once the computing stream has waited for their copies."""
         state = self._forward
         while state.under_way:
             kept = state.under_way[0]()
-            if kept is not None and kept.call > state.call - _STAYING:
+            if kept is not None and kept.call > state.call - _IN_FLIGHT:
                 break
             state.under_way.popleft()
             if kept is not None and kept.original is not None:
                 _check_unchanged(kept.original, kept.version)
-                self._wait(kept.copied, kept.device)  # whatever reuses the memory is computed after that
+                self._wait(kept.copied, kept.device)  # so that nothing reuses the memory before
                 kept.original = None
 
-    def _unpack(self, packed: "_Held | _Kept") -> Tensor:
-        if isinstance(packed, _Held):
+    def _unpack(self, packed: "_NotOffloaded | _Offloaded") -> Tensor:
+        if isinstance(packed, _NotOffloaded):
             _check_unchanged(packed.tensor, packed.version)
             return packed.tensor
         value = packed.original
@@ -90,13 +90,13 @@ class OffloadedInputs:
             assert value is not None
             self._wait(packed.arrived, packed.device)
         packed.num_uses -= 1
-        if packed.num_uses <= 0:  # else other units received it as well
+        if packed.num_uses <= 0:  # otherwise other units still need it
             self._wait(packed.copied, packed.device)
             packed.original = packed.fetched = None
             self._fetch_before(packed)
         return value
 
-    def _fetch_before(self, packed: "_Kept") -> None:
+    def _fetch_before(self, packed: "_Offloaded") -> None:
         """Start to fetch the other inputs of the same unit, and those of the unit before it."""
         before = packed.before
         while before is not None and (kept := before()) is not None and kept.call >= packed.call - 1:
@@ -104,18 +104,18 @@ class OffloadedInputs:
                 self._fetch(kept)
             before = kept.before
 
-    def _fetch(self, kept: "_Kept") -> None:
+    def _fetch(self, kept: "_Offloaded") -> None:
         """Start to copy `kept` back, if it is only on the host."""
         if kept.original is not None or kept.fetched is not None:
             return
         kept.fetched = torch.empty_like(kept.host, device=kept.device)
         kept.arrived = self._copy(kept.fetched, kept.host, kept.device)
-        if kept.fetched.is_cuda:  # it may be freed before the copy has been waited for
+        if kept.fetched.is_cuda:  # it may be freed before anything has waited for the copy
             kept.fetched.record_stream(self._streams[kept.device])
 
     @torch.no_grad()
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
-        """Start a copy after all work queued so far; return the event of its end."""
+        """Start a copy that waits for all work queued so far; return an event at its end, `None` on CPU."""
         with self._on_stream(device) as stream:
             target.copy_(source, non_blocking=True)
             return None if stream is None else stream.record_event()
@@ -150,24 +150,24 @@ class _Current:
 
 
 @dataclass
-class _Held:
-    """A saved tensor that stays where it is."""
+class _NotOffloaded:
+    """A saved tensor that is not offloaded."""
 
     tensor: Tensor
     version: int
 
 
 @dataclass(eq=False)
-class _Kept:
-    """A saved tensor on the host. The autograd graph owns it; other references are weak."""
+class _Offloaded:
+    """A saved tensor with a copy on the host. The autograd graph owns this object; other references are weak."""
 
     host: Tensor
     device: torch.device
     call: int
-    before: "ref[_Kept] | None"
+    before: "ref[_Offloaded] | None"
     """The tensor offloaded before this one."""
     original: Tensor | None
-    """The tensor itself, while it is still on the device."""
+    """The tensor itself, until its copy has finished."""
     version: int
     num_uses: int = 1
     """How many times the backward pass will unpack it."""
@@ -179,20 +179,20 @@ class _Kept:
 
 
 class _ForwardState(local):
-    """What a thread has offloaded: under several devices each has its own thread."""
+    """What this thread has offloaded. With several devices in a process, each has its own thread."""
 
     def __init__(self) -> None:
         self.call = 0
-        self.last: ref[_Kept] | None = None
-        self.under_way: deque[ref[_Kept]] = deque()
-        self._known: dict[int, tuple[Any, ref[_Kept]]] = {}
+        self.last: ref[_Offloaded] | None = None
+        self.under_way: deque[ref[_Offloaded]] = deque()
+        self._known: dict[int, tuple[Any, ref[_Offloaded]]] = {}
 
     def begin_call(self) -> None:
         self.call += 1
         alive = {key: found for key, found in self._known.items() if found[1]() is not None and found[0]() is not None}
         self._known = alive
 
-    def known(self, tensor: Tensor) -> _Kept | None:
+    def known(self, tensor: Tensor) -> _Offloaded | None:
         """Return the existing copy of `tensor`, if `tensor` has not been written to since."""
         of_tensor, of_kept = self._known.get(id(tensor), (None, None))
         if of_tensor is None or of_kept is None or of_tensor() is not tensor:
@@ -200,7 +200,7 @@ class _ForwardState(local):
         kept = of_kept()
         return kept if kept is not None and kept.version == _version(tensor) else None
 
-    def add(self, tensor: Tensor, kept: _Kept) -> None:
+    def add(self, tensor: Tensor, kept: _Offloaded) -> None:
         self.last = ref(kept)
         self.under_way.append(self.last)
         self._known[id(tensor)] = TensorWeakRef(tensor), self.last

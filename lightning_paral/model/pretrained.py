@@ -1,7 +1,7 @@
-"""`from_pretrained` of transformers in `configure_model`: when it runs, and what it makes only to replace it.
+"""Recognize `from_pretrained` of transformers in `configure_model`, so that it is left alone.
 
-It builds the model on the meta device, puts tensors in place that lie in mapped files, and draws what the files lack.
-Values are those of one process if that is left as it is: nothing is drawn, copied or divided before its time.
+It builds the model on the meta device, inserts tensors from mapped files, and draws what the files lack. It gives the
+same values as in one process only if nothing is drawn, copied or sharded in between.
 """
 
 import sys
@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 
 def is_loading() -> bool:
-    """Whether the caller was called, by whatever way, by `PreTrainedModel.from_pretrained`.
+    """Return whether `PreTrainedModel.from_pretrained` is on the call stack.
 
-    It is looked for among the callers: a patch of it would come too late for `configure_model`s that import
-    transformers themselves, and transformers is not imported for those that do not.
+    Searches the stack because a patch would come too late for a `configure_model` that imports transformers itself, and
+    because transformers is not to be imported for others.
     """
     if "transformers.modeling_utils" not in sys.modules:
         return False
@@ -27,10 +27,10 @@ def is_loading() -> bool:
 
 
 def is_placeholder(device: torch.device) -> bool:
-    """Whether what the caller is about to make on `device` is only there for its shape and dtype."""
+    """Return whether a new tensor on `device` is only a placeholder that `from_pretrained` replaces."""
     return device.type == "meta" and is_loading()
 
 
 def was_loaded(parameter: Parameter) -> bool:
-    """Whether `from_pretrained` has read `parameter` from a file."""
+    """Return whether `from_pretrained` has read `parameter` from a file."""
     return bool(getattr(parameter, "_is_hf_initialized", False))

@@ -1,4 +1,4 @@
-"""Which parameters are trained, noticed when it changes during a run, and the same on all ranks."""
+"""Notice changes of `requires_grad` during a run, and check that all ranks make the same ones."""
 
 import hashlib
 import json
@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
-from uuid import uuid4
 
 import torch.distributed as dist
 from torch.nn import Module, Parameter
@@ -17,21 +16,22 @@ from torch.nn.modules.module import (
 )
 
 from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
-from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.distributed.failure import new_run_name
+from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
 _requires_grad = attrgetter("requires_grad")
 
 
 class TrainedParameters:
-    """Watches `requires_grad` of the parameters of a module.
+    """Tracks which parameters of a module require a gradient.
 
-    A look takes some 30 nanoseconds per parameter. Parameters that are new in the module are noticed, too: torch tells
-    when one is registered anywhere.
+    A check takes about 30 ns per parameter. It also notices new parameters, by torch's global registration hooks.
 
     Args:
-        module: whose parameters are watched, but those it tells DDP to leave alone.
-        undo: takes what ends the watch.
+        module: its parameters are tracked, except those that it tells DDP to ignore.
+        undo: stack that the function to stop tracking is pushed to.
     """
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
@@ -39,33 +39,33 @@ class TrainedParameters:
         self._registered = False
         for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
             undo.callback(register(self._note_registration).remove)
-        self._look_up()
+        self._find_parameters()
         self._flags = self._read()
 
     @property
     def all_by_name(self) -> dict[str, Parameter]:
-        """All parameters, as of the last look."""
+        """All parameters at the last `update`."""
         return dict(zip(self._names, self._parameters, strict=True))
 
     def current_by_name(self) -> dict[str, Parameter]:
-        """All parameters the module has now."""
+        """All parameters that the module has now."""
         ignored = ignored_by_ddp(self._module)
         return {name: p for name, p in self._module.named_parameters() if name not in ignored}
 
     @property
     def by_name(self) -> dict[str, Parameter]:
-        """The parameters that are trained, in the order of the module: those a reducer made now would average."""
+        """The parameters that require a gradient, in the order of the module: those of a DDP reducer made now."""
         return {name: parameter for name, parameter in self.all_by_name.items() if parameter.requires_grad}
 
     def have_changed(self) -> bool:
-        """Whether others are trained than at the look before, or some parameter may be new."""
+        """Return whether some `requires_grad` has changed since the last `update`, or a parameter may be new."""
         return self._registered or self._read() != self._flags
 
-    def look(self) -> list[str]:
-        """Return the names of the parameters of which `requires_grad` is another than at the look before, or new."""
+    def update(self) -> list[str]:
+        """Read all flags; return the names of parameters that are new or whose flag has changed since the last call."""
         before = dict(zip(self._names, self._flags, strict=True))
         objects = self.all_by_name
-        self._look_up()
+        self._find_parameters()
         self._flags = self._read()
         now = zip(self._names, self._parameters, self._flags, strict=True)
         return [name for name, p, flag in now if objects.get(name) is not p or before[name] != flag]
@@ -73,7 +73,7 @@ class TrainedParameters:
     def _read(self) -> list[bool]:
         return list(map(_requires_grad, self._parameters))
 
-    def _look_up(self) -> None:
+    def _find_parameters(self) -> None:
         named = self.current_by_name()
         self._names, self._parameters = list(named), list(named.values())
         self._registered = False
@@ -83,11 +83,11 @@ class TrainedParameters:
 
 
 class TrainingAgreement:
-    """Sees to it that all ranks train the same parameters.
+    """Checks that all ranks train the same parameters.
 
     Args:
-        trained: watches those of this rank.
-        timeout: how long other ranks are waited for.
+        trained: tracks the parameters of this rank.
+        timeout: how long to wait for other ranks.
     """
 
     def __init__(self, trained: TrainedParameters, timeout: timedelta) -> None:
@@ -95,17 +95,20 @@ class TrainingAgreement:
         self._timeout = timeout
         self._epoch: int | None = None
         self._epoch_name = ""
-        """Rank 0's, drawn for each epoch: the store may still hold the keys of another fit."""
+        """A random name that rank 0 draws for each epoch, because the store may still hold keys of another fit."""
 
-    def look(self, epoch: int, batch_idx: int, is_relevant: Callable[[], bool] = lambda: True) -> bool:
-        """Look at `requires_grad` anew where that is due; return whether it was. *Collective* once per epoch.
+    def update(self, epoch: int, batch_idx: int, is_relevant: Callable[[], bool] = lambda: True) -> bool:
+        """Read `requires_grad` again if it may have changed, and compare ranks. *Collective* once per epoch.
 
-        Also *collective* where something relevant has changed: a rank on which nothing has is found out then.
+        After a relevant change the ranks that changed wait for all others, and raise if one does not come in time.
 
         Args:
             epoch: of the step that begins.
             batch_idx: of the step that begins.
-            is_relevant: called after the look; whether a change has consequences, and the ranks have to agree on it.
+            is_relevant: called after reading; returns whether a change has consequences that need all ranks to agree.
+
+        Returns:
+            Whether `requires_grad` was read.
 
         Raises:
             ConfigurationError: the ranks disagree; names the parameters.
@@ -113,25 +116,26 @@ class TrainingAgreement:
         epoch_begins, self._epoch = epoch != self._epoch, epoch
         if not epoch_begins and not self.trained.have_changed():
             return False
-        changed = self.trained.look()
+        changed = self.trained.update()
         where, names = f"At batch {batch_idx} of epoch {epoch}", list(self.trained.by_name)
         if epoch_begins:
             digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            told = _gather((digest, uuid4().hex))
+            told = gather_objects((digest, new_run_name()))
             self._epoch_name = told[0][1]
             if len({each for each, _ in told}) > 1:
-                _check_same(_gather(names), where)
+                _check_same(gather_objects(names), where)
         elif changed and is_relevant():
             key = f"requires_grad/{self._epoch_name}/{batch_idx}"
-            told = _gather_in_store(
-                json.dumps(names), key, self._timeout, lambda absent: _alone(where, changed, absent)
-            )
-            _check_same(list(map(json.loads, told)), where)
+            found = exchange_in_store(key, json.dumps(names), self._timeout)
+            absent = [rank for rank in range(dist.get_world_size()) if rank not in found]
+            if absent:
+                raise ConfigurationError(_changed_on_some(where, changed, absent))
+            _check_same([json.loads(found[rank]) for rank in sorted(found)], where)
         return True
 
 
-def listed(names: list[str]) -> str:
-    """Return the first of `names` for an error."""
+def first_names(names: list[str]) -> str:
+    """Return the first of `names`, joined for an error message."""
     return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
@@ -144,34 +148,13 @@ def _check_same(trained_by_rank: list[list[str]], where: str) -> None:
     raise ConfigurationError(
         f"{where}, the ranks do not train the same parameters: {disputed[0]} has requires_grad=True on rank "
         f"{', '.join(map(str, ranks))} only. Gradients are averaged over all ranks, so set requires_grad alike on all "
-        f"of them. Disputed: {listed(disputed)}."
+        f"of them. Disputed: {first_names(disputed)}."
     )
 
 
-def _alone(where: str, changed: list[str], absent: list[int]) -> str:
+def _changed_on_some(where: str, changed: list[str], absent: list[int]) -> str:
     return (
-        f"{where}, requires_grad of {listed(changed)} changed on this rank, but not on rank "
+        f"{where}, requires_grad of {first_names(changed)} changed on this rank, but not on rank "
         f"{', '.join(map(str, absent))}. Gradients are averaged over all ranks, so set requires_grad alike on all of "
         "them, in the same step."
     )
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _gather_in_store(value: str, key: str, timeout: timedelta, explain: Callable[[list[int]], str]) -> list[str]:
-    # Unlike a collective of the backend this does no harm where some ranks do not call it, and can say which.
-    store = default_store()
-    keys = [f"lightning_paral/{key}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], value)
-    try:
-        store.wait(keys, timeout)
-    except (dist.DistError, RuntimeError) as error:
-        absent = [rank for rank, each in enumerate(keys) if not store.check([each])]
-        raise ConfigurationError(explain(absent)) from error
-    return [store.get(each).decode() for each in keys]

@@ -1,4 +1,4 @@
-"""Units: the submodules whose parameters are handled together, and the root, which has the rest."""
+"""Units: the submodules whose parameters are sharded and gathered together; the root unit has the remaining ones."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from lightning_paral.options import UnitChoice, check_unit_choice
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A submodule and what it holds itself."""
+    """A submodule and its own parameters."""
 
     name: str
     """Dotted, from the root; empty for the root."""
     module: Module
     parameters: tuple[Parameter, ...]
-    """Each once, without those of units inside this one."""
+    """Each once; without those of units inside this one."""
 
     @property
     def num_params(self) -> int:
@@ -27,41 +27,42 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `parameters`, whole."""
+        """Bytes of `parameters`, unsharded."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """A module cut into units: every parameter is in exactly one of `inner` and `root`."""
+    """A module divided into units: every parameter is in exactly one of `inner` and `root`."""
 
     inner: tuple[Unit, ...]
-    """In the order they stand in the model; one that contains others comes before them."""
+    """In the order of the model; a unit that contains others comes before them."""
     root: Unit
 
     @property
     def bottom_up(self) -> tuple[Unit, ...]:
-        """All units, those inside others first, the root last."""
+        """All units, inner ones before those that contain them, the root last."""
         return (*reversed(self.inner), self.root)
 
 
 def choose_units(
     root: Module, units: UnitChoice = "auto", min_params: int | None = None, *, children: bool = False
 ) -> Units:
-    """Cut `root` into units. Parameters may be on any device, meta included.
-
-    Args:
-        root: the whole module.
-        units: `"auto"` finds repeated blocks: layers of one class in a `ModuleList` or `Sequential` (themselves
-            composed, or holding a matrix), and the classes a `transformers` model must not have split. Otherwise
-            classes or their names, with subclasses, or a predicate of a submodule's dotted name and itself.
-        min_params: instead of `units`, the smallest submodules with at least so many parameters outside smaller ones.
-        children: besides, each network that `root` holds directly.
+    """Divide `root` into units. Parameters may be on any device, meta included.
 
     Parameters shared between units make one unit of their nearest common ancestor that has a `forward`.
 
+    Args:
+        root: the full module.
+        units: `"auto"` finds repeated blocks: layers of one class in a `ModuleList` or `Sequential` (themselves
+            composed, or holding a matrix), and the classes a `transformers` model must not have split. Otherwise
+            classes or their names, with subclasses, or a predicate of a submodule's dotted name and itself.
+        min_params: in place of `units`: take the smallest submodules with at least so many parameters that are in no
+            smaller unit.
+        children: also make a unit of each callable module that `root` holds directly, or in a list or dict.
+
     Raises:
-        ConfigurationError: nothing in the model is meant by `units` or `min_params`.
+        ConfigurationError: no submodule matches `units` or `min_params`.
     """
     check_unit_choice(units, min_params)
     if min_params is not None:
@@ -69,21 +70,21 @@ def choose_units(
         if not chosen:
             total = sum(parameter.numel() for parameter in root.parameters())
             raise ConfigurationError(
-                f"min_params={min_params:,} is met by no submodule of {type(root).__name__}, which has {total:,} "
-                "parameters altogether. Lower it, or name classes with units=[...]."
+                f"min_params={min_params:,}: no submodule of {type(root).__name__} has so many parameters. It has "
+                f"{total:,} in all. Lower min_params, or name classes with units=[...]."
             )
     elif units == "auto":
         chosen = set(_repeated_blocks(root))
     else:
-        chosen = set(_meant(root, units))
+        chosen = set(_match(root, units))
     if children:
-        chosen |= set(_networks(root))
+        chosen |= set(_callable_children(root))
     _join_tied(root, chosen)
-    return _cut(root, chosen)
+    return _partition(root, chosen)
 
 
 def has_forward(module: Module) -> bool:
-    """Whether `module` can be called; a mere list of modules cannot."""
+    """Return whether `module` can be called; a `ModuleList` cannot."""
     return type(module).forward is not Module.forward
 
 
@@ -108,12 +109,12 @@ def _repeated_blocks(root: Module) -> Iterator[Module]:
     yield from search(root)
 
 
-def _networks(module: Module) -> Iterator[Module]:
+def _callable_children(module: Module) -> Iterator[Module]:
     for child in module.children():
         if has_forward(child):
             yield child
         else:
-            yield from _networks(child)
+            yield from _callable_children(child)
 
 
 def _is_block(module: Module) -> bool:
@@ -141,7 +142,7 @@ def _of_size(root: Module, min_params: int) -> Iterator[Module]:
     return iter(chosen)
 
 
-def _meant(root: Module, units: UnitChoice) -> list[Module]:
+def _match(root: Module, units: UnitChoice) -> list[Module]:
     submodules = [(name, module) for name, module in root.named_modules() if module is not root]
     if isinstance(units, str | type):
         units = [units]
@@ -149,7 +150,7 @@ def _meant(root: Module, units: UnitChoice) -> list[Module]:
         chosen = [module for name, module in submodules if units(name, module)]
         if not chosen:
             raise ConfigurationError(
-                f"units={_name_of(units)} is true of none of the {len(submodules)} submodules of "
+                f"units={_name_of(units)} returned False for all {len(submodules)} submodules of "
                 f"{type(root).__name__}. It is called with a submodule's dotted name and the submodule; names: "
                 f"{_shortened([name for name, _ in submodules])}."
             )
@@ -169,7 +170,7 @@ def _meant(root: Module, units: UnitChoice) -> list[Module]:
     lists = [module for module in chosen if not has_forward(module)]
     if lists:
         raise ConfigurationError(
-            f"units takes in a {type(lists[0]).__name__}, which is never called itself. Choose the modules in it."
+            f"units chooses a {type(lists[0]).__name__}, which is never called itself. Choose the modules in it."
         )
     return chosen
 
@@ -189,7 +190,7 @@ def _shortened(names: list[str], most: int = 30) -> str:
 
 
 def _join_tied(root: Module, chosen: set[Module]) -> None:
-    """Let no parameter lie in two units: put their nearest callable common ancestor in place of both."""
+    """Replace units that share a parameter by their nearest callable common ancestor."""
     modules = dict(root.named_modules(remove_duplicate=False))
     places: dict[Parameter, list[str]] = {}
     for name, module in modules.items():
@@ -232,7 +233,7 @@ def _callable_ancestor(names: list[str], modules: dict[str, Module]) -> str:
     return name
 
 
-def _cut(root: Module, chosen: set[Module]) -> Units:
+def _partition(root: Module, chosen: set[Module]) -> Units:
     inner: list[Unit] = []
     taken: set[Parameter] = set()
     for name, module in reversed([pair for pair in root.named_modules() if pair[1] in chosen]):
@@ -245,12 +246,12 @@ def _cut(root: Module, chosen: set[Module]) -> Units:
 
 
 def as_tree(units: Units) -> str:
-    """Return the units with their sizes, alike neighbours in one line."""
+    """Return a tree of the units with their sizes; equal neighbours share a line."""
     lines = [f"{type(units.root.module).__name__} (the root): {_size(units.root)}"]
     groups: list[list[Unit]] = []
     for unit in units.inner:
         last = groups[-1][-1] if groups else None
-        if last is not None and _alike(last, unit):
+        if last is not None and _are_alike(last, unit):
             groups[-1].append(unit)
         else:
             groups.append([unit])
@@ -263,7 +264,7 @@ def as_tree(units: Units) -> str:
     return "\n".join(lines)
 
 
-def _alike(one: Unit, other: Unit) -> bool:
+def _are_alike(one: Unit, other: Unit) -> bool:
     def likeness(unit: Unit) -> tuple[object, ...]:
         return type(unit.module), unit.name.rpartition(".")[0], unit.num_params, unit.num_bytes
 
@@ -275,7 +276,7 @@ def _size(unit: Unit) -> str:
 
 
 def explain_single_unit(units: Units) -> str:
-    """Say what it costs that all parameters are in the root, and which classes could be chosen instead."""
+    """Return a warning that all parameters are in the root: what that costs, and which classes to choose."""
     root = units.root.module
     sizes: dict[str, int] = {}
     for module in root.modules():

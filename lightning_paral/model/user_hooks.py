@@ -1,4 +1,4 @@
-"""Which hooks the user's code has: what is done for their sake is left out where there are none."""
+"""Find out which hooks the user's code overrides, to skip work that only serves those hooks."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ _LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 def has_hook(module: LightningModule, hooks: Iterable[str]) -> bool:
-    """Whether `module`, or a callback of its Trainer that is not Lightning's own, overrides one of `hooks`."""
+    """Return whether `module`, or a callback of its Trainer that is not Lightning's own, overrides one of `hooks`."""
     callbacks = [each for each in vars(module.trainer)["callbacks"] if _is_users(type(each))]
     owners: list[tuple[object, type]] = [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
     return any(is_overridden(hook, owner, base) for owner, base in owners for hook in hooks if hasattr(base, hook))

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.data.injection import draws_as_one_process
+from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.buffers import RankZeroBuffers
@@ -121,10 +121,12 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
         if self._buffers is not None:
             self._buffers.share()
 
-    def _attach_averages(self, make_shards: Callable[[], WeightShards], shares_buffers: bool) -> None:
+    def _attach_averages(self, make_shards: Callable[[], WeightShards], broadcasts_buffers: bool) -> None:
         """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, shares_buffers=shares_buffers, load_weights=self.load_model_state_dict)
+            self._averages.attach(
+                make_shards, broadcasts_buffers=broadcasts_buffers, load_weights=self.load_model_state_dict
+            )
 
     # Sampler injection
 
@@ -151,7 +153,7 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
             ConfigurationError: the optimizer's state was lost at the end of the run.
             StorageOptionsError: `storage_options` are given, but no `CheckpointIO` that takes them.
         """
-        if self._meet().all_here:
+        if self._reachable_ranks().all_reachable:
             with self._sharded_state.reading():
                 super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
         else:
@@ -159,7 +161,7 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, unless some of the ranks failed: the one that replaces it was not saved then."""
-        if self._meet().all_here:
+        if self._reachable_ranks().all_reachable:
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
-from lightning_paral.checkpoint.io.storage import without_scheme
-from lightning_paral.checkpoint.save_plan import tensors_in
+from lightning_paral.checkpoint.io.storage import remove_at, without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.hyper_parameters import with_whole_modules
+from lightning_paral.checkpoint.state.hyper_parameters import with_full_modules
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -24,6 +23,7 @@ from lightning_paral.checkpoint.state.weights import (
     replicated_storages,
     sharded_state_dict,
 )
+from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.rng_state import current_states, restore_states
@@ -106,7 +106,7 @@ class CheckpointMixin(FullTensorReaders):
         Raises:
             CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
         """
-        from lightning_paral.checkpoint.save import Save  # here, as torch's checkpoints take long to import
+        from lightning_paral.checkpoint.save import SaveJob  # here, as torch's checkpoints take long to import
 
         assert self.lightning_module is not None
         if self._saves_users_way:
@@ -139,11 +139,11 @@ class CheckpointMixin(FullTensorReaders):
             self.lightning_module, self._checkpoint_options.save_frozen, ranks, states
         )
         if self._default_form == "sharded":
-            with_whole_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            with_full_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
-        save = Save.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
+        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._saves_in_background:
             if self._saver is not None:
@@ -228,8 +228,6 @@ class CheckpointMixin(FullTensorReaders):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, at once; what is none stays, with a warning. A user's `CheckpointIO` does it its way."""
-        from lightning_paral.checkpoint.save import remove_at
-
         if self._saves_users_way:
             super().remove_checkpoint(filepath)
             return

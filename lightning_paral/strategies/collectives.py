@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failure import Meeting, meet, new_run_name
+from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
 from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.trainer_of import trainer_of
@@ -49,14 +49,14 @@ class Collectives(StrategyDescription):
 
     _run: str = ""
     """The name of the run, the same on all ranks; empty outside of runs."""
-    _meeting: Meeting | None = None
+    _reached: ReachableRanks | None = None
     timeout: timedelta
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
 
     def _begin_run(self) -> None:
-        """Agree on a name of the run, by which ranks meet after an exception. *Collective* over the world."""
-        self._meeting, self._is_reported = None, False
+        """Agree on a name of the run, by which ranks find each other after an exception. *Collective* over the world."""
+        self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
         self._run = self.broadcast(new_run_name())
@@ -74,7 +74,7 @@ class Collectives(StrategyDescription):
                 vars(callback).pop("on_exception", None)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
-        self._run, self._meeting = "", None
+        self._run, self._reached = "", None
 
     @property
     def _is_failing(self) -> bool:
@@ -82,17 +82,17 @@ class Collectives(StrategyDescription):
         trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    def _meet(self) -> Meeting:
-        """Return whether all ranks are here: they are without an exception; after one, they wait for each other."""
+    def _reachable_ranks(self) -> ReachableRanks:
+        """Return whether all ranks can be reached. *Collective* once, after an exception; yes without one."""
         if not self._is_failing or not dist.is_initialized():
-            return Meeting(all_here=True)
-        if self._meeting is None:
-            self._meeting = meet(self._run, self.timeout)
-        return self._meeting
+            return ReachableRanks(all_reachable=True)
+        if self._reached is None:
+            self._reached = wait_for_all_ranks(self._run, self.timeout)
+        return self._reached
 
     def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
-        return all_ranks(self._meet().group)
+        return all_ranks(self._reachable_ranks().group)
 
     @property
     def _is_running(self) -> bool:
@@ -104,7 +104,7 @@ class Collectives(StrategyDescription):
         """Let `callback` save if all ranks failed. If it cannot, warn: the exception to raise is the one of the run."""
         self._report(exception)
         try:
-            if self._meet().all_here:
+            if self._reachable_ranks().all_reachable:
                 type(callback).on_exception(callback, trainer, module, exception)
             else:
                 self._warn_of_others(f"{type(callback).__name__} saved no checkpoint")
@@ -119,28 +119,28 @@ class Collectives(StrategyDescription):
             stacklevel=2,
         )
 
-    def _reachable(self) -> Meeting | None:
-        """Return the `Meeting` of the ranks; `None` if ranks are missing, or without a process group of the run."""
-        meeting = self._meet()
-        if not dist.is_initialized() or not meeting.all_here or dist.get_world_size() != self.world_size:
+    def _reachable(self) -> ReachableRanks | None:
+        """Return the ranks if all are reachable; `None` otherwise, or without a process group of the run."""
+        reachable = self._reachable_ranks()
+        if not dist.is_initialized() or not reachable.all_reachable or dist.get_world_size() != self.world_size:
             return None
-        return meeting
+        return reachable
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. *Collective*; does nothing without a process group, or if only some ranks failed."""
-        meeting = self._reachable()
-        if meeting is None:
+        reachable = self._reachable()
+        if reachable is None:
             return
-        on_cuda = self.root_device.type == "cuda" and meeting.group is None
-        dist.barrier(group=meeting.group, device_ids=[self.root_device.index] if on_cuda else None)
+        on_cuda = self.root_device.type == "cuda" and reachable.group is None
+        dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the `obj` of rank `src`. *Collective*; returns `obj` itself if only some ranks failed."""
-        meeting = self._reachable()
-        if meeting is None:
+        reachable = self._reachable()
+        if reachable is None:
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src, group=meeting.group)
+        dist.broadcast_object_list(objects, src, group=reachable.group)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -157,8 +157,8 @@ class Collectives(StrategyDescription):
             Any: `tensor`; for the mean of integers a new, floating-point tensor, with which Lightning counts the
                 samples behind what is logged. If only some ranks failed, `tensor` is unchanged.
         """
-        meeting = self._reachable() if isinstance(tensor, Tensor) else None
-        if meeting is None:
+        reachable = self._reachable() if isinstance(tensor, Tensor) else None
+        if reachable is None:
             return tensor
         average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if average:
@@ -166,9 +166,9 @@ class Collectives(StrategyDescription):
         else:
             operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
         num_ranks = self.dims.data_size if group is None else dist.get_world_size(group)
-        if group is None and meeting.group is not None:
+        if group is None and reachable.group is not None:
             on_host = tensor.cpu()
-            dist.all_reduce(on_host, op=operation, group=meeting.group)
+            dist.all_reduce(on_host, op=operation, group=reachable.group)
             tensor.copy_(on_host)
             num_ranks = self.dims.num_ranks
         else:
@@ -189,7 +189,7 @@ class Collectives(StrategyDescription):
         super().on_exception(exception)
         name_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
-        if self._may_hang and made_group() is not None and not self._meet().all_here:
+        if self._may_hang and made_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # aborted communicators have an error
             abort_nccl()  # device work in the teardown would wait for the other ranks
 

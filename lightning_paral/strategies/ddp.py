@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_paral.averaging.buffers import share_when_swapped
+from lightning_paral.averaging.buffers import broadcast_when_swapped
 from lightning_paral.comm import WireDtype
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
@@ -40,7 +40,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     Args:
         all_reduce: how gradients are averaged. `"native"` is the backend's own; `"ring"`, `"reduce_broadcast"` and
             `"all_to_all"` are those of `lightning_paral.comm`, on any backend. `"auto"` takes the backend's own, which
-            was as fast as our ring or faster wherever both were measured (README, "Measured"), except on gloo with a
+            was as fast as our ring or faster wherever both were measured (docs/measurements.md), except on gloo with a
             `wire_dtype`: there the ring is faster, for gloo's own cannot add in fp32 what it carries narrower.
         wire_dtype: gradients cross the wire as `"bf16"` or `"fp16"` and are added in their own dtype (fp32); halves the
             traffic of fp32 gradients, but not that of NCCL between nodes of more than four GPUs each: the sum in fp32
@@ -134,7 +134,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         self._ddp = DDPRun(self, self._reduction, super().configure_ddp, self.timeout, self._undo)
         self._buffers = RankZeroBuffers(self.lightning_module, self._ddp.shares_buffers, self.dims)
         if self._ddp.shares_buffers:
-            self._undo.callback(share_when_swapped())
+            self._undo.callback(broadcast_when_swapped())
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizers; let DDP find unused parameters if several take turns. *Collective* over the world.

@@ -28,7 +28,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     """One process for all devices of a host: each step divides its batch among replicas that live for that step.
 
     Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
-    starting processes, in a notebook, say; `paral_ddp` is faster in nearly every other case (README, "DP").
+    starting processes, in a notebook, say; `paral_ddp` is faster in nearly every other case (docs/strategies/dp.md).
 
     In each step the batch is divided (`lightning_paral.engines.dp.scatter`), the module is copied to the further
     devices, and every replica runs the whole step, loss included, in a thread of its own. The losses are weighed by the

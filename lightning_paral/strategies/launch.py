@@ -7,8 +7,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
+from lightning_paral.distributed.launch_checks import check_device, check_local_rank
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
-from lightning_paral.distributed.process_group import backend_for, check_device, check_local_rank
+from lightning_paral.distributed.process_group import backend_for
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.strategies.description import StrategyDescription

@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_paral.data import Injection
-from lightning_paral.data.injection import draws_as_one_process
-from lightning_paral.data.resume import Position
+from lightning_paral.data import LoaderDistributor
+from lightning_paral.data.distribute import draws_as_one_process
+from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import restore_states, without_devices
@@ -26,8 +26,8 @@ class RunData:
     """
 
     def __init__(self) -> None:
-        self._injection: Injection | None = None
-        self._position: Position | None = None
+        self._injection: LoaderDistributor | None = None
+        self._position: DataPosition | None = None
         """Of the last fit; of the last run if there was none."""
         self._dims = ParallelDims()
         self._sampling = Sampling()
@@ -47,7 +47,7 @@ class RunData:
             forward_has_collectives: whether ranks without data run padding batches in evaluation.
         """
         self._dims, self._sampling, self._saved_position = dims, sampling, None
-        self._injection = Injection(trainer, dims, sampling, seed, run_fillers=forward_has_collectives)
+        self._injection = LoaderDistributor(trainer, dims, sampling, seed, run_padding=forward_has_collectives)
         if self._position is None or trainer.state.fn == TrainerFn.FITTING:
             self._position = self._injection.position
 

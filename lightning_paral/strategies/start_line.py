@@ -66,7 +66,7 @@ def _global_batch_size(loader: Any, data_size: int) -> int | None:
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, RankBatchSampler):
         size = getattr(sampler.order.batches, "batch_size", None)
-        data_size = 1 if sampler.share.split == "global" else data_size
+        data_size = 1 if sampler.shard.split == "global" else data_size
     else:
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     return size * data_size if isinstance(size, int) else None

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader
 
 from lightning_paral import CheckpointOptions, ParalFSDPStrategy
-from tests.models import quiet_trainer
 from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
 
 WIDTH = 2048
 NUM_LAYERS = 48

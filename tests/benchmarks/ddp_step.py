@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT, StandardLibrary
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 BATCH_SIZE, CONTEXT = 32, 128
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT, StandardLibrary
 from tests.benchmarks.ddp_step import CONTEXT, StepTimes, differences
-from tests.models import quiet_trainer
 from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
 
 GLOBAL_BATCH_SIZE, NUM_DEVICES = 32, 2
 

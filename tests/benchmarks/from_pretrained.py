@@ -23,10 +23,10 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.hugging_face_models import Wrapped, made, tokens
-from tests.models import quiet_trainer
+from tests.contract.cases import strategy_of
+from tests.models.hugging_face import Wrapped, made, tokens
 from tests.rank_pool import RankPool
-from tests.sampling_models import strategy_of
+from tests.running import quiet_trainer
 
 NUM_RANKS = 2
 IDS = {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral import ParalFSDPStrategy
 from tests.benchmarks.zero_memory import NUM_ELEMENTS, Deep, count_bytes
-from tests.models import quiet_trainer, regression_data
+from tests.models.regression import regression_data
 from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
 
 BYTES_PER_ELEMENT = {"parameters": 4, "gradients": 4, "optimizer": 8}
 

@@ -21,7 +21,7 @@ import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT, StandardLibrary
 from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
 from tests.benchmarks.ddp_step import StepTimes, differences
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 BATCH_SIZE, CONTEXT = 32, 128
 

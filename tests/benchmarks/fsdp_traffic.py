@@ -17,8 +17,9 @@ from tabulate import tabulate
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.comm import count_traffic
 from tests.benchmarks.zero_traffic import Wide
-from tests.models import quiet_trainer, regression_data
+from tests.models.regression import regression_data
 from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
 
 
 def model_sizes_sent_per_step(reshard_after_forward: bool | None) -> float:

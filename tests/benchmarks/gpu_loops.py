@@ -30,7 +30,7 @@ from lightning_paral.registry import STRATEGIES
 from tests.benchmarks.gpu_models import SIZES, Measured, Network, Size, Tokens, make_optimizer
 from tests.gpu.crew import Skipped, leave
 from tests.gpu.place import check_installed
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 WARM_UP = 3
 _LARGE = 1_000_000_000

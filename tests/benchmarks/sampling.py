@@ -15,8 +15,8 @@ from itertools import islice
 
 from torch.utils.data import BatchSampler, RandomSampler
 
-from lightning_paral.data.global_batches import Order, Seed
-from lightning_paral.data.sampler import RankBatchSampler, Share
+from lightning_paral.data.global_order import GlobalOrder, Seed
+from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 
 
 def seconds(batches: Iterable[list[int]], count: int) -> float:
@@ -40,8 +40,8 @@ def main() -> None:
         large = BatchSampler(indices, batch_size * options.world_size, drop_last=False)
 
         def ours(split: str, batches: BatchSampler = batches) -> RankBatchSampler:
-            share = Share(rank=1, world_size=options.world_size, split=split, ending="wrap")
-            return RankBatchSampler(Order(batches, Seed(0)), share)
+            shard = ShardSpec(rank=1, world_size=options.world_size, split=split, remainder="wrap")
+            return RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
 
         num_steps = options.length // (batch_size * options.world_size) // 2
         ways: dict[str, tuple[Callable[[], Iterable[list[int]]], int]] = {

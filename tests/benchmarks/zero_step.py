@@ -20,7 +20,7 @@ from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
 from lightning_paral.engines.zero.runtime import config as settings
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from tests.benchmarks.ddp_step import Loss, StepTimes, differences
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 BATCH_SIZE, CONTEXT = 32, 128
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.comm import count_traffic
-from tests.models import FEATURES, Regression, quiet_trainer, regression_data
+from tests.models.regression import FEATURES, Regression, regression_data
 from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
 
 WIDTH = 1024
 

@@ -1,72 +1,107 @@
-"""The strategies every contract runs for: one row each, by what the Trainer is given."""
+"""The one table of strategies under test, from which every suite takes its parameters.
 
+`PARAL_MORE_CASES` names modules with `CASES` of their own, which are added: so a strategy of another package can run
+these suites.
+"""
+
+import importlib
+import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-
-from lightning.pytorch.strategies import Strategy
+from typing import Any
 
 from lightning_paral import ActivationCheckpointing, Offload, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from tests.contract.case import StrategyCase
+
+MORE_CASES = "PARAL_MORE_CASES"
+LINEAR = ActivationCheckpointing(units=["Linear"])
 
 
-@dataclass(frozen=True)
-class Case:
-    """A strategy under test."""
-
-    label: str
-    strategy: Callable[[], str | Strategy]
-    """Makes what is passed as `Trainer(strategy=...)`: anew for each Trainer."""
-    tolerance: float = 1e-5
-    """Largest difference to one process, absolute for weights and relative for losses."""
-    world_sizes: tuple[int, ...] = (1, 2, 4)
-    num_devices_per_process: tuple[int, ...] = ()
-    """For a strategy that has all its devices in one process, and no ranks: the numbers of devices to try."""
-
-
-def zero3_nvme() -> ParalZeROStrategy:
+def on_nvme() -> dict[str, Any]:
     folder = Path(tempfile.gettempdir(), "lightning_paral_tests_nvme")
     folder.mkdir(exist_ok=True)
     offload = Offload("nvme", path=folder, buffer_numel=10_000)
-    return ParalZeROStrategy(stage=3, offload_optimizer=offload, offload_parameters=offload)
+    return {"stage": 3, "offload_optimizer": offload, "offload_parameters": offload}
+
+
+def variant(label: str, constructor: Any = None, **row: Any) -> StrategyCase:
+    """Return a case that differs from another one in an option."""
+    settings: dict[str, Any] = {"differs_in": "option", "resumes_others": False, "themes_of_user_code": ()}
+    return StrategyCase(label=label, constructor=constructor, **(settings | row))
+
+
+def ddp(label: str, world_sizes: tuple[int, ...] = (1, 2, 4), **options: Any) -> StrategyCase:
+    return variant(label, ParalDDPStrategy, options=options, world_sizes=world_sizes)
+
+
+def fsdp(label: str, world_sizes: tuple[int, ...] = (1, 2, 4), **options: Any) -> StrategyCase:
+    return variant(label, ParalFSDPStrategy, options=options, world_sizes=world_sizes, shards_parameters=True)
+
+
+def with_cpu_adam(label: str, constructor: Any = None, **row: Any) -> StrategyCase:
+    """Return a case whose optimizer is `DeepSpeedCPUAdam`, which rounds differently from torch's AdamW: 8.3e-6 seen."""
+    return variant(label, constructor, **({"tolerance": 1e-4, "world_sizes": (2, 4)} | row))
 
 
 CASES = (
-    Case("paral_dp", lambda: "paral_dp", world_sizes=(), num_devices_per_process=(1, 2, 3, 4)),
-    Case("paral_ddp", lambda: "paral_ddp"),
-    Case("paral_ddp_ring", lambda: "paral_ddp_ring"),
-    Case("ddp_reduce_broadcast", lambda: ParalDDPStrategy(all_reduce="reduce_broadcast")),
-    Case("ddp_all_to_all", lambda: ParalDDPStrategy(all_reduce="all_to_all")),
-    Case("ddp_small_buckets", lambda: ParalDDPStrategy(all_reduce="ring", bucket_cap_mb=0.0001)),
-    Case("ddp_static_graph", lambda: ParalDDPStrategy(static_graph=True)),
-    Case("paral_fsdp", lambda: "paral_fsdp"),
-    Case("paral_fsdp_offload", lambda: "paral_fsdp_offload"),
-    Case("fsdp_class", lambda: ParalFSDPStrategy(units=["Linear"])),
-    Case("fsdp_min_params", lambda: ParalFSDPStrategy(min_params=100)),
-    Case("fsdp_unsharded", lambda: ParalFSDPStrategy(units=["Linear"], accumulate="unsharded"), world_sizes=(2, 4)),
-    Case("fsdp_hybrid", lambda: ParalFSDPStrategy(units=["Linear"], replicate=2), world_sizes=(2, 4)),
-    Case(
-        "fsdp_hybrid_unsharded",
-        lambda: ParalFSDPStrategy(units=["Linear"], replicate=2, accumulate="unsharded"),
-        world_sizes=(4,),
-    ),
-    Case(
-        "fsdp_checkpointing",
-        lambda: ParalFSDPStrategy(activation_checkpointing=ActivationCheckpointing(units=["Linear"])),
-        world_sizes=(2, 4),
-    ),
-    Case(
-        "ddp_checkpointing",
-        lambda: ParalDDPStrategy(activation_checkpointing=ActivationCheckpointing(units=["Linear"])),
+    StrategyCase(label="paral_dp", world_sizes=(), devices_per_process=(1, 2, 3, 4)),
+    StrategyCase(label="paral_ddp"),
+    # Gradients take another way than under paral_ddp; all else is the same.
+    variant("paral_ddp_ring", themes_of_user_code=("gradients", "freezing", "buffers")),
+    ddp("ddp_reduce_broadcast", all_reduce="reduce_broadcast"),
+    ddp("ddp_all_to_all", all_reduce="all_to_all"),
+    ddp("ddp_small_buckets", all_reduce="ring", bucket_cap_mb=0.0001),
+    ddp("ddp_static_graph", static_graph=True),
+    ddp("ddp_checkpointing", world_sizes=(2,), activation_checkpointing=LINEAR),
+    StrategyCase(label="paral_fsdp", shards_parameters=True),
+    variant("paral_fsdp_offload", shards_parameters=True, themes_of_user_code="named"),
+    fsdp("fsdp_class", units=["Linear"]),
+    fsdp("fsdp_min_params", min_params=100),
+    fsdp("fsdp_unsharded", units=["Linear"], accumulate="unsharded", world_sizes=(2, 4)),
+    fsdp("fsdp_hybrid", units=["Linear"], replicate=2, world_sizes=(2, 4)),
+    fsdp("fsdp_hybrid_unsharded", units=["Linear"], replicate=2, accumulate="unsharded", world_sizes=(4,)),
+    fsdp("fsdp_checkpointing", activation_checkpointing=LINEAR, world_sizes=(2, 4)),
+    StrategyCase(label="paral_zero1", differs_in="optimizer"),
+    StrategyCase(label="paral_zero2"),
+    StrategyCase(label="paral_zero3", differs_in="parameters", shards_parameters=True, themes_of_user_code="named"),
+    # By default parameters below 100,000 elements stay whole.
+    variant(
+        "zero3_partitioned",
+        ParalZeROStrategy,
+        options={"stage": 3, "deepspeed_config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
+        shards_parameters=True,
         world_sizes=(2,),
+        themes_of_user_code="all",
     ),
-    Case("paral_zero1", lambda: "paral_zero1"),
-    Case("paral_zero2", lambda: "paral_zero2"),
-    Case("paral_zero3", lambda: "paral_zero3"),
-    # DeepSpeedCPUAdam rounds differently from torch's AdamW: 8.3e-6 seen.
-    Case("paral_zero1_offload", lambda: "paral_zero1_offload", tolerance=1e-4, world_sizes=(2, 4)),
-    Case("paral_zero2_offload", lambda: "paral_zero2_offload", tolerance=1e-4, world_sizes=(2, 4)),
-    Case("paral_zero3_offload", lambda: "paral_zero3_offload", tolerance=1e-4, world_sizes=(2, 4)),
-    Case("paral_zero3_nvme", zero3_nvme, tolerance=1e-4, world_sizes=(2, 4)),
+    with_cpu_adam("paral_zero1_offload"),
+    with_cpu_adam("paral_zero2_offload", resumes_others=True, themes_of_user_code="named"),
+    with_cpu_adam("paral_zero3_offload", shards_parameters=True, themes_of_user_code="named"),
+    with_cpu_adam("paral_zero3_nvme", ParalZeROStrategy, options=on_nvme, shards_parameters=True, resumes_others=True),
+    *(
+        case
+        for module in filter(None, os.environ.get(MORE_CASES, "").split(","))
+        for case in importlib.import_module(module).CASES
+    ),
 )
 BY_LABEL = {case.label: case for case in CASES}
+
+MAIN = tuple(case for case in CASES if case.differs_in != "option")
+PER_ENGINE = tuple(case for case in CASES if case.differs_in == "engine")
+"""For what is a matter of the loops alone, and of when they end."""
+PER_PLACEMENT = tuple(case for case in MAIN if case.differs_in != "optimizer")
+"""For what is no matter of optimizers: ZeRO stage 1 differs from stage 2 in nothing else."""
+
+
+def with_ranks(cases: Iterable[StrategyCase]) -> tuple[StrategyCase, ...]:
+    """Return those of `cases` with a process per device."""
+    return tuple(case for case in cases if case.has_ranks)
+
+
+def labels(cases: Iterable[StrategyCase]) -> tuple[str, ...]:
+    return tuple(case.label for case in cases)
+
+
+def strategy_of(label: str, **options: Any) -> Any:
+    """The case's strategy with more options; `one process` is Lightning's own, without any of ours."""
+    return "auto" if label == "one process" else BY_LABEL[label].strategy(**options)

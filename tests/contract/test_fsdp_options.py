@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_paral import ActivationCheckpointing, ParalFSDPStrategy
-from tests.models import fit_regression
-from tests.zero_models import assert_same_fit
+from tests.models.regression import fit_regression
+from tests.running import assert_same_fit
 
 NUM_STEPS = 8
 UNITS: dict[str, dict[str, Any]] = {"auto": {}, "class": {"units": ["Linear"]}, "min_params": {"min_params": 100}}

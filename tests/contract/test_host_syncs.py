@@ -12,16 +12,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_paral import ConfigurationError
 from lightning_paral.data import logged_keys as logged
-from lightning_paral.data.delayed_read import ReadLater
+from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.options import Sampling
 from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-ON_THE_HOST = {"data/injection.py: _agreed: __bool__", "data/later.py: read: item"}
+ON_THE_HOST = {"distributed/host_exchange.py: _reduce: __bool__", "data/async_scalar.py: read: item"}
 """Reads of tensors that are on the host on every machine."""
 
 LABELS = (
@@ -126,23 +126,23 @@ def test_the_count_finds_what_reads() -> None:
     syncs = HostSyncs()
     with syncs.watched():
         syncs.is_counting = True
-        assert not ReadLater(torch.tensor(False)).read()
+        assert not AsyncScalar(torch.tensor(False)).read()
         found = torch.tensor([1.0, 0.0])
         assert (float(found[0]), bool(found.any()), found.to("cpu").tolist(), found.numpy().sum()) == (1, 1, [1, 0], 1)
 
-    assert syncs.found == {"data/later.py: read: item": 1}
+    assert syncs.found == {"data/async_scalar.py: read: item": 1}
     assert syncs.num_of_others == 5
     assert not {"item", "to", "__bool__"} & vars(Tensor).keys()
 
 
-class Arriving(ReadLater):
+class Arriving(AsyncScalar):
     """A read that has not arrived until the test says so."""
 
     has_arrived = False
 
 
 def test_other_keys_than_those_of_other_ranks_are_an_error_when_the_outcome_arrives(monkeypatch) -> None:
-    monkeypatch.setattr(logged, "ReadLater", Arriving)
+    monkeypatch.setattr(logged, "AsyncScalar", Arriving)
     monkeypatch.setattr(logged.CheckedReduce, "_error", lambda *_: ConfigurationError("other keys"))
     reduce = logged.CheckedReduce("key", lambda value: value, ParallelDims())
     reduce._wrong = torch.tensor(False)

@@ -18,7 +18,8 @@ from lightning_paral import ActivationCheckpointing, CheckpointOptions, ParalDDP
 from lightning_paral.engines.zero.parameters.watched import HiddenGradientError
 from lightning_paral.engines.zero.training.users_optimizer import HiddenStateError
 from tests.contract.cases import BY_LABEL
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 LABELS = [
     "paral_ddp", "paral_ddp_ring", "paral_fsdp", "paral_fsdp_offload", "fsdp_hybrid", "paral_zero1", "paral_zero2",

@@ -27,9 +27,10 @@ from lightning_paral import (
     ParalZeROStrategy,
 )
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import CheckpointError
-from lightning_paral.reported import report_briefly
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 NAMES = [
     ("paral_zero4", "'paral_zero4'. Did you mean 'paral_zero3'"),
@@ -68,7 +69,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "Use units=..., with classes"),
     (ParalFSDPStrategy, {"sharding_strategy": "FULL_SHARD"}, "Use reshard_after_forward=False for SHARD_GRAD_OP"),
     (ParalFSDPStrategy, {"start_method": "spawn"}, "the script is run again for each further rank"),
-    (ParalFSDPStrategy, {"wrap": True}, "no option 'wrap'. It has: accumulate, activation_checkpointing,"),
+    (ParalFSDPStrategy, {"wrap": True}, "no option 'wrap'. Its options are accumulate, activation_checkpointing,"),
     (ParalZeROStrategy, {"offload_optimiser": "cpu"}, "Did you mean offload_optimizer?"),
     (ParalZeROStrategy, {"offload_params": "cpu"}, "Use offload_parameters='cpu'."),
     (ParalZeROStrategy, {"zero_optimization": {"stage": 2}}, "Use deepspeed_config={'zero_optimization': {...}}."),
@@ -87,7 +88,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (
         ParalDDPStrategy,
         {"activation_checkpointing": ActivationCheckpointing},
-        "this is the class itself. Give an object of it: activation_checkpointing=ActivationCheckpointing(...)",
+        "this is the class itself. Pass an instance: activation_checkpointing=ActivationCheckpointing(...)",
     ),
     (ParalDDPStrategy, {"wire_dtype": torch.bfloat16}, "cannot be a dtype. Give 'bf16', 'fp16' or None."),
     (ParalDDPStrategy, {"timeout": "30"}, "timeout cannot be a str. Give a timedelta, or a number of seconds."),
@@ -112,7 +113,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (
         ParalFSDPStrategy,
         {"offload": "cpu"},
-        "FSDP offloads to the host's memory: offload=True.",
+        "FSDP offloads to host memory: offload=True.",
     ),
     (ParalFSDPStrategy, {"offload": Offload("nvme", path="/x")}, "offload cannot be an Offload. FSDP offloads to"),
     (ParalFSDPStrategy, {"replicate": True}, "replicate cannot be a bool. Give an integer."),
@@ -124,11 +125,11 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalZeROStrategy, {"stage": "3"}, "stage cannot be a str. Give 1, 2 or 3."),
     (ParalZeROStrategy, {"stage": True}, "stage cannot be a bool. Give 1, 2 or 3."),
     (ParalZeROStrategy, {"offload_optimizer": True}, "cannot be a bool. Give Offload(...), 'cpu', 'nvme' or None."),
-    (ParalZeROStrategy, {"offload_optimizer": Offload}, "Give an object of it: offload_optimizer=Offload(...)."),
+    (ParalZeROStrategy, {"offload_optimizer": Offload}, "Pass an instance: offload_optimizer=Offload(...)."),
     (ParalZeROStrategy, {"offload_optimizer": {"device": "cpu"}}, "cannot be a dict. Give Offload(...)"),
     (ParalZeROStrategy, {"reduce_bucket_numel": 5e8}, "cannot be a float. Give 500000000, an integer."),
-    (ParalZeROStrategy, {"logging_level": "INFO"}, "Give a level of the module logging, such as logging.INFO."),
-    (ParalZeROStrategy, {"deepspeed_config": [1]}, "cannot be a list of int. Give a dict or a JSON file of one."),
+    (ParalZeROStrategy, {"logging_level": "INFO"}, "Give a level of logging, such as logging.INFO."),
+    (ParalZeROStrategy, {"deepspeed_config": [1]}, "cannot be a list of int. Give a dict or the path of a JSON file."),
     (ParalZeROStrategy, {"overlap_comm": "auto"}, "cannot be a str. Give True or False or None."),
     (Offload, {"ratio": "0.5"}, "Offload(ratio='0.5'): ratio cannot be a str. Give a number."),
     (Offload, {"pin_memory": "yes"}, "pin_memory cannot be a str"),
@@ -341,7 +342,7 @@ def test_errors_with_a_cause_in_the_users_code_keep_their_place(
 ) -> None:
     reported = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: reported.append(error[1]))
-    report_briefly()
+    install_brief_excepthook()
 
     def explained(inside: Any) -> BaseException:
         try:

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from tests.models import quiet_trainer
-from tests.sampling_models import SaveAt, strategy_of
+from tests.contract.cases import strategy_of
+from tests.running import SaveAt, quiet_trainer
 
 NUM_SAMPLES = 22
 CASES: tuple[dict[str, Any], ...] = (

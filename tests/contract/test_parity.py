@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.contract.cases import BY_LABEL, CASES
-from tests.models import fit_regression
-
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+from tests.contract.parameters import parameter
+from tests.models.regression import fit_regression
 
 NUM_STEPS = 20
 
@@ -37,7 +36,7 @@ def assert_equals_one_process(
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
-    ("label", "world_size"), [(case.label, world_size) for case in CASES for world_size in case.world_sizes]
+    ("label", "world_size"), [parameter(case, world_size) for case in CASES for world_size in case.world_sizes]
 )
 def test_training_equals_one_process(on_ranks, label: str, accumulate: int, world_size: int) -> None:
     ranks = on_ranks(world_size, fit_by_case, label, accumulate, world_size)
@@ -47,7 +46,7 @@ def test_training_equals_one_process(on_ranks, label: str, accumulate: int, worl
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
-    ("label", "num_devices"), [(case.label, num) for case in CASES for num in case.num_devices_per_process]
+    ("label", "num_devices"), [parameter(case, num) for case in CASES for num in case.devices_per_process]
 )
 def test_training_on_several_devices_equals_one(label: str, accumulate: int, num_devices: int) -> None:
     strategy = BY_LABEL[label].strategy()

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sampling_models import SIZES, evaluate, train
+from tests.contract.cases import MAIN, PER_PLACEMENT, labels, with_ranks
+from tests.models.judged import SIZES, evaluate, train
 
-LABELS = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
+LABELS = labels(with_ranks(MAIN))
+RESUMED = labels(with_ranks(PER_PLACEMENT))
 
 
 @cache
@@ -22,14 +24,8 @@ def mean_losses(ranks: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([sum(loss * size for loss, size in step) / sum(size for _, size in step) for step in steps])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("split", ["batch", "global"])
-@pytest.mark.parametrize("label", LABELS)
-def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_size: int) -> None:
-    expected = evaluated_in_one_process()
-
-    ranks = on_ranks(world_size, evaluate, label, world_size, split)
-
+def assert_evaluation_equals(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Compare what the ranks, each with a data rank of its own, logged, collected and predicted with one process."""
     for rank in ranks:
         for ours, theirs in zip(rank["logged"], expected["logged"], strict=True):
             assert ours.keys() == theirs.keys()
@@ -43,8 +39,15 @@ def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_s
         assert sorted(collected) == sorted(expected["collected"][index])
 
 
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero3"])
-def test_fillers_leave_no_trace(on_ranks, label: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("split", ["batch", "global"])
+@pytest.mark.parametrize("label", LABELS)
+def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_size: int) -> None:
+    assert_evaluation_equals(on_ranks(world_size, evaluate, label, world_size, split), evaluated_in_one_process())
+
+
+@pytest.mark.parametrize("label", RESUMED)
+def test_padding_batches_leave_no_trace(on_ranks, label: str) -> None:
     for rank in on_ranks(3, evaluate, label, 3, "batch"):
         num_steps, num_hooks, num_calls = rank["steps"]
         assert num_steps == num_hooks == num_calls
@@ -69,7 +72,7 @@ def test_training_on_global_batches_is_the_same_run_at_any_world_size(on_ranks, 
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
+@pytest.mark.parametrize("label", RESUMED)
 def test_resuming_inside_an_epoch_equals_the_uninterrupted_run(on_ranks, tmp_path, label: str, split: str) -> None:
     path, options = str(tmp_path / "middle.ckpt"), {"split": split}
     whole = on_ranks(2, train, label, 2, options, {"dropout": 0.2})
@@ -87,7 +90,7 @@ def test_resuming_inside_an_epoch_equals_the_uninterrupted_run(on_ranks, tmp_pat
             torch.testing.assert_close(ours["weights"][name], weight)
 
 
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
+@pytest.mark.parametrize("label", RESUMED)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_resuming_global_batches_at_another_world_size(on_ranks, tmp_path, label: str, world_size: int) -> None:
     path, options = str(tmp_path / "middle.ckpt"), {"split": "global"}

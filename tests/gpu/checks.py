@@ -10,11 +10,12 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy
-from tests.fsdp_models import GAN, MODULES, OnTheModule, Tied
 from tests.gpu.reductions import reduction_error
 from tests.gpu.rounding import with_sgd
-from tests.models import Regression, fit_regression, quiet_trainer, regression_data
-from tests.zero_models import fit
+from tests.models.blocks import GAN, MODULES, OnTheModule, Tied
+from tests.models.regression import Regression, fit_regression, regression_data
+from tests.models.tokens import fit
+from tests.running import quiet_trainer
 
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 
@@ -44,7 +45,7 @@ def zero_losses(strategy: str, precision: str) -> list[float]:
 
 def zero_windows(stage: str, overlap: str) -> float:
     """Largest difference of the weights to one process on CPU, over all kinds of accumulation windows."""
-    from tests.distributed.test_zero_overlap import fit_all
+    from tests.distributed.zero.test_overlap import fit_all
 
     overlap_comm = {"True": True, "False": False, "None": None}[overlap]
     on_gpu = fit_all(WORLD_SIZE, "gpu", stage=int(stage), overlap_comm=overlap_comm, reduce_bucket_numel=200)
@@ -54,7 +55,7 @@ def zero_windows(stage: str, overlap: str) -> float:
 
 def zero_clipped_on_host(strategy: str) -> float:
     """Largest difference of the weights to one process on CPU, with gradients clipped by value on the host."""
-    from tests.distributed.test_zero_late_copies import WideClipped, fit
+    from tests.distributed.zero.test_late_copies import WideClipped, fit
 
     on_gpu = [fit(WORLD_SIZE, strategy, by_hand, WideClipped, "gpu")[0] for by_hand in (False, True)]
     _become_one_process()

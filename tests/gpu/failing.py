@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.gpu.pair import join
 from tests.gpu.place import trainer_options
-from tests.models import Regression, quiet_trainer, regression_data
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 SECONDS = 20.0
 """How long a rank waits for the other in a collective."""

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ActivationCheckpointing, ParalDDPStrategy, ParalFSDPStrategy
 from tests.gpu.place import largest_difference, options_of, synchronize, trainer_options
-from tests.models import Regression, quiet_trainer
+from tests.models.regression import Regression
+from tests.running import quiet_trainer
 
 _ALLOWED_BYTES = 2**20
 """GPU memory that may stay allocated after a run, for what libraries keep after first use."""

@@ -6,7 +6,6 @@ import torch
 
 from lightning_paral.errors import ConfigurationError
 from tests.contract.cases import BY_LABEL
-from tests.fsdp_models import GAN, MODULES
 from tests.gpu import raw_loops
 from tests.gpu.place import (
     largest_difference,
@@ -16,8 +15,10 @@ from tests.gpu.place import (
     trainer_options,
 )
 from tests.gpu.rounding import with_sgd
-from tests.models import Regression, fit_regression, quiet_trainer, regression_data
-from tests.zero_models import fit
+from tests.models.blocks import GAN, MODULES
+from tests.models.regression import Regression, fit_regression, regression_data
+from tests.models.tokens import fit
+from tests.running import quiet_trainer
 
 NUM_STEPS = 20
 PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")

@@ -13,16 +13,16 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.options import DEFAULT_TIMEOUT
-from tests.checkpoint_models import fit as fit_resumable
-from tests.checkpoint_models import mean_losses
 from tests.contract.cases import BY_LABEL
-from tests.fsdp_models import GAN
 from tests.gpu import raw_loops, reductions, staged
 from tests.gpu.place import check_installed, largest_difference, options_of, trainer_options
 from tests.gpu.report import write_json
 from tests.gpu.rounding import with_sgd
-from tests.models import fit_regression
-from tests.zero_models import fit
+from tests.models.blocks import GAN
+from tests.models.regression import fit_regression
+from tests.models.resumable import fit as fit_resumable
+from tests.models.resumable import mean_losses
+from tests.models.tokens import fit
 
 NUM_RANKS = 2
 NUM_STEPS = 20

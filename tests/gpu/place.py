@@ -46,7 +46,7 @@ def check_installed(label: str) -> None:
 
 def needs_operators(label: str) -> bool:
     """Whether the strategy of a case needs DeepSpeed's compiled operators."""
-    return "zero" in label and ("offload" in label or "nvme" in label)
+    return BY_LABEL[label].needs_operators
 
 
 def largest_difference(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.models import GLOBAL_BATCH_SIZE, Regression, regression_data
-from tests.zero_models import Fitted, token_loader
+from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, regression_data
+from tests.models.tokens import Fitted, token_loader
 
 Fit = tuple[list[float], dict[str, Tensor]]
 """The loss of each batch, and the final weights on the host."""
@@ -27,7 +27,7 @@ def regression(
     precision: str = "32-true",
     clip: tuple[str, float] = ("norm", 0.1),
 ) -> Fit:
-    """Train as `tests.models.fit_regression` does; the last step may have a partial window."""
+    """Train as `tests.models.regression.fit_regression` does; the last step may have a partial window."""
     torch.manual_seed(3)
     model = make()
     num_batches = num_steps * accumulate - (1 if accumulate > 1 else 0)
@@ -41,7 +41,7 @@ def _num_ranks() -> int:
 
 
 def tokens(make: Callable[[], Fitted], num_batches: int, device: str) -> Fit:
-    """Train as `tests.zero_models.fit` does, for a module with automatic optimization."""
+    """Train as `tests.models.tokens.fit` does, for a module with automatic optimization."""
     torch.manual_seed(5)
     return loop(make(), token_loader(num_batches, 1), device)
 

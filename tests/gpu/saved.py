@@ -7,23 +7,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_paral import (
-    CheckpointOptions,
-    ParalDDPStrategy,
-    ParalFSDPStrategy,
-    ParalZeROStrategy,
-)
-from tests.checkpoint_models import NUM_BATCHES, SAVED_AFTER, fit, with_cpu_adam
+from lightning_paral import CheckpointOptions
+from tests.contract.cases import BY_LABEL, strategy_of
 from tests.gpu.place import check_installed, options_of, trainer_options
 from tests.gpu.report import write_json
+from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, fit
 
-ASYNC = {
-    "paral_ddp": lambda options: ParalDDPStrategy(checkpoint=options),
-    "paral_fsdp": lambda options: ParalFSDPStrategy(checkpoint=options),
-    "paral_fsdp_offload": lambda options: ParalFSDPStrategy(checkpoint=options, offload=True),
-    "paral_zero2": lambda options: ParalZeROStrategy(checkpoint=options, stage=2),
-    "paral_zero3": lambda options: ParalZeROStrategy(checkpoint=options, stage=3),
-}
+ASYNC = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_zero3")
 
 
 class StateBesideWeights(Callback):
@@ -43,7 +33,7 @@ class StateBesideWeights(Callback):
 
 
 def _options(label: str, device: str) -> dict[str, Any]:
-    """Return the Trainer's options without `devices`, which `tests.checkpoint_models.fit` sets."""
+    """Return the Trainer's options without `devices`, which `tests.models.resumable.fit` sets."""
     options = options_of(label, device)
     return {name: value for name, value in options.items() if name != "devices"}
 
@@ -68,7 +58,7 @@ def resume(label: str, device: str, folder: str, sources: list[str]) -> dict[str
         beside = StateBesideWeights()
         options = _options(label, device) | {"callbacks": [beside]}
         losses = fit(world_size=1, resume_from=path / "x.ckpt", **options).losses
-        _compare(facts, source, losses, expected, 1e-4 if with_cpu_adam(source) or with_cpu_adam(label) else 1e-5)
+        _compare(facts, source, losses, expected, max(BY_LABEL[source].tolerance, BY_LABEL[label].tolerance))
         facts["failures"] += [f"resumed from {source}: {apart}" for apart in beside.apart[:1]]
     if all(value == "not saved" for value in facts.values() if not isinstance(value, list)):
         facts["failures"].append("nothing was saved to resume from")
@@ -81,9 +71,9 @@ def async_save(label: str, device: str, folder: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"failures": []}
     path = Path(folder, f"async-{label}", "x.ckpt")
     options = {name: value for name, value in trainer_options(device).items() if name != "devices"}
-    make = ASYNC[label]
-    saved = fit(make(CheckpointOptions(async_save=True)), 1, save_to=path, **options).losses
-    resumed = fit(make(CheckpointOptions()), 1, resume_from=path, **options).losses
+    in_background = CheckpointOptions(async_save=True)
+    saved = fit(strategy_of(label, checkpoint=in_background), 1, save_to=path, **options).losses
+    resumed = fit(strategy_of(label), 1, resume_from=path, **options).losses
     _compare(facts, "resumed", resumed, {str(number): loss for number, loss in saved.items()}, 1e-5)
     return facts
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.gpu.place import options_of, synchronize
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 FIRST, NUM_STEPS = 4, 8
 """Number of steps before the window, and in it."""

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from lightning_paral import ParalDPStrategy
-from tests.distributed.test_dp import NUM_SAMPLES, Logging, Scores, assert_same_weights, fitted, samples
-from tests.distributed.test_dp_manual import GAN
+from tests.distributed.dp.test_dp import NUM_SAMPLES, Logging, Scores, assert_same_weights, fitted, samples
+from tests.distributed.dp.test_manual import GAN
 from tests.gpu.rounding import with_sgd
-from tests.models import fit_regression, quiet_trainer
-from tests.zero_models import MODULES, fit
+from tests.models.architectures import MODULES
+from tests.models.regression import fit_regression
+from tests.models.tokens import fit
+from tests.running import quiet_trainer
 
 NUM_GPUS = min(torch.cuda.device_count(), 4)
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fsdp_models import MODULES
 from tests.gpu.test_ddp import NUM_GPUS, run_ranks
+from tests.models.blocks import MODULES
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device")
 

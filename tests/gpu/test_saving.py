@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_paral.checkpoint.io.arena import Arena, _pin, _unpin
-from lightning_paral.checkpoint.io.host_memory import fresh_bytes
+from lightning_paral.checkpoint.io.arena import Arena, _pin, _unpin, fresh_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.save import Save
+from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
 from lightning_paral.options import Form
@@ -61,7 +60,7 @@ def test_what_is_saved_is_what_was_computed_last(tmp_path: Path, form: Form, sta
     weight += torch.arange(30_000_000, device="cuda")
     half.t().copy_(torch.arange(3000, device="cuda").expand(1000, 3000))
     checkpoint = {"state_dict": {"weight": weight, "half": half.t()}, "callbacks": {"seen": seen}}
-    save = Save.prepare(checkpoint, tmp_path / "saved", form, RankGroup(), set(), "Test")
+    save = SaveJob.prepare(checkpoint, tmp_path / "saved", form, RankGroup(), set(), "Test")
     staging = Staging(pin=True)
     if staged:
         before = torch.cuda.memory_allocated()
@@ -95,11 +94,11 @@ def test_pieces_are_those_of_tensors_that_are_freed_meanwhile() -> None:
     def made_and_freed() -> Any:
         for number in range(8):
             busy()
-            yield torch.full((HostBytes.piece_bytes // 2 + number,), number, dtype=torch.uint8, device="cuda")
+            yield torch.full((HostBytes.buffer_bytes // 2 + number,), number, dtype=torch.uint8, device="cuda")
 
     with HostBytes(made_and_freed()) as source:
         for number in range(8):
-            for view in source.read(HostBytes.piece_bytes // 2 + number):
+            for view in source.read(HostBytes.buffer_bytes // 2 + number):
                 torch.full((2**24,), 99, dtype=torch.uint8, device="cuda")  # reuses the freed memory
                 assert (torch.frombuffer(view, dtype=torch.uint8) == number).all()
 

@@ -12,7 +12,7 @@ LAYERS = (
     "__main__",
     "cli",
     "__init__",
-    "reported",
+    "error_report",
     "registry",
     "other_trainers",
     "strategies",
@@ -29,6 +29,7 @@ LAYERS = (
     "compat",
     "tested_versions",
     "_version",
+    "suggestions",
     "errors",
 )
 FILES = sorted(ROOT.rglob("*.py"))

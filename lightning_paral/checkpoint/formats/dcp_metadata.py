@@ -1,4 +1,4 @@
-"""Reading `.metadata` of a Distributed Checkpoint as data, of which torch's objects are made once it is sound."""
+"""Parse `.metadata` of a Distributed Checkpoint as plain data, validate it, and only then make torch's objects."""
 
 from collections.abc import Callable
 from math import prod
@@ -36,7 +36,7 @@ _MAX_PATH = 64
 
 
 class _MetadataRules:
-    """Admit what a Distributed Checkpoint's metadata consist of, and nothing else."""
+    """Admits only the types that the metadata of a Distributed Checkpoint consist of."""
 
     def named(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -52,7 +52,7 @@ class _MetadataRules:
             return tuple(args[0])
         if name == "torch.serialization._get_layout" and len(args) == 1 and _is(str, args[0]):
             return _LAYOUTS[args[0]]
-        if name == "builtins.getattr":  # how Python 3.11 and older write members of enumerations
+        if name == "builtins.getattr":  # how Python 3.11 and older pickle enum members
             if len(args) == 2 and args[0] == Named(_MEMORY_FORMAT) and _is(str, args[1]):
                 return Made(_MEMORY_FORMAT, args)
             raise RefusedError(name)
@@ -73,12 +73,16 @@ class _MetadataRules:
 
 
 def load_metadata(data: bytes, name: object) -> metadata.Metadata:
-    """Return the metadata of a Distributed Checkpoint from what its file `.metadata` holds.
+    """Return the metadata in the file `.metadata` of a Distributed Checkpoint. No code from the file runs.
 
-    Nothing in it is called. Fields that this torch does not know are left out, those that it lacks have their defaults.
+    Fields that this version of torch does not know are dropped, and missing ones have their defaults.
+
+    Args:
+        data: the content of the file.
+        name: the name of the file, for errors.
 
     Raises:
-        CheckpointError: it holds anything but metadata, or is damaged; says what is wrong, and names `name`.
+        CheckpointError: the file is damaged, or holds anything but metadata.
     """
     try:
         return _metadata(interpret(data, _MetadataRules()), len(data))
@@ -100,21 +104,21 @@ def _metadata(root: Any, nbytes: int) -> metadata.Metadata:
     tensors = {_key(key): value for key, value in _dict(fields["state_dict_metadata"], "tensors").items()}
     num_chunks = sum(len(_fields_of_tensor(value)["chunks"]) for value in tensors.values() if not _is_bytes(value))
     if num_chunks * _BYTES_PER_CHUNK > nbytes:
-        raise PickleError(f"it has {num_chunks} boxes in {nbytes} bytes")
+        raise PickleError(f"it has {num_chunks} chunks in {nbytes} bytes")
     state = {key: metadata.BytesStorageMetadata() if _is_bytes(v) else _tensor(key, v) for key, v in tensors.items()}
     storage = _optional(fields.get("storage_data"), lambda found: _dict(found, "places"))
-    places = {_index(key): _place(value) for key, value in (storage or {}).items()}
+    locations = {_index(key): _storage_info(value) for key, value in (storage or {}).items()}
     about = _optional(fields.get("storage_meta"), lambda found: _storage_meta(found))
     return metadata.Metadata(
         state_dict_metadata=state,
         planner_data=_optional(fields.get("planner_data"), _planner_data),
-        storage_data=places,
+        storage_data=locations,
         **_known(metadata.Metadata, storage_meta=about, version=_optional(fields.get("version"), _key)),
     )
 
 
 def _known(kind: Any, **fields: Any) -> dict[str, Any]:
-    """Return those of `fields` that this torch's `kind` has."""
+    """Return the `fields` that the dataclass `kind` of this version of torch has."""
     return {name: value for name, value in fields.items() if name in kind.__dataclass_fields__}
 
 
@@ -132,17 +136,17 @@ def _tensor(key: str, found: Any) -> metadata.TensorStorageMetadata:
     chunks = []
     for chunk in fields["chunks"]:
         about = _state(chunk, "ChunkStorageMetadata")
-        box = [_numbers(about[name], f"a box of {key}") for name in ("offsets", "sizes")]
-        if any(len(numbers) != len(size) for numbers in box):
-            raise PickleError(f"a box of {key} has not as many dimensions as its shape {size}")
-        chunks.append(metadata.ChunkStorageMetadata(*map(torch.Size, box)))
+        bounds = [_numbers(about[name], f"a chunk of {key}") for name in ("offsets", "sizes")]
+        if any(len(numbers) != len(size) for numbers in bounds):
+            raise PickleError(f"a chunk of {key} has not as many dimensions as its shape {size}")
+        chunks.append(metadata.ChunkStorageMetadata(*map(torch.Size, bounds)))
     return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), torch.Size(size), chunks)
 
 
 def _fields_of_tensor(found: Any) -> dict[str, Any]:
     fields = _state(found, "TensorStorageMetadata")
     if type(fields["chunks"]) is not list:
-        raise PickleError("a tensor has no list of boxes")
+        raise PickleError("a tensor has no list of chunks")
     return fields
 
 
@@ -156,11 +160,11 @@ def _index(found: Any) -> metadata.MetadataIndex:
     return metadata.MetadataIndex(_key(fields["fqn"]), offset)
 
 
-def _place(found: Any) -> Any:
+def _storage_info(found: Any) -> Any:
     if type(found) is not Made or found.by != _STORAGE_INFO:
         raise PickleError("it does not say where tensors lie")
     fields = found.state
-    offset, length = _numbers((fields["offset"], fields["length"]), "a place in a file")
+    offset, length = _numbers((fields["offset"], fields["length"]), "a location in a file")
     if fields.get("transform_descriptors"):
         raise PickleError(
             f"{_key(fields['relative_path'])} was written with transforms ({fields['transform_descriptors']}), as of "
@@ -170,7 +174,7 @@ def _place(found: Any) -> Any:
 
 
 def _planner_data(found: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Return where in nested dicts and lists each key belongs; `None` if planners of other kinds have written it."""
+    """Return the path of each key in nested dicts and lists; `None` if another kind of planner wrote the metadata."""
     if type(found) is not dict:
         return None
     paths = {}

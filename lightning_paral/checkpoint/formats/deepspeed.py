@@ -1,7 +1,8 @@
-"""Weights from the folders that Lightning's `deepspeed` strategies save, of any stage and number of ranks."""
+"""Read weights from folders that Lightning's `deepspeed` strategies saved, of any stage and number of ranks."""
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.damage import naming
 from lightning_paral.checkpoint.io.storage import LocalStorage
 from lightning_paral.checkpoint.layout import chunks_of_flat_range
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
+from lightning_paral.checkpoint.resolve import explain_read_errors
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.checkpoint.shards import identity
 from lightning_paral.errors import CheckpointError
 
 _OF_DEEPSPEED = {
@@ -27,10 +29,10 @@ _MAX_TAG_BYTES = 4096
 
 
 def find_folder(path: Path) -> Path | None:
-    """Return the folder with the ranks' files if `path` is a DeepSpeed checkpoint, else `None`.
+    """Return the folder with the files of the ranks if `path` is a DeepSpeed checkpoint, else `None`.
 
     Raises:
-        CheckpointError: what names that folder leads out of `path`, or is no name.
+        CheckpointError: the name of that folder leads out of `path`, or is no name.
     """
     root = LocalStorage(path)
     size = root.size("latest")
@@ -47,14 +49,14 @@ def find_folder(path: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
-    """Return weights, in fp32 where there are master copies, and what else Lightning saved.
+    """Return the checkpoint as Lightning dumps it, with weights in fp32 where there are master copies.
 
-    Optimizer states are left out: they are DeepSpeed's own.
+    Optimizer states, whose format is DeepSpeed's own, are left out.
 
     Raises:
-        CheckpointError: files of ranks are missing, incomplete, damaged, or hold code.
+        CheckpointError: files are missing, incomplete, damaged, or hold code and `weights_only` is set.
     """
-    with naming(folder):
+    with explain_read_errors(folder):
         return _read(folder, weights_only)
 
 
@@ -72,9 +74,10 @@ def _read(folder: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool) -> dict[str, Tensor]:
-    """Return the fp32 copies of parameters of lower precision, of stages 1 and 2, where they were saved.
+    """Return the fp32 master copies of parameters of stages 1 and 2, if they were saved.
 
-    A group's parameters are one long vector, of which each rank has a run. Follows DeepSpeed's `zero_to_fp32`.
+    The parameters of a group are flattened to one vector, of which each rank has a flat range. Follows DeepSpeed's
+    `zero_to_fp32`.
     """
     groups = states.get("param_shapes") or []
     if all(states["module"][name].dtype == torch.float32 for shapes in groups for name in shapes):
@@ -88,19 +91,19 @@ def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool)
         paddings = (ranks[0].get("param_alignment_paddings") or {group: [0] * len(shapes)})[group]
         position = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            numel, start, runs = prod(shape), 0, []
+            numel, start, ranges = prod(shape), 0, []
             for flat in flats:
                 first, last = max(position, start), min(position + numel, start + flat.numel())
                 if first < last:
-                    runs.append((first - position, flat[first - start : last - start]))
+                    ranges.append((first - position, flat[first - start : last - start]))
                 start += flat.numel()
-            weights[name] = _of_runs(folder, name, tuple(shape), runs)
+            weights[name] = _from_flat_ranges(folder, name, tuple(shape), ranges)
             position += numel + padding
     return weights
 
 
 def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what rank 0 saved and the weights of stage 3, of each of which each rank has an equal share."""
+    """Return the state that rank 0 saved, and the weights of stage 3, each divided evenly among the ranks."""
     models = _by_rank(folder, "model_states", weights_only)
     ranks = _optimizers_by_rank(folder, weights_only)
     if len(models) != len(ranks):
@@ -112,42 +115,44 @@ def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict
         flats = [rank["fp32_flat_groups"][group] for rank in ranks]
         position = 0
         for name, shape in shapes.items():
-            share = ceil(prod(shape) / len(flats))
-            parts = [flat[position : position + share] for flat in flats]
-            weights[name] = _of_shares(folder, name, tuple(shape), parts, share)
-            position += share
+            numel = ceil(prod(shape) / len(flats))
+            shards = [flat[position : position + numel] for flat in flats]
+            weights[name] = _from_padded_shards(folder, name, tuple(shape), shards, numel)
+            position += numel
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-        parts = [states["frozen_param_fragments"][name] for states in models]
-        weights[name] = _of_shares(folder, name, tuple(shape), parts, ceil(prod(shape) / len(parts)))
+        shards = [states["frozen_param_fragments"][name] for states in models]
+        weights[name] = _from_padded_shards(folder, name, tuple(shape), shards, ceil(prod(shape) / len(shards)))
     buffers = models[0].get("buffer_names") or ()
     weights |= {name: value for name, value in models[0]["module"].items() if name in buffers}
     return models[0], weights
 
 
-def _of_shares(folder: Path, name: str, shape: tuple[int, ...], parts: list[Tensor], share: int) -> Tensor:
-    """Return a tensor of which each rank has `share` elements; the last ones are padded."""
-    starts = [min(prod(shape), rank * share) for rank in range(len(parts))]
-    runs = [(start, part.view(-1)[: prod(shape) - start]) for start, part in zip(starts, parts, strict=True)]
-    return _of_runs(folder, name, shape, runs)
+def _from_padded_shards(
+    folder: Path, name: str, shape: tuple[int, ...], shards: list[Tensor], shard_numel: int
+) -> Tensor:
+    """Return a tensor from flat shards of `shard_numel` elements each, the last of them padded."""
+    starts = [min(prod(shape), rank * shard_numel) for rank in range(len(shards))]
+    ranges = [(start, shard.view(-1)[: prod(shape) - start]) for start, shard in zip(starts, shards, strict=True)]
+    return _from_flat_ranges(folder, name, shape, ranges)
 
 
-def _of_runs(folder: Path, name: str, shape: tuple[int, ...], runs: list[tuple[int, Tensor]]) -> Tensor:
-    """Return a tensor from runs of its flattened elements, each with the index of its first one."""
-    found = sum(values.numel() for _, values in runs)
+def _from_flat_ranges(folder: Path, name: str, shape: tuple[int, ...], ranges: list[tuple[int, Tensor]]) -> Tensor:
+    """Return a tensor from flat ranges, each given by the index of its first element and its values."""
+    found = sum(values.numel() for _, values in ranges)
     if found != prod(shape):
         raise CheckpointError(
             f"{folder} has {found} of the {prod(shape)} elements of {name}. DeepSpeed saves what is offloaded "
             "to NVMe as copies of its own files, which are not read: save without that offload, or under "
             "paral_zero3_nvme."
         )
-    pieces = []
-    for start, values in runs:
+    chunks = []
+    for start, values in ranges:
         position = 0
         for chunk in chunks_of_flat_range(shape, start, start + values.numel()):
-            part = values[position : position + chunk.numel].view(chunk.sizes)
-            pieces.append(StoredChunk(chunk, lambda part=part: part))  # type: ignore[misc]
+            found_values = values[position : position + chunk.numel].view(chunk.sizes)
+            chunks.append(StoredChunk(chunk, partial(identity, found_values)))
             position += chunk.numel
-    return LazyTensor(shape, runs[0][1].dtype, pieces)
+    return LazyTensor(shape, ranges[0][1].dtype, chunks)
 
 
 def _optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
@@ -181,7 +186,7 @@ def _load(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _harmless() -> tuple[Any, ...]:
-    """Return types of DeepSpeed that its checkpoints hold and that only carry data."""
+    """Return the types of DeepSpeed that occur in its checkpoints and only carry data."""
     try:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -1,4 +1,4 @@
-"""The full form: one ordinary Lightning file, into which every rank writes its part. Nobody holds all of it."""
+"""The full form: one ordinary Lightning file, to which every rank writes its shards. No rank holds the full state."""
 
 import io
 import os
@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.checkpoint.io.checksums import FileRecord, blocks_of, checksum_of_block, reader_of
+from lightning_paral.checkpoint.io.files import BackgroundFsync, FileRecord, blocks_of, checksum_of_block, reader_of
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
-from lightning_paral.checkpoint.io.writeback import BackgroundFsync
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
-from lightning_paral.checkpoint.save_plan import WriteItem, replace
+from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import bytes_of, flat
+from lightning_paral.checkpoint.tree import replace_at
 from lightning_paral.compat.torch.archives import record_offset
 from lightning_paral.compat.torch.fake_tensors import fake_tensors
 from lightning_paral.compat.torch.storages import identity_of, untyped
@@ -30,58 +30,65 @@ from lightning_paral.errors import CheckpointError
 
 
 def write_full(
-    tree: dict[str, Any], entries: list[WriteItem], path: Path, ranks: RankGroup, about: dict[str, Any], what: str
-) -> None:
-    """Write `tree` to the new file `path`: what `torch.save` would, and a manifest. *Collective* over `ranks`.
+    tree: dict[str, Any], items: list[WriteItem], path: Path, ranks: RankGroup, about: dict[str, Any], what: str
+) -> int:
+    """Write the new file `path`: what `torch.save` would write, and a manifest. *Collective* over `ranks`.
 
     Args:
-        tree: the checkpoint; rank 0's counts for all that is not an entry.
-        entries: the tensors of which ranks write parts.
-        path: on a file system that all ranks share; parts of ranks that do not see it go through rank 0.
-        ranks: who writes.
+        tree: the checkpoint; all values but the tensors of `items` are rank 0's.
+        items: the tensors, each with the shard that this rank writes.
+        path: on a file system that the ranks share; shards of ranks that do not see the file are sent to rank 0.
+        ranks: the ranks that save together.
         about: fields of the manifest.
-        what: what errors say that failed.
+        what: what failed, for errors.
+
+    Returns:
+        int: size of the file in bytes.
+
+    Raises:
+        CheckpointError: a rank could not write; on all ranks.
     """
-    offsets = ranks.on_first(what, lambda: write_skeleton(tree, entries, path))
+    offsets = ranks.on_first(what, lambda: write_skeleton(tree, items, path))
     visible = ranks.gather(path.exists())
-    ranks.agree(what, lambda: _write_parts(entries, offsets, path) if visible[ranks.rank] else None)
+    ranks.agree(what, lambda: _write_shards(items, offsets, path) if visible[ranks.rank] else None)
     if not all(visible):
-        _write_parts_of_others(entries, offsets, path, ranks, visible, what)
+        _write_shards_of_others(items, offsets, path, ranks, visible, what)
     seeing = [rank for rank in range(ranks.world_size) if visible[rank]]
     sums = ranks.agree(what, lambda: _checksums(path, seeing, ranks.rank) if visible[ranks.rank] else {})
 
-    def finish() -> None:
+    def finish() -> int:
         embed(path, lambda nbytes: Manifest(files={".": _record(path, nbytes, sums)}, **about))
+        return path.stat().st_size
 
-    ranks.on_first(what, finish)
+    return ranks.on_first(what, finish)
 
 
-def write_skeleton(tree: dict[str, Any], entries: list[WriteItem], path: Path) -> list[int]:
-    """Write the file with holes where the entries' data belong; return the offset of each."""
-    fakes = fake_tensors((entry.shape, entry.dtype) for entry in entries)
-    at = {where: fake for entry, fake in zip(entries, fakes, strict=True) for where in (entry.path, *entry.aliases)}
-    skeleton = replace(tree, at)
+def write_skeleton(tree: dict[str, Any], items: list[WriteItem], path: Path) -> list[int]:
+    """Write the file with zeros in place of the data of `items`; return the byte offset of each."""
+    fakes = fake_tensors((item.shape, item.dtype) for item in items)
+    at = {where: fake for item, fake in zip(items, fakes, strict=True) for where in (item.path, *item.aliases)}
+    skeleton = replace_at(tree, at)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         try:
             torch.save(skeleton, path)
         except RuntimeError:
-            _try_to_write(path)  # torch does not say what the system said
+            _raise_os_error(path)
             raise
         finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
         finder.dump(skeleton)
     offset_of = record_offset(path)
-    place = {data: offset_of(f"data/{number}") for number, data in enumerate(finder.found)}
-    offsets = [place[identity_of(fake.untyped_storage())] for fake in fakes]
+    starts = {data: offset_of(f"data/{number}") for number, data in enumerate(finder.found)}
+    offsets = [starts[identity_of(fake.untyped_storage())] for fake in fakes]
     with open(path, "r+b") as file:
         for data, storage in finder.found.items():
-            if place[data] not in set(offsets) and storage.nbytes():
-                file.seek(place[data])
+            if starts[data] not in set(offsets) and storage.nbytes():
+                file.seek(starts[data])
                 file.write(bytes_of(_tensor_over(storage)))
     return offsets
 
 
-def _try_to_write(path: Path) -> None:
-    """Write to a file that could not be written, so that the system says why, by an OSError."""
+def _raise_os_error(path: Path) -> None:
+    """Write to a file with plain I/O to raise the `OSError` that `torch.save` hides."""
     with open(path, "ab", buffering=0) as file:
         file.write(bytes(2**16))
         os.fsync(file.fileno())
@@ -94,7 +101,7 @@ def _tensor_over(storage: Any) -> Tensor:
 
 
 class _StorageFinder(pickle.Pickler):
-    """Finds the storages in an object in the order in which `torch.save` numbers them."""
+    """Collects the storages of an object in the order in which `torch.save` numbers them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,34 +115,34 @@ class _StorageFinder(pickle.Pickler):
         return "storage"
 
 
-def _write_parts(entries: list[WriteItem], offsets: list[int], path: Path) -> None:
+def _write_shards(items: list[WriteItem], offsets: list[int], path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        with BackgroundFsync(descriptor) as flushing:
-            with HostBytes.of(entries) as source:
-                for entry, offset in zip(entries, offsets, strict=True):
-                    write_part(descriptor, entry, offset, entry.part.chunks, source)
-                    flushing.wrote(sum(chunk.numel for chunk in entry.part.chunks) * entry.dtype.itemsize)
-            flushing.finish()
+        with BackgroundFsync(descriptor) as fsync:
+            with HostBytes.of(items) as source:
+                for item, offset in zip(items, offsets, strict=True):
+                    _write_chunks(descriptor, item, offset, item.shard.chunks, source)
+                    fsync.wrote(sum(chunk.numel for chunk in item.shard.chunks) * item.dtype.itemsize)
+            fsync.finish()
     finally:
         os.close(descriptor)
 
 
-def write_part(descriptor: int, entry: WriteItem, offset: int, chunks: Sequence[Chunk], source: HostBytes) -> None:
-    """Write the next bytes of `source` to boxes of a tensor whose data begins at byte `offset` of the file."""
+def _write_chunks(descriptor: int, item: WriteItem, offset: int, chunks: Sequence[Chunk], source: HostBytes) -> None:
+    """Write the next bytes of `source` as `chunks` of a tensor whose data begins at byte `offset` of the file."""
     for chunk in chunks:
-        for start, nbytes in _stretches(entry.shape, entry.dtype.itemsize, chunk):
+        for start, nbytes in _byte_ranges(item.shape, item.dtype.itemsize, chunk):
             position = offset + start
             for data in source.read(nbytes):
                 write_all(descriptor, data, position)
                 position += len(data)
 
 
-def _stretches(shape: tuple[int, ...], itemsize: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
-    """Yield the offset and length in bytes of each contiguous range of `chunk` within the tensor, in order."""
+def _byte_ranges(shape: tuple[int, ...], itemsize: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
+    """Yield offset and length in bytes of each contiguous range of `chunk` within the tensor, in order."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
-    num_outer = len(shape)  # dimensions before the last that is cut: each index of them begins a stretch of the file
+    num_outer = len(shape)  # each index of the dimensions before the last that is cut begins a range
     while num_outer and chunk.sizes[num_outer - 1] == shape[num_outer - 1]:
         num_outer -= 1
     outer = chunk.sizes[: max(0, num_outer - 1)]
@@ -152,28 +159,29 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _write_parts_of_others(
-    entries: list[WriteItem], offsets: list[int], path: Path, ranks: RankGroup, visible: list[bool], what: str
+def _write_shards_of_others(
+    items: list[WriteItem], offsets: list[int], path: Path, ranks: RankGroup, visible: list[bool], what: str
 ) -> None:
-    """Send the parts of ranks that do not see the file to rank 0, one tensor at a time."""
-    for entry, offset in zip(entries, offsets, strict=True):
-        mine = (entry.part.chunks, entry.part.values().cpu()) if entry.part.chunks and not visible[ranks.rank] else None
-        parts: list[Any] | None = [None] * ranks.world_size if ranks.is_first else None
+    """Send the shards of ranks that do not see the file to rank 0, one tensor at a time, and write them there."""
+    for item, offset in zip(items, offsets, strict=True):
+        is_sent = item.shard.chunks and not visible[ranks.rank]
+        local = (item.shard.chunks, item.shard.values().cpu()) if is_sent else None
+        received: list[Any] | None = [None] * ranks.world_size if ranks.is_first else None
         first = dist.get_global_rank(ranks.group, 0) if ranks.group else 0
-        dist.gather_object(mine, parts, dst=first, group=ranks.group)
+        dist.gather_object(local, received, dst=first, group=ranks.group)
 
-        def write(parts: list[Any] | None = parts, entry: WriteItem = entry, offset: int = offset) -> None:
+        def write(received: list[Any] | None = received, item: WriteItem = item, offset: int = offset) -> None:
             with open(path, "r+b") as file:
-                for chunks, values in filter(None, parts or ()):
-                    with HostBytes([flat(values.to(entry.dtype))]) as source:
-                        write_part(file.fileno(), entry, offset, chunks, source)
+                for chunks, values in filter(None, received or ()):
+                    with HostBytes([flat(values.to(item.dtype))]) as source:
+                        _write_chunks(file.fileno(), item, offset, chunks, source)
                 os.fsync(file.fileno())
 
         ranks.on_first(what, write)
 
 
 def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:
-    """Return the checksums of this rank's share of the blocks, by their number."""
+    """Return the checksums of every `len(seeing)`-th block of the file, by block number: those that this rank reads."""
     mine = list(enumerate(blocks_of(path.stat().st_size)))[seeing.index(rank) :: len(seeing)]
     with open(path, "rb", buffering=0) as file:
         return {
@@ -182,20 +190,24 @@ def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:
 
 
 def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
-    """Return the record of the first `nbytes` bytes; only the block they end in is read again."""
-    by_number = {number: total for part in sums for number, total in part.items()}
+    """Return the record of the first `nbytes` bytes; only the block in which they end is read again."""
+    totals = {number: total for of_rank in sums for number, total in of_rank.items()}
     blocks = []
     with open(path, "rb", buffering=0) as file:
-        whole_blocks = blocks_of(path.stat().st_size)
+        written_blocks = blocks_of(path.stat().st_size)
         for number, (offset, length) in enumerate(blocks_of(nbytes)):
-            unchanged = whole_blocks[number] == (offset, length) and offset + length <= nbytes
-            total = by_number[number] if unchanged else checksum_of_block(reader_of(file.fileno()), offset, length)
+            unchanged = written_blocks[number] == (offset, length) and offset + length <= nbytes
+            total = totals[number] if unchanged else checksum_of_block(reader_of(file.fileno()), offset, length)
             blocks.append((offset, length, total))
     return FileRecord(bytes=nbytes, blocks=blocks)
 
 
 def read_full(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint with tensors mapped from the file, not read."""
+    """Return the checkpoint in the file at `path`, with tensors memory-mapped.
+
+    Raises:
+        CheckpointError: the file is damaged, is no checkpoint, or holds code and `weights_only` is set.
+    """
     check_regular(path, os.stat(path).st_mode)
     loaded = load_safely(path, weights_only=weights_only, mmap=True)
     if not isinstance(loaded, Mapping):

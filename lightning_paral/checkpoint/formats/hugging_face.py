@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the `transformers` models in a module, so that `from_pretrained` can load them again."""
+"""Describe the `transformers` models of a module in its checkpoints, so that `from_pretrained` can load them again."""
 
 import json
 import re
@@ -13,32 +13,32 @@ from torch.nn import Module
 from lightning_paral.errors import CheckpointError
 
 KEY = "hugging_face"
-"""Where the state of this package in a checkpoint has the descriptions."""
+"""Key of the descriptions in the state of this package in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedModel:
-    """A `PreTrainedModel` of a module, in plain data."""
+    """Describes a `PreTrainedModel` of a module in plain data."""
 
     prefix: str
-    """Of its weights' names in the module's `state_dict`, with the dot."""
+    """Prefix of the names of its weights in the `state_dict` of the module, including the dot."""
     config: str
     """The text of `config.json`."""
     generation_config: str | None = None
-    """The text of `generation_config.json`, for a model that generates."""
+    """The text of `generation_config.json`, for generative models."""
     tied: list[str] = field(default_factory=list)
-    """Weights, without the prefix, that `save_pretrained` leaves out because loading ties them to others."""
+    """Names, without the prefix, of weights that `save_pretrained` drops because loading ties them to others."""
     ignored: list[str] = field(default_factory=list)
-    """Those that it leaves out because loading makes them."""
+    """Names of weights that `save_pretrained` drops because loading initializes them."""
     obstacle: str | None = None
-    """Why this model cannot be written as `save_pretrained` would, if so."""
+    """Why the model cannot be written as `save_pretrained` would write it; `None` if it can."""
 
     @staticmethod
     def from_data(data: Any) -> "PretrainedModel":
-        """Read what a checkpoint holds.
+        """Return the description that a checkpoint has as a dict.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: `data` is no such dict.
         """
         kinds = {
             "prefix": str,
@@ -54,9 +54,9 @@ class PretrainedModel:
 
 
 def describe_models(module: Module) -> list[dict[str, Any]]:
-    """Return what a checkpoint holds of the `PreTrainedModel`s in `module`, those inside of others aside.
+    """Return the descriptions of the outermost `PreTrainedModel`s in `module`, as dicts.
 
-    `transformers` is not imported: where nobody has, there is no model of it.
+    `transformers` is not imported: unless the user has, there are no such models.
     """
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None:
@@ -90,18 +90,18 @@ def _describe(name: str, model: Any) -> PretrainedModel:
             ignored=sorted(getattr(model, "_keys_to_ignore_on_save", None) or ()),
             obstacle=_obstacle(model),
         )
-    except Exception as error:  # a config of the user's own may do anything; a save does not fail for it
+    except Exception as error:  # a custom config may raise anything, which must not fail the save
         return PretrainedModel(prefix=prefix, config="{}", obstacle=f"its config could not be read: {error!r}")
 
 
 def _class_of(model: Module) -> type:
-    """Return the class of `model` from before it was sharded: `fully_shard` puts one of its own in its place."""
+    """Return the class that `model` had before `fully_shard` replaced it by a subclass."""
     kind = type(model)
     return kind.__bases__[1] if isinstance(model, FSDPModule) and kind.__bases__[0] is FSDPModule else kind
 
 
 def _tied_to_others(model: Any) -> Iterator[str]:
-    """Yield the names that `save_pretrained` drops: of each group of tied weights, those declared to be tied."""
+    """Yield the names that `save_pretrained` drops: in each group of tied weights, those that are declared as tied."""
     declared = getattr(model, "all_tied_weights_keys", None)  # {target: source}, from transformers 5 on
     patterns = list(declared if declared is not None else getattr(model, "_tied_weights_keys", None) or ())
     groups: dict[int, list[str]] = {}
@@ -122,7 +122,7 @@ def _obstacle(model: Any) -> str | None:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a weight's name without what `torch.compile` puts in front of that of a submodule."""
+    """Return the name of a weight without the prefixes that `torch.compile` adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -133,12 +133,12 @@ def _text(content: dict[str, Any]) -> str:
 def with_dtype(config: str, dtype: str, everywhere: bool) -> str:
     """Return the text of `config.json` for weights of `dtype` (`"bfloat16"`).
 
-    `from_pretrained` loads weights in the dtype that it names, whatever they are.
+    `from_pretrained` casts the weights to the dtype in the config.
 
     Args:
         config: the text.
-        dtype: of the weights.
-        everywhere: whether the parts of a model of several (`text_config`) are of this dtype, too.
+        dtype: the dtype of the weights.
+        everywhere: whether to set it for the parts of a composite model (`text_config`), too.
     """
     content = json.loads(config)
     content["torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"] = dtype
@@ -150,16 +150,16 @@ def with_dtype(config: str, dtype: str, everywhere: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What `from_pretrained` expects of the weights beside a `config.json`."""
+    """The weights that `from_pretrained` expects for a `config.json`."""
 
     shapes: dict[str, tuple[int, ...]]
     model: PretrainedModel
 
 
 def expected_by(config: str) -> Expected | None:
-    """Return what a model of this config is made of; `None` if `transformers` is not installed or lacks its class.
+    """Return the weights that the model of `config` has; `None` if `transformers` is not installed or lacks its class.
 
-    It is built without values.
+    The model is built on the meta device.
 
     Raises:
         CheckpointError: it cannot be built.

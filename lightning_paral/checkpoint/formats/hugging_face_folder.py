@@ -1,4 +1,4 @@
-"""The folder that `from_pretrained` loads a model from, written from a checkpoint."""
+"""Write the folder that `from_pretrained` loads a model from, given a checkpoint."""
 
 import errno
 import json
@@ -29,35 +29,35 @@ from lightning_paral.errors import CheckpointError, ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What goes into the folder."""
+    """The content of the folder."""
 
     pairs: Pairs
     config: str
     generation_config: str | None
     checked: bool
-    """Whether the weights were compared with what `transformers` makes of the config."""
+    """Whether the weights were compared with those that `transformers` expects for the config."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(entry.nbytes for entry, _ in self.pairs)
+        """Size of all weights in bytes."""
+        return sum(item.nbytes for item, _ in self.pairs)
 
 
 def contents_of(
     checkpoint: Mapping[str, Any], *, config: Path | None, prefix: str | None, only_prefix: bool, cast: bool
 ) -> Contents:
-    """Return what the folder of the one `PreTrainedModel` in `checkpoint` holds.
+    """Return the content of the folder for a `PreTrainedModel` in `checkpoint`.
 
     Args:
-        checkpoint: with the weights that are to be written.
-        config: the model's `config.json` or its folder, where the checkpoint does not have it.
-        prefix: of the model's weights; needed where there are several models, or the checkpoint does not say.
-        only_prefix: leave out other weights.
+        checkpoint: has the weights to be written.
+        config: the `config.json` of the model, or its folder; `None` takes the config from the checkpoint.
+        prefix: prefix of the weights of the model; required if there are several models, or if `config` is given.
+        only_prefix: drop weights without the prefix instead of raising an error.
         cast: whether the weights are to be written in another dtype.
 
     Raises:
-        ConfigurationError: it is not clear which model, or what it is.
-        CheckpointError: the weights are not those of the model of this config: `from_pretrained` would not load them.
+        ConfigurationError: the model cannot be determined from the arguments and the checkpoint.
+        CheckpointError: the weights do not match the config, so `from_pretrained` would not load them.
     """
     weights = checkpoint["state_dict"]
     own = checkpoint.get(PACKAGE_STATE_KEY)
@@ -81,7 +81,7 @@ def contents_of(
     pairs = _untied({name: value for name, value in selected.items() if name not in model.ignored}, model)
     if expected is not None:
         _check(pairs, model, expected)
-    dtypes = [entry.dtype for entry, _ in pairs if entry.dtype.is_floating_point]
+    dtypes = [item.dtype for item, _ in pairs if item.dtype.is_floating_point]
     dtype = str(dtypes[0] if dtypes else torch.get_default_dtype()).removeprefix("torch.")
     return Contents(
         pairs=pairs,
@@ -116,7 +116,7 @@ def _chosen(recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix:
 def _given(
     path: Path, recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None
 ) -> tuple[PretrainedModel, Expected]:
-    """Return the model of which the user has given the config."""
+    """Return the model whose config the user has given."""
     if prefix is None and len(recorded) == 1:
         prefix = recorded[0].prefix
     if prefix is None:
@@ -149,18 +149,18 @@ def _read(path: Path) -> str:
 
 
 def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
-    """Return what is written: of tied weights once what loading ties again, and otherwise each."""
+    """Return the tensors to be written: of weights that loading ties again one, of other tied weights each."""
     pairs: Pairs = []
-    for entry, tensor in pairs_of(weights):
-        paths = [entry.path, *entry.aliases]
+    for item, tensor in pairs_of(weights):
+        paths = [item.path, *item.aliases]
         kept = [path for path in paths if path[1] not in model.tied] or paths[:1]
-        pairs += [(replace(entry, path=path, aliases=[]), tensor) for path in kept]
+        pairs += [(replace(item, path=path, aliases=[]), tensor) for path in kept]
     return pairs
 
 
 def _check(pairs: Pairs, model: PretrainedModel, expected: Expected) -> None:
-    """Compare names and shapes with those that loading expects: it would draw at random what it does not find."""
-    shapes = {str(entry.path[1]): entry.shape for entry, _ in pairs}
+    """Raise unless names and shapes are those that loading expects, which initializes missing weights at random."""
+    shapes = {str(item.path[1]): item.shape for item, _ in pairs}
     made = {*model.tied, *model.ignored, *expected.model.tied, *expected.model.ignored}
     missing = sorted(expected.shapes.keys() - shapes.keys() - made)
     unexpected = sorted(shapes.keys() - expected.shapes.keys())
@@ -182,10 +182,10 @@ def _check(pairs: Pairs, model: PretrainedModel, expected: Expected) -> None:
 
 
 def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
-    """Write the folder `out`, all of it or nothing.
+    """Write the folder `out` atomically, and return its files.
 
     Raises:
-        CheckpointError: there is something at `out` by now.
+        CheckpointError: `out` exists, and is not an empty folder.
     """
     check_free_space(out.parent, contents.nbytes)
     layout: Layout = divide(contents.pairs, "model", max_shard_bytes)
@@ -202,7 +202,7 @@ def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: 
                 _write(draft.path / name, text)
         _sync(draft.path)
         try:
-            os.rename(draft.path, out)  # onto nothing or an empty folder, and nothing else
+            os.rename(draft.path, out)  # replaces an empty folder only
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise CheckpointError(f"{out} is there by now, and is not replaced: {error}.") from error

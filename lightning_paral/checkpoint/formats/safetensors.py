@@ -1,4 +1,4 @@
-"""Weights as safetensors: one file, or several with an index. Nothing of others' is replaced or removed for it.
+"""Write weights as safetensors: one file, or several with an index. Files of other tools are never replaced.
 
 Follows https://huggingface.co/docs/safetensors: a header in JSON, then the data.
 """
@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.consolidate import STEP_BYTES, Cast, Progress, check_free_space, entries_of
+from lightning_paral.checkpoint.consolidate import STEP_BYTES, Cast, Progress, check_free_space, items_of
 from lightning_paral.checkpoint.formats.full import write_all
 from lightning_paral.checkpoint.io.atomic import AtomicPath
-from lightning_paral.checkpoint.io.writeback import BackgroundFsync
-from lightning_paral.checkpoint.lazy_tensor import stretches
+from lightning_paral.checkpoint.io.files import BackgroundFsync
+from lightning_paral.checkpoint.lazy_tensor import flat_slices
 from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import bytes_of
 from lightning_paral.errors import CheckpointError
 
 Pairs = list[tuple[WriteItem, Tensor]]
-"""What is written, and where its values come from."""
+"""The tensors to be written, each with its values."""
 
 _MARK = "writers"
 _OURS = "lightning_paral"
-_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _NO_SUCH_FILE = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
-"""What reading a file of another kind may raise."""
+"""Errors while a file of another format is read."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,21 +48,21 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Which file holds what."""
+    """How tensors are divided among files."""
 
     files: dict[str, Pairs]
-    """The contents by name."""
+    """The tensors of each file, by name."""
     index: str | None
-    """The text of the index, if there are several files."""
+    """The text of the index; `None` for a single file."""
 
 
 def pairs_of(weights: dict[str, Any]) -> Pairs:
-    """Return the tensors of `weights`. Tied ones come once, under their first name, as safetensors demands."""
-    return entries_of({"state_dict": {name: v for name, v in weights.items() if isinstance(v, Tensor | Cast)}})
+    """Return the tensors of `weights`. Tied ones occur once, under their first name, as safetensors requires."""
+    return items_of({"state_dict": {name: v for name, v in weights.items() if isinstance(v, Tensor | Cast)}})
 
 
 def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
-    """Divide what is written into files of at most `max_shard_bytes`, or of one tensor, named as Hugging Face does."""
+    """Divide tensors among files of at most `max_shard_bytes`, or of one tensor, named as Hugging Face does."""
     shards: list[Pairs] = [[]]
     nbytes = 0
     for pair in pairs:
@@ -75,25 +75,28 @@ def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
         return Layout({f"{stem}.safetensors": pairs}, None)
     files = {f"{stem}-{n + 1:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards)}
     index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs), _MARK: _OURS},
-        "weight_map": {str(entry.path[1]): name for name, shard in files.items() for entry, _ in shard},
+        "metadata": {"total_size": sum(item.nbytes for item, _ in pairs), _MARK: _OURS},
+        "weight_map": {str(item.path[1]): name for name, shard in files.items() for item, _ in shard},
     }
     return Layout(files, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
-    """Write weights as the file `out`, or as several beside it with an index if they exceed `max_shard_bytes`.
+    """Write weights to the file `out`, or, if they exceed `max_shard_bytes`, to several files next to it and an index.
 
-    What an earlier call wrote for `out` in the other form, or more files than now, is removed.
+    Files that earlier calls wrote for `out`, and this one does not replace, are removed.
+
+    Returns:
+        list[Path]: the files written.
 
     Raises:
-        CheckpointError: in the way is what no such call wrote. Nothing was written then.
+        CheckpointError: a file that no such call wrote would be replaced or removed. Nothing was written.
     """
     pairs = pairs_of(weights)
     layout = divide(pairs, out.stem, max_shard_bytes)
     index_path = out.with_name(out.name + ".index.json")
     outdated = _outdated(out, index_path, layout)
-    check_free_space(out.parent, sum(entry.nbytes for entry, _ in pairs))
+    check_free_space(out.parent, sum(item.nbytes for item, _ in pairs))
     with ExitStack() as drafts:
         written = []
         for name, shard in layout.files.items():
@@ -104,16 +107,16 @@ def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, 
             written[-1].path.write_text(layout.index)
         for draft in written:
             draft.commit()
-        for path in outdated:  # one form only, for readers look for either
+        for path in outdated:  # readers look for one file or an index: leave only one of them
             path.unlink(missing_ok=True)
         return [draft.target for draft in written]
 
 
 def _outdated(out: Path, index_path: Path, layout: Layout) -> list[Path]:
-    """Return what earlier calls wrote for `out` and this one does not replace.
+    """Return the files that earlier calls wrote for `out` and this one does not replace.
 
     Raises:
-        CheckpointError: among what would be removed, or replaced without having been named, is a file of others.
+        CheckpointError: a file that no such call wrote would be removed, or replaced without the user having named it.
     """
     before = []
     if os.path.lexists(index_path):
@@ -149,14 +152,14 @@ def _own_index(path: Path) -> dict[str, Any] | None:
 
 
 def _shards_in(weight_map: dict[str, Any], stem: str) -> list[str]:
-    """Return the names in an index that are names of shards: none leads to another folder."""
+    """Return the names in an index that are names of shards, which never lead to another folder."""
     shard = re.compile(re.escape(stem) + r"-\d{5,}-of-\d{5,}\.safetensors")
     return sorted({name for name in weight_map.values() if isinstance(name, str) and shard.fullmatch(name)})
 
 
 def is_ours(path: Path) -> bool:
-    """Whether `path` is a file of safetensors that this package wrote: its header says so."""
-    if not path.is_file():  # opening a FIFO would wait for its other end
+    """Whether `path` is a safetensors file with the mark of this package in its header."""
+    if not path.is_file():  # opening a FIFO would block
         return False
     with suppress(*_NO_SUCH_FILE), open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -167,33 +170,33 @@ def is_ours(path: Path) -> bool:
 
 
 def write_shard(shard: Pairs, path: Path, progress: Progress) -> None:
-    """Write a file of safetensors to `path`.
+    """Write the safetensors file `path`.
 
     Raises:
         CheckpointError: a tensor is of a dtype that safetensors does not have.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _MARK: _OURS}}
     position = 0
-    for entry, _ in shard:
-        kind = _DTYPES.get(entry.dtype)
+    for item, _ in shard:
+        kind = _DTYPES.get(item.dtype)
         if kind is None:
-            raise CheckpointError(f"safetensors has no {entry.dtype}, of which {entry.path[1]} is. Choose a --dtype.")
-        header[str(entry.path[1])] = {
+            raise CheckpointError(f"safetensors has no {item.dtype}, of which {item.path[1]} is. Choose a --dtype.")
+        header[str(item.path[1])] = {
             "dtype": kind,
-            "shape": list(entry.shape),
-            "data_offsets": [position, position + entry.nbytes],
+            "shape": list(item.shape),
+            "data_offsets": [position, position + item.nbytes],
         }
-        position += entry.nbytes
+        position += item.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=0) as file, BackgroundFsync(file.fileno()) as flushing:
+    with open(path, "wb", buffering=0) as file, BackgroundFsync(file.fileno()) as fsync:
         write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
-        for entry, tensor in shard:
-            offset = 8 + len(text) + header[str(entry.path[1])]["data_offsets"][0]
-            for values in stretches(tensor, STEP_BYTES):
-                data = bytes_of(values.to(entry.dtype))
+        for item, tensor in shard:
+            offset = 8 + len(text) + header[str(item.path[1])]["data_offsets"][0]
+            for values in flat_slices(tensor, STEP_BYTES):
+                data = bytes_of(values.to(item.dtype))
                 write_all(file.fileno(), data, offset)
                 offset += len(data)
-                flushing.wrote(len(data))
+                fsync.wrote(len(data))
                 progress(len(data))
-        flushing.finish()
+        fsync.finish()

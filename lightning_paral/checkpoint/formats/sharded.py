@@ -1,18 +1,19 @@
-"""The sharded form: a folder that is an ordinary Distributed Checkpoint, with a file of each rank and `meta.pt`.
+"""The sharded form: a folder that is an ordinary Distributed Checkpoint, with one file per rank and `meta.pt`.
 
-Keys and files are those of Lightning's `ModelParallelStrategy`, so that it, `torch.distributed.checkpoint` and
-`dcp_to_torch_save` read it: tensors of full shape, in chunks.
+Keys and files are those of Lightning's `ModelParallelStrategy`: it, `torch.distributed.checkpoint` and
+`dcp_to_torch_save` read the folder. Tensors have their full shapes and are stored in chunks.
 """
 
 import io
 import os
 import pickle
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,24 +26,34 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
-from lightning_paral.checkpoint.io.checksums import FileRecord
+from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
+from lightning_paral.checkpoint.io.files import ChecksummedWriter, FileRecord
+from lightning_paral.checkpoint.io.storage import Folder, check_range
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
-from lightning_paral.checkpoint.io.writer import ChecksummedWriter
 from lightning_paral.checkpoint.layout import Chunk, coverage_fault
-from lightning_paral.checkpoint.save_plan import TreePath, WriteItem
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
+from lightning_paral.checkpoint.safe_load.archive import read_archive
+from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.checkpoint.save_plan import WriteItem
+from lightning_paral.checkpoint.tree import TreePath, insert
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo, flatten_state_dict
 from lightning_paral.errors import CheckpointError
 
 METADATA = ".metadata"
 META = "meta.pt"
 _ALIGNMENT = 64
+_GAPS_PER_KEY = 10
+_FREE_GAPS = 10_000
+
+
+# Writing
 
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """Where a chunk of an entry lies in a rank's file."""
+    """The location of a chunk of an item in a rank's file, in bytes."""
 
-    entry: int
+    item: int
     chunk: Chunk
     offset: int
     length: int
@@ -50,37 +61,37 @@ class WrittenChunk:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What one rank has written."""
+    """The file that one rank has written."""
 
     name: str
     record: FileRecord
     chunks: list[WrittenChunk]
     objects: dict[TreePath, tuple[int, int]]
-    """Offset and length of each value that is no tensor."""
+    """Offset and length of each value that is not a tensor."""
 
 
 def write_rank_file(
-    open_file: Callable[[str], ChecksummedWriter], name: str, entries: list[WriteItem], objects: dict[TreePath, bytes]
+    open_file: Callable[[str], ChecksummedWriter], name: str, items: list[WriteItem], objects: dict[TreePath, bytes]
 ) -> WrittenFile:
-    """Write this rank's parts of `entries`, and `objects`, values that are no tensors, already serialized."""
-    chunks, places = [], {}
-    with open_file(name) as file, HostBytes.of(entries) as source:
-        for number, entry in enumerate(entries):
-            for chunk in entry.part.chunks:
+    """Write this rank's shards of `items`, and `objects`: serialized values that are not tensors."""
+    chunks, locations = [], {}
+    with open_file(name) as file, HostBytes.of(items) as source:
+        for number, item in enumerate(items):
+            for chunk in item.shard.chunks:
                 file.pad(_ALIGNMENT)
                 offset = file.position
-                _write_chunk(file, chunk, entry.dtype, source)
+                _write_chunk(file, chunk, item.dtype, source)
                 chunks.append(WrittenChunk(number, chunk, offset, file.position - offset))
         for path, data in objects.items():
-            places[path] = (file.position, len(data))
+            locations[path] = (file.position, len(data))
             file.write(data)
-    return WrittenFile(name, file.record(), chunks, places)
+    return WrittenFile(name, file.record(), chunks, locations)
 
 
 def _write_chunk(file: ChecksummedWriter, chunk: Chunk, dtype: torch.dtype, source: HostBytes) -> None:
-    """Write what `torch.save` would write for a tensor of the size of `chunk` that holds the next bytes of `source`."""
-    stand_in = torch.empty(chunk.sizes, dtype=dtype)  # never touched
-    filled = _Filled(file, source)
+    """Write what `torch.save` writes for a tensor of shape `chunk.sizes` with the next bytes of `source`."""
+    stand_in = torch.empty(chunk.sizes, dtype=dtype)  # its memory is never touched
+    filled = _FilledFile(file, source)
     try:
         with config.patch({"save.compute_crc32": False}), torch.serialization.skip_data():  # type: ignore[attr-defined]
             torch.save(stand_in, cast("IO[bytes]", filled))
@@ -91,8 +102,8 @@ def _write_chunk(file: ChecksummedWriter, chunk: Chunk, dtype: torch.dtype, sour
     assert filled.num_filled == stand_in.nbytes, "torch.save has not asked for the data as skip_data says"
 
 
-class _Filled:
-    """A file for `torch.save` that fills in the bytes that it skips from a source."""
+class _FilledFile:
+    """A file for `torch.save` under `skip_data`: writes bytes of a source where torch skips the data."""
 
     def __init__(self, file: ChecksummedWriter, source: HostBytes) -> None:
         self._file = file
@@ -102,7 +113,7 @@ class _Filled:
         self.error: BaseException | None = None
 
     def seek(self, nbytes: int, whence: int) -> None:
-        """Write the next `nbytes` bytes of the source: under `skip_data` torch seeks over them."""
+        """Write the next `nbytes` bytes of the source, over which torch seeks."""
         assert whence == os.SEEK_CUR
         try:
             for data in self._source.read(nbytes):
@@ -124,38 +135,38 @@ def serialized(values: dict[TreePath, Any]) -> dict[TreePath, bytes]:
 
 
 def flatten(tree: dict[str, Any]) -> dict[TreePath, Any]:
-    """Return the leaves of nested dicts and lists by path, as Distributed Checkpoint cuts them."""
+    """Return the leaves of nested dicts and lists by path, divided as Distributed Checkpoint does."""
     flattened, paths = flatten_state_dict(tree)
     return {paths[key]: value for key, value in flattened.items()}
 
 
-def make_metadata(entries: list[WriteItem], written: list[WrittenFile]) -> bytes:
+def make_metadata(items: list[WriteItem], written: list[WrittenFile]) -> bytes:
     """Return the content of `.metadata`.
 
     Raises:
-        CheckpointError: the ranks' chunks leave holes or overlap, because they did not save the same.
+        CheckpointError: the chunks of the ranks leave gaps or overlap, because the ranks did not save the same.
     """
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     paths: dict[str, TreePath] = {}
-    chunks: list[list[tuple[str, WrittenChunk]]] = [[] for _ in entries]
+    chunks: list[list[tuple[str, WrittenChunk]]] = [[] for _ in items]
     for file in written:
         for chunk in file.chunks:
-            chunks[chunk.entry].append((file.name, chunk))
+            chunks[chunk.item].append((file.name, chunk))
         for path, (offset, length) in file.objects.items():
             key = _key(path)
             paths[key] = path
             state[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = StorageInfo(file.name, offset, length)
-    for entry, found in zip(entries, chunks, strict=True):
-        fault = coverage_fault(entry.shape, [chunk.chunk for _, chunk in found])
+    for item, found in zip(items, chunks, strict=True):
+        fault = coverage_fault(item.shape, [chunk.chunk for _, chunk in found])
         if fault is not None:
-            raise CheckpointError(f"The ranks do not agree on {_key(entry.path)}: {fault}.")
-        for path in (entry.path, *entry.aliases):
+            raise CheckpointError(f"The ranks do not agree on {_key(item.path)}: {fault}.")
+        for path in (item.path, *item.aliases):
             key = _key(path)
             paths[key] = path
             where = [ChunkStorageMetadata(torch.Size(b.chunk.offsets), torch.Size(b.chunk.sizes)) for _, b in found]
-            state[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), where)
+            state[key] = TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), where)
             for number, (name, b) in enumerate(found):
                 index = MetadataIndex(key, b.chunk.offsets, number)
                 storage[index] = StorageInfo(name, b.offset, b.length)
@@ -171,3 +182,110 @@ def make_metadata(entries: list[WriteItem], written: list[WrittenFile]) -> bytes
 
 def _key(path: TreePath) -> str:
     return ".".join(map(str, path))
+
+
+# Reading
+
+
+def read_meta(folder: Folder, name: str, weights_only: bool) -> dict[str, Any]:
+    """Return the content of `meta.pt`: everything but weights and optimizer state.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    found = load_safely(_read_file(folder, name), weights_only=weights_only, name=folder.name(name))
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{folder.name(name)} holds a {type(found).__name__}, not a dict.")
+    return dict(found)
+
+
+def _read_file(folder: Folder, name: str) -> memoryview:
+    size = folder.size(name)
+    if size is None:
+        raise CheckpointError(f"{folder.name(name)} is missing: the checkpoint is incomplete.")
+    return folder.read(name, 0, size)
+
+
+def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool) -> dict[str, Any]:
+    """Return the content of a Distributed Checkpoint as nested dicts and lists, tensors as `LazyTensor`.
+
+    Args:
+        folder: the folder of the checkpoint.
+        name: the file with its metadata.
+        contiguous: whether all chunks are known to be row-major, as this package writes them.
+        weights_only: `False` trusts values that are not tensors, and runs code that they hold.
+
+    Raises:
+        CheckpointError: its metadata are damaged, or do not match its files.
+    """
+    metadata = load_metadata(bytes(_read_file(folder, name)), folder.name(name))
+
+    def locate(key: str, offsets: torch.Size | None = None) -> Any:
+        info = metadata.storage_data.get(MetadataIndex(key, offsets))
+        if info is None:
+            at = "" if offsets is None else f" at {tuple(offsets)}"
+            raise CheckpointError(f"{folder.name(name)} does not say where {key}{at} lies: it is incomplete.")
+        size = folder.size(info.relative_path)
+        if size is None:
+            raise CheckpointError(f"{folder.name(info.relative_path)} is missing: the checkpoint is incomplete.")
+        check_range(folder.name(info.relative_path), info.offset, info.length, size)
+        return info
+
+    def read_object(key: str) -> Any:
+        info = locate(key)
+        data = folder.read(info.relative_path, info.offset, info.length)
+        return load_safely(data, weights_only=weights_only, name=f"{key} in {folder.name(info.relative_path)}")
+
+    def lazy_tensor(key: str, about: Any) -> LazyTensor:
+        dtype, chunks = about.properties.dtype, []
+        for found in about.chunks:
+            info = locate(key, found.offsets)
+            chunk = Chunk(tuple(found.offsets), tuple(found.sizes))
+            if chunk.numel * dtype.itemsize > info.length:
+                raise CheckpointError(
+                    f"{folder.name(name)} is damaged: {key} has a chunk of sizes {chunk.sizes} in {info.length} bytes."
+                )
+            folder.hold(info.relative_path)
+            read = _reader(folder, info, chunk, dtype, contiguous)
+            chunks.append(StoredChunk(chunk, read, (info.relative_path, info.offset)))
+        fault = coverage_fault(about.size, [stored.chunk for stored in chunks])
+        if fault is not None:
+            raise CheckpointError(f"{folder} does not hold all of {key}: {fault}.")
+        return LazyTensor(about.size, dtype, chunks)
+
+    tree: dict[str, Any] = {}
+    room = [_GAPS_PER_KEY * len(metadata.state_dict_metadata) + _FREE_GAPS]
+    for key, about in metadata.state_dict_metadata.items():
+        value = read_object(key) if isinstance(about, BytesStorageMetadata) else lazy_tensor(key, about)
+        try:
+            insert(tree, (metadata.planner_data or {}).get(key, (key,)), value, room)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder.name(name)} is damaged: {key} has no place ({error}).") from error
+    return tree
+
+
+def _reader(folder: Folder, info: Any, chunk: Chunk, dtype: torch.dtype, contiguous: bool) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        name = folder.name(info.relative_path)
+        data = folder.read(info.relative_path, info.offset, info.length)
+        if contiguous:
+            return _view(data, chunk, dtype, name)
+        loaded = load_safely(data, name=name)
+        if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes or loaded.dtype != dtype:
+            is_tensor = isinstance(loaded, Tensor)
+            found = f"a tensor of shape {tuple(loaded.shape)}" if is_tensor else f"a {type(loaded).__name__}"
+            raise CheckpointError(f"{name} is damaged: at {info.offset} it holds {found}, not {chunk.sizes}.")
+        return loaded
+
+    return read
+
+
+def _view(data: memoryview, chunk: Chunk, dtype: torch.dtype, name: str) -> Tensor:
+    """Return the tensor that `torch.save` wrote to `data`, without a copy."""
+    if chunk.numel == 0:
+        return torch.empty(chunk.sizes, dtype=dtype)
+    archive = read_archive(lambda offset, size: bytes(data[offset : offset + size]), len(data), name)
+    found = [record for key, record in archive.records.items() if key.endswith("/data/0")] if archive else []
+    if len(found) != 1 or found[0].size != chunk.numel * dtype.itemsize:
+        raise CheckpointError(f"{name} is damaged: it does not hold a chunk of sizes {chunk.sizes}.")
+    return torch.frombuffer(data, dtype=dtype, count=chunk.numel, offset=found[0].start).view(chunk.sizes)

@@ -1,1 +1,1 @@
-"""Writing and reading files: storage, checksums, atomic commits, staging."""
+"""Storage, checksummed files, atomic commits, and host memory for staging."""

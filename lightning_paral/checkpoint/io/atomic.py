@@ -1,4 +1,4 @@
-"""From nothing, or an old checkpoint, to a new one in one step: a rename of what was written beside it."""
+"""Atomic commit of a file or folder: write next to the target, then rename over it."""
 
 import ctypes
 import errno
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_paral.checkpoint.io.checksums import checksum
+from lightning_paral.checkpoint.io.files import checksum
 from lightning_paral.checkpoint.io.lock import Lock, abandoned
 from lightning_paral.checkpoint.ownership import check_replaceable, found_in
 
@@ -22,13 +22,17 @@ _BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save
 
 
 class AtomicPath:
-    """A file or folder beside `target`, which takes its place when it is complete.
+    """A new file or folder next to `target`, at `path`, which `commit` renames to `target`.
 
-    A file beside both is locked while the process that made them lives. Drafts without such a lock are leftovers, and
-    the next save in the folder removes them. Their names prove that they are ours, see `_id_of_save`.
+    A third file next to them stays locked while this process lives. The next save in the folder removes files of saves
+    whose lock is free. `_new_save_id` makes names that files of users do not have.
+
+    Args:
+        target: path of the checkpoint. Missing parent folders are created.
+        folder: whether to make a folder.
 
     Raises:
-        CheckpointError: what is at `target` is no checkpoint, and would be lost.
+        CheckpointError: a save to `target` would delete files that are no checkpoint.
     """
 
     def __init__(self, target: Path, *, folder: bool) -> None:
@@ -38,13 +42,13 @@ class AtomicPath:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
         while True:
-            save = _id_of_save(target)
-            self._lock = Lock(_beside(target, "lock", save))
+            save = _new_save_id(target)
+            self._lock = Lock(_sibling(target, "lock", save))
             if self._lock.is_kept:
                 break
             self._lock.release()
-        self.path = _beside(target, "saving", save)
-        self._replaced = _beside(target, "replaced", save)
+        self.path = _sibling(target, "saving", save)
+        self._replaced = _sibling(target, "replaced", save)
         try:
             if folder:
                 self.path.mkdir()
@@ -61,10 +65,10 @@ class AtomicPath:
         self.discard()
 
     def commit(self) -> None:
-        """Put the draft in the place of the target, at once, and remove what was there.
+        """Rename `path` to `target` in one step, then remove what was at `target`.
 
         Raises:
-            CheckpointError: what is at the target by now is no checkpoint, and would be lost.
+            CheckpointError: by now there are files at `target` that are no checkpoint and would be deleted.
         """
         check_replaceable(self.target, folder=self._is_folder)
         if self.path.is_dir():
@@ -78,7 +82,7 @@ class AtomicPath:
         self.discard()
 
     def _replace_in_steps(self) -> None:
-        """Swap draft and target where the system cannot: between two renames `present` finds the old one beside."""
+        """Swap `path` and `target` by renames; between two of them, `resolve` finds the old checkpoint."""
         os.rename(self.target, self._replaced)
         try:
             os.rename(self.path, self.target)
@@ -88,17 +92,17 @@ class AtomicPath:
         os.rename(self._replaced, self.path)
 
     def discard(self) -> None:
-        """Remove what is at the draft's path; the target stays as it is."""
-        with suppress(OSError):  # NFS keeps files that are open: then it is a leftover
+        """Remove `path` and the lock; `target` is unchanged."""
+        with suppress(OSError):  # NFS keeps open files: a later save removes them
             delete(self.path)
         self._lock.release()
 
 
-def _id_of_save(target: Path) -> str:
-    """Return a new number of a save, for the names of what it puts beside `target`.
+def _new_save_id(target: Path) -> str:
+    """Return a new id for the names of the files that a save puts next to `target`.
 
-    Half of it is random, half the checksum of that and the target's name: what is beside a checkpoint under such a name
-    is ours, and no file of a user's that is called much the same.
+    Half of it is random, the other half a checksum of that and the name of the target. So a file of a user with a
+    similar name is never taken for one of ours.
     """
     number = uuid.uuid4().hex[:8]
     return number + _proof(target.name, number)
@@ -109,34 +113,34 @@ def _proof(name: str, number: str) -> str:
 
 
 def _of_saves(names: list[str]) -> Iterator[re.Match[str]]:
-    """Return the names that saves have made, matched."""
+    """Yield a match for each of `names` that a save has made."""
     for match in filter(None, map(_BESIDE.fullmatch, names)):
         if match["save"][8:] == _proof(match["target"][::-1], match["save"][:8]):
             yield match
 
 
-def _beside(target: Path, role: str, save: str) -> Path:
-    """Return a path in the folder of `target` that is no checkpoint's, nor looks like one.
+def _sibling(target: Path, role: str, save: str) -> Path:
+    """Return the path of a file that a save puts next to `target`.
 
-    The name is written backwards, for Lightning looks for `last` and `hpc_ckpt_` within names, and would take what a
-    killed save has left for the newest checkpoint.
+    The name of the target is reversed: Lightning searches names for `last` and `hpc_ckpt_`, and would take leftovers of
+    a killed save for the newest checkpoint.
     """
     return target.parent / f".{target.name[::-1]}.{role}-{save}"
 
 
-def present(target: Path) -> Path:
-    """Return where the checkpoint `target` is: beside, if one that was to replace it did not get there (yet)."""
-    for _ in range(3):  # while it is looked for beside, it may come back
+def resolve(target: Path) -> Path:
+    """Return the path of the checkpoint `target`: another one if a save has moved it away and not replaced it yet."""
+    for _ in range(3):  # it may come back meanwhile
         if os.path.lexists(target):
             break
         with suppress(FileNotFoundError):
-            moved = _moved_away(target)
+            moved = _replaced_versions(target)
             if moved:
                 return max(moved, key=lambda path: path.lstat().st_mtime)
     return target
 
 
-def _moved_away(target: Path) -> list[Path]:
+def _replaced_versions(target: Path) -> list[Path]:
     with suppress(OSError):
         found = _of_saves(os.listdir(target.parent))
         moved = [match[0] for match in found if match["target"][::-1] == target.name and match["role"] == "replaced"]
@@ -145,29 +149,29 @@ def _moved_away(target: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that died have left in `folder`, and put back what they moved away and did not replace."""
+    """Remove files of dead saves in `folder`, and move back checkpoints that they moved away and did not replace."""
     found = _of_saves(os.listdir(folder))
     for name, save in {(match["target"], match["save"]) for match in found}:
         target = folder / name[::-1]
-        draft, replaced, lock = (_beside(target, role, save) for role in ("saving", "replaced", "lock"))
+        draft, replaced, lock = (_sibling(target, role, save) for role in ("saving", "replaced", "lock"))
         with suppress(OSError), abandoned(lock) as is_left:
             if not is_left:
                 continue
-            if present(target) == replaced:
+            if resolve(target) == replaced:
                 os.rename(replaced, target)
             delete(draft)
             if os.path.lexists(replaced):
-                os.rename(replaced, draft)  # what is half deleted must not be taken for what was moved away
+                os.rename(replaced, draft)  # half deleted, it must not be taken for a checkpoint
                 delete(draft)
             delete(lock)
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint: it is gone at once, so that nobody meets a part of it.
+    """Remove the checkpoint `target` in one step, so that no process reads a part of it.
 
-    What is not a checkpoint's stays, and a warning says so.
+    Files that do not belong to a checkpoint stay, with a warning.
     """
-    for path in (*_moved_away(target), target):
+    for path in (*_replaced_versions(target), target):
         if not os.path.lexists(path):
             continue
         found = found_in(path)
@@ -177,16 +181,16 @@ def remove(target: Path) -> None:
             rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
         elif found.foreign:
             rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
-            for file in found.own:  # first what makes it a checkpoint
+            for file in found.own:  # first the files that make it a checkpoint
                 delete(path / file)
         else:
             _remove_at_once(target, path)
 
 
 def _remove_at_once(target: Path, path: Path) -> None:
-    save = _id_of_save(target)
-    lock = Lock(_beside(target, "lock", save))
-    doomed = _beside(target, "saving", save)
+    save = _new_save_id(target)
+    lock = Lock(_sibling(target, "lock", save))
+    doomed = _sibling(target, "saving", save)
     try:
         os.rename(path, doomed)
         with suppress(OSError):
@@ -196,8 +200,8 @@ def _remove_at_once(target: Path, path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link or a folder with all in it, if it is there."""
-    with suppress(FileNotFoundError):  # of leftovers, another process may be deleting the same
+    """Delete a file, a link or a folder with its content, if it exists."""
+    with suppress(FileNotFoundError):  # another process may delete the same leftovers
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -205,7 +209,7 @@ def delete(path: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two paths in one step; `False` where the system cannot: outside of Linux, on NFS and others."""
+    """Swap two paths in one step. Return `False` where this is not supported: outside Linux, and on NFS."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

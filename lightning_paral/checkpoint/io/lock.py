@@ -1,4 +1,4 @@
-"""Telling what is being worked on from what a dead process left: a small file beside it, locked by its owner."""
+"""Lock files that distinguish saves in progress from leftovers of dead processes."""
 
 import errno
 import fcntl
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# The last is NFS's word for a file that is gone.
+# ESTALE is how NFS reports a file that was deleted.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESTALE)
 _LEFT_AFTER_SECONDS = 24 * 3600
 
@@ -16,8 +16,8 @@ _LEFT_AFTER_SECONDS = 24 * 3600
 class Lock:
     """A new file that is locked until it is released or its process dies.
 
-    Where the file system has no locks it tells its age only. NFS turns the lock into one of byte ranges, for which a
-    file has to be open for writing: https://man7.org/linux/man-pages/man2/flock.2.html
+    On file systems without locks only the age of the file counts. NFS emulates the lock by a byte-range lock, which
+    requires that the file is open for writing: https://man7.org/linux/man-pages/man2/flock.2.html
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,27 +31,28 @@ class Lock:
 
     @property
     def is_kept(self) -> bool:
-        """Whether nobody took the file for a leftover, in the moment before it was locked."""
+        """Whether the file still exists: another process may have removed it as a leftover before it was locked."""
         with suppress(OSError):
             return os.fstat(self._descriptor).st_nlink > 0 and self._path.exists()
         return False
 
     def release(self) -> None:
-        """Remove the file; a second time there is nothing to do."""
+        """Remove the file. Further calls do nothing."""
         if self._descriptor < 0:
             return
         with suppress(OSError):
             self._path.unlink()
         with suppress(OSError):
             os.close(self._descriptor)
-        self._descriptor = -1  # by then the number may be another file's
+        self._descriptor = -1  # the system may give the number to another file
 
 
 @contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """Whether what the lock at `path` belongs to is a leftover; if so, nobody else is told so meanwhile.
+    """Yield whether the save with the lock file `path` was abandoned; if so, hold the lock inside the context.
 
-    It is if the lock is gone, if nobody holds it, or if it cannot be held and is a day old.
+    It was if the file is gone, if no process holds the lock, or if the file system has no locks and the file is a day
+    old.
 
     Raises:
         OSError: the lock cannot be opened.

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_paral.checkpoint.io.arena import Arena, aligned
 from lightning_paral.checkpoint.save_plan import WriteItem
-from lightning_paral.checkpoint.shards import Part, same
+from lightning_paral.checkpoint.shards import LocalShard, identity
 
 
 class Staging:
@@ -26,15 +26,15 @@ class Staging:
     def __init__(self, *, pin: bool = False) -> None:
         self.arena = Arena(pin=pin)
 
-    def stage(self, entries: list[WriteItem]) -> None:
-        """Copy the parts of `entries` now, and make them return the copies. Earlier copies are overwritten."""
-        mine = [(entry, sum(chunk.numel for chunk in entry.part.chunks)) for entry in entries if entry.part.chunks]
-        self.arena.reserve(sum(aligned(numel * entry.dtype.itemsize) for entry, numel in mine))
+    def stage(self, items: list[WriteItem]) -> None:
+        """Copy the local shards of `items`, and replace them by the copies. Earlier copies are overwritten."""
+        local = [(item, sum(chunk.numel for chunk in item.shard.chunks)) for item in items if item.shard.chunks]
+        self.arena.reserve(sum(aligned(numel * item.dtype.itemsize) for item, numel in local))
         streams = set()
-        for entry, numel in mine:
-            values = entry.part.values()
-            copy = self.arena.take(numel, entry.dtype).copy_(values, non_blocking=True)
-            entry.part = Part(entry.part.chunks, partial(same, copy))
+        for item, numel in local:
+            values = item.shard.values()
+            copy = self.arena.take(numel, item.dtype).copy_(values, non_blocking=True)
+            item.shard = LocalShard(item.shard.chunks, partial(identity, copy))
             if values.is_cuda:
                 streams.add(torch.cuda.current_stream(values.device))
         for stream in streams:

@@ -1,4 +1,4 @@
-"""Folders of files, on a local or shared file system or behind fsspec (`s3://`, `memory://`)."""
+"""Folders of checkpoint files: on a local or shared file system, or behind fsspec (`s3://`, `memory://`)."""
 
 import mmap
 import os
@@ -13,9 +13,10 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_paral.checkpoint.io.checksums import Block, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.io.writer import ChecksummedWriter
+from lightning_paral.checkpoint.io.atomic import remove
+from lightning_paral.checkpoint.io.files import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
 from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
 from lightning_paral.errors import CheckpointError
@@ -29,18 +30,18 @@ _MAX_NAME = 4096
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
 COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
-"""What local copies of files behind URLs are called."""
+"""Matches the names of local copies of files behind URLs."""
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path there.
+    """Return the file system of a URL, and the path in it.
 
     Raises:
-        CheckpointError: nothing that is installed knows such URLs.
+        CheckpointError: no installed package supports the scheme.
     """
     try:
         found, path = url_to_fs(url)
-        found.invalidate_cache()  # it remembers listings, and sizes from them, that other ranks have made old
+        found.invalidate_cache()  # it caches listings and sizes, which other ranks may have changed
         return found, path
     except (ImportError, ValueError) as error:
         extra = _EXTRAS.get(url.split("://")[0])
@@ -54,22 +55,22 @@ def is_remote(path: object) -> bool:
 
 
 def without_scheme(path: object) -> str:
-    """Return a path of the operating system's file system without `file://`, and any other URL as it is."""
+    """Return `path` without `file://`; other URLs are returned as they are."""
     return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
 
 
 def check_name(folder: object, file: str) -> None:
-    """Check that a file that a checkpoint names is one in its folder.
+    """Check that the name of a file, read from a checkpoint, stays in the folder.
 
     Raises:
-        CheckpointError: the name leads out of it.
+        CheckpointError: it does not.
     """
     if "\0" in file or not file or file.startswith("/") or ".." in file.split("/") or len(file) > _MAX_NAME:
         raise CheckpointError(f"{folder} names the file {file[:100]!r}, which is not in its folder: it is hostile.")
 
 
 class LocalStorage:
-    """Files in a folder of the operating system."""
+    """Files in a folder of the operating system's file system."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -79,15 +80,15 @@ class LocalStorage:
         return str(self.path)
 
     def name(self, file: str) -> str:
-        """Return what errors call a file of this folder."""
+        """Return the name of a file of this folder for errors."""
         return str(self.path / file)
 
     def create(self, file: str) -> ChecksummedWriter:
-        """Return a new file."""
+        """Create a file, which must not exist yet."""
         return ChecksummedWriter(open(self.path / file, "xb", buffering=2**20), on_disk=True)
 
     def size(self, file: str) -> int | None:
-        """Return the size of a file in bytes, `None` if there is none.
+        """Return the size of a file in bytes; `None` if it does not exist.
 
         Raises:
             CheckpointError: its name or a link leads out of the folder, or it is a FIFO, a socket or a device.
@@ -101,7 +102,7 @@ class LocalStorage:
         return about.st_size if stat.S_ISREG(about.st_mode) else None
 
     def is_folder(self, name: str) -> bool:
-        """Whether there is a folder of this name in it.
+        """Whether the folder contains a folder `name`.
 
         Raises:
             CheckpointError: the name or a link leads out of the folder.
@@ -120,22 +121,22 @@ class LocalStorage:
         return path
 
     def hold(self, file: str) -> None:
-        """Map a file: what is read from then on is of this one, even if a save replaces the folder."""
+        """Memory-map a file. Later reads are of this version, even if a save replaces the folder."""
         if file not in self._maps:
             descriptor = open_regular(self._inside(file))
             try:
                 size = os.fstat(descriptor).st_size
-                # Private and writable: torch warns of memory it may not write.
+                # Private and writable: torch warns about memory that is read-only.
                 access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
                 self._maps[file] = memoryview(mmap.mmap(descriptor, 0, *access) if size else b"")
             finally:
                 os.close(descriptor)
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return bytes of a file: mapped, not read.
+        """Return `length` bytes of a file from `offset` on, memory-mapped.
 
         Raises:
-            CheckpointError: it has not as many.
+            CheckpointError: the file is shorter.
         """
         self.hold(file)
         check_range(self.name(file), offset, length, len(self._maps[file]))
@@ -144,14 +145,14 @@ class LocalStorage:
         return self._maps[file][offset : offset + length]
 
     def _populate(self, file: str, offset: int, length: int) -> None:
-        """Map a stretch at once, where the system can (Linux 5.14), and not page by page as it is touched."""
+        """Map all pages of a range at once (Linux 5.14), and not one by one when they are touched."""
         start = offset - offset % mmap.PAGESIZE
         with suppress(OSError, ValueError):
             mapped: Any = self._maps[file].obj
             mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
 
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
-        """Return the checksum of each of some blocks of a file."""
+        """Return the checksum of each of `blocks`."""
         descriptor = open_regular(self._inside(file))
         try:
             return [checksum_of_block(reader_of(descriptor), *block) for block in blocks]
@@ -160,13 +161,13 @@ class LocalStorage:
 
 
 def check_range(name: str, offset: int, length: int, size: int) -> None:
-    """Raise a `CheckpointError` if a file of `size` bytes has not those that are to be read."""
+    """Raise a `CheckpointError` if a file of `size` bytes does not have `length` bytes from `offset` on."""
     if offset < 0 or length < 0 or offset + length > size:
         raise CheckpointError(f"{name} is damaged: it has {size} bytes, not {length} from {offset} on.")
 
 
 class FsspecStorage:
-    """Files below a URL, by fsspec."""
+    """Files below a URL, accessed by fsspec."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -178,11 +179,11 @@ class FsspecStorage:
         return self.url
 
     def name(self, file: str) -> str:
-        """Return what errors call a file of this folder."""
+        """Return the name of a file of this folder for errors."""
         return f"{self.url}/{file}"
 
     def create(self, file: str) -> ChecksummedWriter:
-        """Return a new file; it exists when it is closed."""
+        """Create a file. It exists once it is closed."""
         try:
             self.fs.makedirs(self.path, exist_ok=True)
             return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
@@ -192,8 +193,8 @@ class FsspecStorage:
             ) from error
 
     def keep(self, files: set[str]) -> None:
-        """Remove what else is there: files of saves before, one file in place of the folder, and saves that died."""
-        if self.fs.isfile(self.path):  # in an object store it can have the folder's name
+        """Remove all other files of checkpoints: those of earlier and dead saves, and a file in place of the folder."""
+        if self.fs.isfile(self.path):  # in an object store, a file may have the same name as a folder
             self.fs.rm_file(self.path)
         for name in found_at(self.fs, self.path).own:
             if name not in files:
@@ -214,13 +215,13 @@ class FsspecStorage:
         return self._sizes[file]
 
     def hold(self, file: str) -> None:
-        """Nothing: the files of another save have other names."""
+        """Do nothing: files of another save have other names."""
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return bytes of a file. Some that follow are fetched with them: what is read next lies there mostly.
+        """Return `length` bytes of a file from `offset` on. Following bytes are fetched, too, for sequential reads.
 
         Raises:
-            CheckpointError: it has not as many.
+            CheckpointError: the file is shorter.
         """
         check_range(self.name(file), offset, length, self.size(file) or 0)
         name, start, data = self._ahead
@@ -230,21 +231,21 @@ class FsspecStorage:
         return memoryview(bytearray(data[offset - start : offset - start + length]))
 
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
-        """Return the checksum of each of some blocks of a file, of which several are on their way at once."""
+        """Return the checksum of each of `blocks`. Several requests are in flight at once."""
         with ThreadPoolExecutor(_NUM_REQUESTS) as requests:
             return list(requests.map(lambda block: checksum(self._read(file, *block)), blocks))
 
     def _read(self, file: str, offset: int, length: int) -> bytes:
-        # By keyword: file systems put different parameters in the second place.
+        # By keyword: the second positional parameter differs between file systems.
         data: bytes = self.fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + length)
         return data
 
 
 def put_file(source: Path, url: str) -> None:
-    """Copy a local file to a URL, in place of what is there.
+    """Copy a local file to a URL, replacing a file or checkpoint there.
 
     Raises:
-        CheckpointError: that is a folder, and no checkpoint.
+        CheckpointError: there is a folder that is no checkpoint.
     """
     fs, path = file_system(url)
     fs.makedirs(path.rpartition("/")[0] or fs.root_marker, exist_ok=True)
@@ -252,14 +253,14 @@ def put_file(source: Path, url: str) -> None:
     if not fs.isdir(path):
         fs.put_file(str(source), path)
         return
-    beside = f"{path}.{source.name}"
-    fs.put_file(str(source), beside)  # the folder that is there goes when this has succeeded
+    sibling = f"{path}.{source.name}"
+    fs.put_file(str(source), sibling)  # before the folder is removed: this may fail
     fs.rm(path, recursive=True)
-    fs.mv(beside, path)
+    fs.mv(sibling, path)
 
 
 def get_file(url: str) -> Path | None:
-    """Copy the file at a URL to a temporary one; `None` if it is a folder, or nothing."""
+    """Copy the file at a URL to a temporary file, and return its path; `None` if there is no file."""
     fs, path = file_system(url)
     if not fs.isfile(path):
         return None
@@ -267,6 +268,27 @@ def get_file(url: str) -> Path | None:
     os.close(descriptor)
     fs.get_file(path, name)
     return Path(name)
+
+
+def remove_at(path: str) -> None:
+    """Remove the checkpoint at a path or URL, if there is one. Other files stay, with a warning."""
+    if not is_remote(path):
+        remove(Path(path))
+        return
+    fs, name = file_system(path)
+    if fs.isfile(name):
+        fs.rm_file(name)
+    if not fs.isdir(name):
+        return
+    found = found_at(fs, name)
+    if not found.is_checkpoint and not found.is_empty:
+        rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
+    elif found.foreign:
+        rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
+        for file in found.own:  # first what makes it a checkpoint
+            fs.rm(f"{name}/{file}", recursive=True)
+    else:
+        fs.rm(name, recursive=True)
 
 
 Folder = LocalStorage | FsspecStorage

@@ -1,4 +1,4 @@
-"""Read the bytes of tensors in pieces: the next is copied from the GPU while the previous one is written."""
+"""Read the bytes of tensors slice by slice: the next is copied from the GPU while the previous one is written."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,28 +15,28 @@ from lightning_paral.checkpoint.shards import bytes_of, flat
 class HostBytes:
     """The bytes of tensors on the host, one after the other, in one pass.
 
-    Tensors on the host are read in place. Others are copied in pieces to two pinned buffers, on a separate stream:
-    the next piece, of the same tensor or the next, is being copied while the caller uses the current one.
+    Tensors on the host are read in place. Others are copied in slices to two pinned buffers, on a separate stream:
+    the next slice, of the same tensor or the next, is being copied while the caller uses the current one.
 
     Args:
         tensors: contiguous tensors. Each is requested when the bytes of the previous one have been read; if that was
-            copied from a GPU, one piece earlier.
+            copied from a GPU, one slice earlier.
     """
 
-    piece_bytes = 2**25
+    buffer_bytes = 2**25
     """Size of each buffer: a power of two, to which torch rounds pinned tensors up."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._buffers: list[Tensor] = []
         self._num_copies = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pieces = self._all_pieces(tensors)
+        self._slices = self._all_slices(tensors)
         self._rest = memoryview(b"")
 
     @staticmethod
-    def of(entries: Iterable[WriteItem]) -> "HostBytes":
-        """Return the bytes of `entries` that this rank writes, in their dtypes."""
-        return HostBytes(flat(entry.part.values().to(entry.dtype)) for entry in entries if entry.part.chunks)
+    def of(items: Iterable[WriteItem]) -> "HostBytes":
+        """Return the bytes of the local shards of `items`, in the dtypes of the items."""
+        return HostBytes(flat(item.shard.values().to(item.dtype)) for item in items if item.shard.chunks)
 
     def is_copied(self, tensor: Tensor) -> bool:
         """Whether `tensor` is not on the host and has to be copied to the buffers."""
@@ -46,14 +46,14 @@ class HostBytes:
         """Yield the next `nbytes` bytes in views, each valid until the next is requested."""
         while nbytes:
             if not self._rest:
-                self._rest = bytes_of(next(self._pieces))
+                self._rest = bytes_of(next(self._slices))
             view, self._rest = self._rest[:nbytes], self._rest[nbytes:]
             nbytes -= len(view)
             yield view
 
     def close(self) -> None:
         """Wait for pending copies, and release tensors and buffers."""
-        self._pieces.close()
+        self._slices.close()
         self._buffers, self._rest = [], memoryview(b"")
 
     def __enter__(self) -> "HostBytes":
@@ -62,38 +62,38 @@ class HostBytes:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _all_pieces(self, tensors: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-        under_way: list[_Copy] = []
+    def _all_slices(self, tensors: Iterable[Tensor]) -> Generator[Tensor, None, None]:
+        pending: list[_Copy] = []
         try:
             for tensor in tensors:
                 data = tensor.view(-1).view(torch.uint8)
                 if not data.numel():
                     continue
                 if not self.is_copied(data):
-                    while under_way:
-                        yield under_way.pop(0).finished()
+                    while pending:
+                        yield pending.pop(0).finished()
                     yield data
                     continue
-                for piece in torch.split(data, self.piece_bytes):
-                    under_way.append(self._copy(piece))
-                    if len(under_way) == 2:
-                        yield under_way.pop(0).finished()
-            while under_way:
-                yield under_way.pop(0).finished()
+                for part in torch.split(data, self.buffer_bytes):
+                    pending.append(self._copy(part))
+                    if len(pending) == 2:
+                        yield pending.pop(0).finished()
+            while pending:
+                yield pending.pop(0).finished()
         finally:
-            for copy in under_way:
+            for copy in pending:
                 copy.finished()
 
-    def _copy(self, piece: Tensor) -> "_Copy":
-        """Start to copy `piece` to the buffer of the piece before the last, which the caller no longer uses."""
+    def _copy(self, source: Tensor) -> "_Copy":
+        """Start to copy `source` to the buffer of the slice before the last, which the caller no longer uses."""
         if len(self._buffers) < 2:
-            self._buffers.append(torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=piece.is_cuda))
-        target = self._buffers[self._num_copies % 2][: piece.numel()]
+            self._buffers.append(torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=source.is_cuda))
+        target = self._buffers[self._num_copies % 2][: source.numel()]
         self._num_copies += 1
-        with self._on_stream(piece.device):
-            target.copy_(piece, non_blocking=True)
-            event = torch.cuda.current_stream(piece.device).record_event() if piece.is_cuda else None
-        return _Copy(piece, target, event)
+        with self._on_stream(source.device):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.current_stream(source.device).record_event() if source.is_cuda else None
+        return _Copy(source, target, event)
 
     def _on_stream(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type != "cuda":
@@ -113,7 +113,7 @@ class _Copy:
     event: Any
 
     def finished(self) -> Tensor:
-        """Wait for the copy, and return the piece on the host."""
+        """Wait for the copy, and return the slice on the host."""
         if self.event is not None:
             self.event.synchronize()
         self.source = None

@@ -1,1 +1,1 @@
-"""Loading pickles without running code from them."""
+"""Load pickles without running code from them."""

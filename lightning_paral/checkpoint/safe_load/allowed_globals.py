@@ -1,8 +1,8 @@
-"""What a file of `torch.save` may name, call and set, if it is to load without changing or costing anything else.
+"""Which globals, calls and states a file of `torch.save` may contain.
 
-`torch.load(weights_only=True)` admits types. It lets a file set the state of whatever is of such a type, members of
-enumerations and dtypes of numpy included, which the whole process shares, and call storages with the size they are to
-have. Here each call is admitted by its arguments, each state by its form, and the pickle is read so before torch is.
+`torch.load(weights_only=True)` checks types only. A file may then set the state of any object of an admitted type, such
+as enum members and numpy dtypes, which the process shares, and allocate storages of any size. The rules here check the
+arguments of each call and the structure of each state, and are applied to the pickle before torch reads it.
 """
 
 from argparse import Namespace
@@ -43,7 +43,7 @@ _TENSORS = {"torch.Tensor", "torch.nn.parameter.Parameter"}
 
 
 def of_python() -> list[Any]:
-    """Return what is admitted beside torch's own, as `torch.serialization.safe_globals` takes it."""
+    """Return the types that are admitted besides those of torch, as `torch.serialization.safe_globals` takes them."""
     kinds = (bytes, frozenset, range, slice, Decimal, Namespace, PosixPath, PurePosixPath)
     times = (date, datetime, time, timedelta, timezone)
     paths: list[Any] = [
@@ -61,7 +61,7 @@ class TorchRules:
     """The rules for one file.
 
     Args:
-        sizes: bytes that lie beside the pickle, by key.
+        sizes: size in bytes of each storage in the archive, by key.
         extra: further types that only carry data.
     """
 
@@ -72,7 +72,7 @@ class TorchRules:
         self._trusted -= _NOT_TRUSTED
 
     def named(self, module: str, name: str) -> Any:
-        """Return what stands for a global, if it is admitted."""
+        """Return a stand-in for a global; raise a `RefusedError` if it is not admitted."""
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))  # of Python 2
         full = f"{module}.{name}"
         known = full in _CALLS or full in self._data_types or full in self._trusted
@@ -81,7 +81,7 @@ class TorchRules:
         return Named(full)
 
     def call(self, callee: Named, args: tuple[Any, ...]) -> Any:
-        """Return what stands for the result of a call that `torch.save` writes."""
+        """Return a stand-in for the result of a call, or raise a `PickleError` if it is not admitted."""
         name = callee.name
         check = _CALLS.get(name)
         kind = self._data_types.get(name)
@@ -92,13 +92,13 @@ class TorchRules:
         elif kind is not None:
             _demand(len(args) == 1 and type(args[0]) in _PLAIN, name, args)
         elif name == "torch.nn.parameter.Parameter" or name == "torch.distributed.device_mesh.DeviceMesh":
-            _demand(not args, name, args)  # else it would ask for process groups
+            _demand(not args, name, args)  # with arguments, it would access process groups
         elif name not in self._trusted:
             raise PickleError(f"it calls {name}, which is not how torch.save writes it")
         return Made(name, args)
 
     def build(self, target: Made, state: Any) -> None:
-        """Raise for a state that `torch.save` does not write."""
+        """Raise a `PickleError` for a state that `torch.save` does not write."""
         name = target.by
         kind = self._data_types.get(name)
         if name == "numpy.dtype":
@@ -111,7 +111,7 @@ class TorchRules:
             raise PickleError(f"it sets the state of {name}, which has none of its own")
 
     def stored(self, identity: Any) -> Any:
-        """Return what stands for a storage that lies in the file."""
+        """Return a stand-in for a storage; raise a `PickleError` if the file does not have all of its bytes."""
         if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
             raise PickleError(f"it refers to {identity!r:.100}, which is no storage")
         _, kind, key, location, numel = identity
@@ -123,7 +123,7 @@ class TorchRules:
         return Made("storage", (nbytes,))
 
     def rebuilt_from_type(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return a tensor of a subclass, or with attributes."""
+        """Return a stand-in for a tensor of a subclass, or with attributes."""
         _demand(len(args) == 4 and all(type(arg) is Named for arg in args[:2]) and type(args[2]) is tuple, name, args)
         make, kind, inner, state = args
         _demand(make.name.startswith("torch._utils._rebuild_"), name, args)
@@ -138,7 +138,7 @@ def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-# Not of tensors whose parts are checked against each other: it could read memory that is none of its own.
+# It does not check the parts of the tensor against each other, so it could read memory of other objects.
 _NOT_TRUSTED = {"torch.nested._internal.nested_tensor._rebuild_njt"}
 
 
@@ -216,13 +216,13 @@ def _bytearray(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _tensor(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
-    """`(storage, offset, size, stride, ...)`; whether it stays inside the storage, torch finds out."""
+    """Check `(storage, offset, size, stride, ...)`; torch itself checks that the view is inside the storage."""
     _demand(len(args) >= 4 and type(args[0]) is Made and args[0].by == "storage", name, args)
     stored, _, size, stride = args[:4]
     for numbers in (size, stride):
         fits = type(numbers) is tuple and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         _demand(fits, name, args[1:])
-    is_quantized = name.endswith("qtensor")  # of which torch makes an empty one first
+    is_quantized = name.endswith("qtensor")  # torch allocates an empty one first
     limit = stored.args[0] if is_quantized else max(stored.args[0], _MAX_EXPANDED_BYTES)
     if prod(size) > limit:
         raise PickleError(f"it has a tensor of shape {size!r:.100} in {stored.args[0]} bytes")
@@ -249,7 +249,7 @@ def _data(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
 
 def _dtype(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
     fits = len(args) == 3 and type(args[0]) is str and args[0][:1] in _KINDS and args[0][1:].isascii()
-    # Not copied it would be the one that the process shares.
+    # Without a copy, it would be the object that the process shares.
     _demand(fits and (args[0][1:] or "0").isdigit() and args[1] is False and args[2] is True, name, args)
     return Made(name, args)
 

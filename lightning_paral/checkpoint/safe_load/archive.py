@@ -1,6 +1,7 @@
-"""The directory of a zip archive as `torch.save` writes it, read strictly, before anything else reads the archive.
+"""Read the directory of a zip archive of `torch.save` strictly, before anything else reads the archive.
 
-Every record is stored, not deflated, and lies in bytes of its own: then no reader takes more than the file's size.
+Every record must be stored uncompressed, and no two may overlap, so that no reader needs more memory than the file has
+bytes.
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 from lightning_paral.errors import CheckpointError
 
 Read = Callable[[int, int], bytes]
-"""Returns bytes of a file from an offset on, fewer where it ends."""
+"""Called with offset and size; returns bytes of a file, fewer at its end."""
 
 _END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\x05\x06"
 _LOCATOR, _LOCATOR_MAGIC = Struct("<4sLQL"), b"PK\x06\x07"
@@ -34,15 +35,15 @@ class Record:
     """A file in an archive."""
 
     header: int
-    """Where it begins."""
+    """Offset of its header."""
     start: int
-    """Where its data begin."""
+    """Offset of its data."""
     size: int
 
 
 @dataclass(frozen=True)
 class Archive:
-    """What a zip archive holds: all of it stored, sound, and apart."""
+    """The records of a zip archive, all of them uncompressed and without overlaps."""
 
     records: dict[str, Record]
     comment: bytes
@@ -52,7 +53,7 @@ def open_regular(path: str | Path) -> int:
     """Return a descriptor of the regular file at `path`, open for reading.
 
     Raises:
-        CheckpointError: it is a FIFO, a socket or a device, of which opening or reading might never end.
+        CheckpointError: it is a FIFO, a socket or a device, which might block forever.
         OSError: it cannot be opened.
     """
     check_regular(path, os.stat(path).st_mode)
@@ -66,7 +67,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def check_regular(path: str | Path, mode: int) -> None:
-    """Raise a `CheckpointError` if what has this mode is neither a file nor a folder."""
+    """Raise a `CheckpointError` if `mode`, of `path`, is that of a FIFO, a socket or a device."""
     for is_kind, name in _SPECIAL:
         if is_kind(mode):
             raise CheckpointError(f"{path} is {name}, not a file of a checkpoint. Remove it.")
@@ -84,7 +85,7 @@ def read_archive(read: Read, nbytes: int, name: object) -> Archive | None:
     """Return the directory of an archive of `nbytes` bytes; `None` if it is no zip archive.
 
     Raises:
-        CheckpointError: it is damaged, deflated, or not laid out as `torch.save` does; names `name`.
+        CheckpointError: it is damaged, compressed, or not laid out as by `torch.save`; names `name`.
     """
     try:
         return _read(read, nbytes)
@@ -134,7 +135,7 @@ def _records(read: Read, directory: bytes, count: int, end: int) -> dict[str, Re
         size, packed, header = _large(extra, size, packed, header)
         if method != 0 or flags & _ENCRYPTED or packed != size:
             raise ValueError(f"its record {name} is compressed or encrypted, which torch.save does not do")
-        if name.lower() in seen:  # torch looks for names without regard to case
+        if name.lower() in seen:  # torch ignores the case of names
             raise ValueError(f"its record {name} is there twice")
         seen.add(name.lower())
         found[name] = _record(read, name, header, size)
@@ -161,7 +162,7 @@ def _record(read: Read, name: str, header: int, size: int) -> Record:
 
 
 def _large(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return sizes and offset, of which those that do not fit into 32 bits are in the field of Zip64."""
+    """Return sizes and offset, read from the Zip64 field if they do not fit into 32 bits."""
     at = 0
     while at + _EXTRA.size <= len(extra):
         kind, length = _EXTRA.unpack_from(extra, at)

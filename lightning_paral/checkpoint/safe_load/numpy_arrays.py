@@ -1,4 +1,4 @@
-"""What a pickle may make of numpy: the states of dtypes and arrays, checked before numpy takes them."""
+"""Check pickled states of numpy dtypes and arrays before numpy uses them."""
 
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ _OBJECT_FLAGS = 63
 
 
 def check_dtype(code: str, state: Any) -> None:
-    """Raise if numpy would take memory for what it is not: objects, or fields behind the end of an element."""
+    """Raise if numpy would misinterpret memory: as objects, or as fields beyond the end of an element."""
     fits = type(state) is tuple and 8 <= len(state) <= 9 and type(state[7]) is int and state[1] in ("<", ">", "|", "=")
     if fits:
         _, _, subarray, names, fields, size, alignment, flags = state[:8]
@@ -31,7 +31,7 @@ _ALIGNMENTS = (-1, 1, 2, 4, 8, 16)
 
 
 def _is_unit(unit: Any) -> bool:
-    """Whether this is the unit of times: beside metadata, which are none, a name and counts."""
+    """Whether this is the unit of a time dtype: no metadata, a name and counts."""
     if type(unit) is not tuple or len(unit) != 2 or unit[0] not in (None, {}) or type(unit[1]) is not tuple:
         return False
     name, *counts = unit[1]
@@ -56,7 +56,7 @@ def item_bytes(dtype: Made) -> int:
 
 
 def check_array(state: Any) -> None:
-    """Raise if the bytes of an array are not those of its shape and dtype."""
+    """Raise a `PickleError` if the bytes of an array do not match its shape and dtype."""
     fits = type(state) is tuple and len(state) == 5 and type(state[1]) is tuple and type(state[2]) is Made
     fits = fits and all(type(n) is int and 0 <= n < 2**63 for n in state[1]) and state[2].by == "numpy.dtype"
     if fits:

@@ -1,7 +1,7 @@
-"""Reading pickles as data: a machine for the opcodes that never imports a name, calls it or makes an object of it.
+"""Interpret pickles as data: a machine for the opcodes that never imports, calls or instantiates anything.
 
-What a pickle names, calls and sets stands in the result as `Named` and `Made`, as far as rules admit it. Follows
-https://docs.python.org/3/library/pickletools.html. What a file costs is bounded by its size.
+Globals and the results of calls are represented by `Named` and `Made`, if the rules admit them. Time and memory are
+bounded by the size of the file. Follows https://docs.python.org/3/library/pickletools.html.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from typing import Any, Protocol
 _MAX_KEY_DEPTH = 4
 _BYTES_PER_CONTAINER = 4
 FREE_CONTAINERS = 1000
-_LARGE_INT = 2**61 - 1  # from here on integers have each other's hashes, and a dict of such takes its square in time
+_LARGE_INT = 2**61 - 1  # larger integers collide in hash, and a dict of them takes quadratic time
 
 
 class PickleError(Exception):
-    """A pickle is damaged, or made to cost more than its size."""
+    """A pickle is damaged, or would take more time or memory than its size warrants."""
 
 
 class RefusedError(PickleError):
-    """A pickle names what is not admitted; `name` says what."""
+    """A pickle asks for a global that is not admitted: `name`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"it asks for {name}")
@@ -29,14 +29,14 @@ class RefusedError(PickleError):
 
 @dataclass(frozen=True)
 class Named:
-    """A class or function that a pickle names."""
+    """A global that a pickle asks for."""
 
     name: str
 
 
 @dataclass(eq=False)
 class Made:
-    """What calling `by` with `args` would return, before `state` and `items` are set on it."""
+    """The result of calling `by` with `args`, on which `state` and `items` are set."""
 
     by: str
     args: tuple[Any, ...]
@@ -45,19 +45,19 @@ class Made:
 
 
 class Rules(Protocol):
-    """What a pickle may name and do. Each raises a `PickleError` for what it may not."""
+    """Which globals, calls and states a pickle may contain. Each method raises a `PickleError` for others."""
 
     def named(self, module: str, name: str) -> Any:
-        """Return what stands for a global."""
+        """Return a stand-in for a global."""
 
     def call(self, callee: Named, args: tuple[Any, ...]) -> Any:
-        """Return what stands for the result of a call."""
+        """Return a stand-in for the result of a call."""
 
     def build(self, target: Made, state: Any) -> None:
-        """Check the state that is to be set on `target`, which has none yet."""
+        """Check a state that is set on `target`, which has none yet."""
 
     def stored(self, identity: Any) -> Any:
-        """Return what stands for what lies beside the pickle."""
+        """Return a stand-in for an object that is stored outside the pickle."""
 
 
 _MARK = object()
@@ -66,10 +66,10 @@ _UINT32, _UINT64, _FLOAT = Struct("<I"), Struct("<Q"), Struct(">d")
 
 
 def interpret(data: bytes, rules: Rules) -> Any:
-    """Return what the pickle `data` describes: plain data, `Named`, `Made` and what `rules` put in their place.
+    """Return the object of the pickle `data`: plain data, `Named`, `Made`, and stand-ins that `rules` return.
 
     Raises:
-        PickleError: it is damaged, asks for what `rules` do not admit, or costs more than its size.
+        PickleError: it is damaged, contains something that `rules` do not admit, or is too expensive for its size.
     """
     machine = _Machine(data, rules)
     try:
@@ -85,7 +85,7 @@ class _Machine:
         self.at = 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
-        """Of each mark that is open, the stack below it."""
+        """The stack below each open mark."""
         self.memo: dict[int, Any] = {}
         self.left = FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
 
@@ -94,7 +94,7 @@ class _Machine:
         while True:
             code = data[self.at]
             self.at += 1
-            if code == 0x94:  # the most frequent ones are here: MEMOIZE, BINGET, BININT1, STOP
+            if code == 0x94:  # the most frequent opcodes first: MEMOIZE, BINGET, BININT1, STOP
                 memo[len(memo)] = self.stack[-1]
             elif code == 0x68:
                 self.stack.append(memo[data[self.at]])
@@ -148,7 +148,7 @@ class _Machine:
         self.stack.append(value)
 
     def push_new(self, value: Any) -> None:
-        """Push what takes memory of its own."""
+        """Push an object that takes memory of its own."""
         self.left -= 1
         if self.left < 0:
             raise PickleError("its pickle has more containers than its size has room for")
@@ -230,7 +230,7 @@ _MAPPINGS = ("collections.OrderedDict", "collections.Counter")
 
 
 def check_key(key: Any, depth: int = 0) -> None:
-    """Raise a `PickleError` for a key that is no plain value, or of which a hash takes long or many are the same."""
+    """Raise a `PickleError` for a key that is no plain value, or that is slow to hash or made to collide."""
     if type(key) is tuple and depth < _MAX_KEY_DEPTH:
         for item in key:
             check_key(item, depth + 1)

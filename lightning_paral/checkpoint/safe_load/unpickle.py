@@ -1,4 +1,4 @@
-"""Loading without running code from the file: only types that are known to be harmless are made."""
+"""Load what `torch.save` wrote without running code from it: only harmless types are admitted."""
 
 import io
 import os
@@ -14,35 +14,38 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.checkpoint.safe_load.allowed_globals import TorchRules, of_python
 from lightning_paral.checkpoint.safe_load.archive import Archive, Read, open_regular, read_archive
-from lightning_paral.checkpoint.safe_load.expansion import check_expansion
-from lightning_paral.checkpoint.safe_load.opcodes import PickleError, RefusedError, interpret
+from lightning_paral.checkpoint.safe_load.opcodes import FREE_CONTAINERS, Made, PickleError, RefusedError, interpret
 from lightning_paral.errors import CheckpointError
 
 _NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")
-_LOCK = RLock()  # what torch admits is one set for the process
+_LOCK = RLock()  # torch has one set of admitted types per process
+_MAX_DEPTH = 100
+_EXPANSION = 64
+_CONTAINERS = (dict, list, tuple, Made)
 
 
 def load_safely(
     file: Any, *, weights_only: bool = True, mmap: bool = False, name: object = None, extra: tuple[type, ...] = ()
 ) -> Any:
-    """Return what `torch.save` wrote, tensors on the host.
+    """Return what `torch.save` wrote, with tensors on the host.
 
     Args:
-        file: a path or a file open for reading.
-        weights_only: `False` is what a user says who trusts the file: any type is made then, and its code runs.
+        file: a path, a file open for reading, or the bytes of one.
+        weights_only: `False` trusts the file: objects of any type are made, and their code runs.
         mmap: map tensors instead of reading them; needs a path.
-        name: what errors call the file.
+        name: the name of the file in errors.
         extra: further types that are harmless.
 
     Raises:
         CheckpointError: the file holds a type that is not admitted, or is damaged.
     """
     name = name or file
+    file = _BytesFile(file) if isinstance(file, memoryview) else file
     try:
         if not weights_only:
             return torch.load(file, map_location="cpu", weights_only=False, mmap=mmap or None)
         _check(file, name, extra)
-        with _admitting(extra):
+        with _safe_globals(extra):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap or None)
     except RefusedError as error:
         raise CheckpointError(_refusal(name, error.name)) from error
@@ -74,11 +77,11 @@ def _refusal(name: object, what: str) -> str:
 
 
 def _check(file: Any, name: object, extra: tuple[type, ...] = ()) -> None:
-    """Raise if a file of `torch.save` asks for what is not admitted, or costs more than its size.
+    """Check what a file of `torch.save` would import and call, and what loading it would cost.
 
     Raises:
-        PickleError: what it asks for.
-        CheckpointError: it is damaged, or no file of `torch.save`.
+        PickleError: it asks for something that is not admitted, or would take more memory than its size warrants.
+        CheckpointError: it is damaged, or was not written by `torch.save`.
     """
     with _reading(file) as (read, nbytes):
         archive = read_archive(read, nbytes, name)
@@ -93,13 +96,80 @@ def _check(file: Any, name: object, extra: tuple[type, ...] = ()) -> None:
 
 
 def _top(archive: Archive | None) -> str:
-    """Return the folder in which an archive has its records, which torch takes from the first of them."""
+    """Return the prefix of all record names in an archive, which torch takes from the first record."""
     return f"{next(iter(archive.records), '').split('/')[0]}/" if archive is not None else "/"
+
+
+def _children(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return value.values()
+    if kind in (list, tuple):
+        return value
+    if kind is Made:
+        return (*value.args, value.state, *value.items.values())
+    return ()
+
+
+def check_expansion(root: Any, nbytes: int) -> None:
+    """Raise a `PickleError` if traversing `root`, from a pickle of `nbytes`, would not end, or take too many steps.
+
+    An object that is referenced twice is traversed twice by its users, together with all that it references.
+    """
+    limit = _EXPANSION * nbytes + FREE_CONTAINERS
+    steps: dict[int, tuple[int, int]] = {}  # number of steps and depth of each object traversed
+    open_now: set[int] = set()
+    path: list[tuple[Any, bool]] = [(root, False)]
+    while path:
+        value, done = path.pop()
+        if type(value) not in _CONTAINERS:
+            continue
+        if done:
+            found = [steps[id(child)] for child in _children(value) if type(child) in _CONTAINERS]
+            count = 1 + len(_children(value)) + sum(number for number, _ in found)
+            depth = 1 + max((deep for _, deep in found), default=0)
+            if count > limit or depth > _MAX_DEPTH:
+                raise PickleError("its pickle is nested deeper, or refers to itself more often, than any checkpoint")
+            steps[id(value)] = (count, depth)
+            open_now.discard(id(value))
+        elif id(value) in open_now:
+            raise PickleError("its pickle holds itself")
+        elif id(value) not in steps:
+            open_now.add(id(value))
+            path.append((value, True))
+            path.extend((child, False) for child in _children(value))
+
+
+class _BytesFile(io.RawIOBase):
+    """A file over bytes in memory or in a mapped file, which are not copied."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def readinto(self, target: Any) -> int:
+        part = self._data[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, len(self._data))[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
 
 @contextmanager
 def _reading(file: Any) -> Iterator[tuple[Read, int]]:
-    """Give a reader of `file`, a path or a file open for reading, which is where it was afterwards, and its size."""
+    """Give a function that reads from `file`, a path or an open file, and its size; restore the file's position."""
     if isinstance(file, str | os.PathLike):
         descriptor = open_regular(os.fspath(file))
         try:
@@ -120,8 +190,8 @@ def _reading(file: Any) -> Iterator[tuple[Read, int]]:
 
 
 @contextmanager
-def _admitting(extra: tuple[type, ...] = ()) -> Iterator[None]:
-    """Admit our types, and take none from a user who has admitted them before."""
+def _safe_globals(extra: tuple[type, ...] = ()) -> Iterator[None]:
+    """Admit the types of this package for `torch.load`; those that the user has admitted stay admitted."""
     with _LOCK:
         before = set(torch.serialization.get_safe_globals())
         ours = [kind for kind in (*of_python(), *extra) if kind not in before]
@@ -131,7 +201,7 @@ def _admitting(extra: tuple[type, ...] = ()) -> Iterator[None]:
 
 def warn_of_refused(file: Any) -> None:
     """Warn if loading will refuse what `torch.save` has written to `file`, a path or a file open for reading."""
-    with _admitting():
+    with _safe_globals():
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if refused:
         rank_zero_warn(

@@ -1,4 +1,4 @@
-"""A module's own `state_dict` and `load_state_dict`: called as Lightning calls them, whatever ranks hold."""
+"""Call a `state_dict` or `load_state_dict` that a module overrides, with shards in place of parameters."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -16,24 +16,24 @@ from lightning_paral.errors import CheckpointError
 
 
 def saves_its_own(module: Module) -> bool:
-    """Whether `module` or a part of it has a `state_dict` of its own."""
+    """Whether `module` or a submodule overrides `state_dict`."""
     return any(
         type(part).state_dict is not Module.state_dict and not isinstance(part, Metric) for part in module.modules()
     )
 
 
 def loads_its_own(module: Module) -> bool:
-    """Whether `module` has a `load_state_dict` of its own; torch calls no part's."""
+    """Whether `module` overrides `load_state_dict`; torch never calls that of a submodule."""
     return type(module).load_state_dict is not Module.load_state_dict
 
 
-def own_state_dict(module: Module, held: Callable[[Parameter], Tensor]) -> dict[str, Any]:
-    """Return `module.state_dict()` with `held(parameter)` in place of each parameter.
+def own_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict[str, Any]:
+    """Return `module.state_dict()` with `shard(parameter)` in place of each parameter.
 
-    Overrides can add, rename and delete entries. What they compute with the tensors has to work on parts of them.
+    Overrides may add, rename and delete entries. Operations on the tensors must be supported by shards.
 
     Raises:
-        CheckpointError: it returned something else than a dict with names.
+        CheckpointError: it did not return a dict with string keys.
     """
 
     def save(part: Module, own: Callable[..., Any], destination: Any, prefix: str, _: Any) -> None:
@@ -42,7 +42,7 @@ def own_state_dict(module: Module, held: Callable[[Parameter], Tensor]) -> dict[
         for name in destination.keys() - before:
             value = destination[name]
             if isinstance(value, Parameter):
-                destination[name] = held(value)
+                destination[name] = shard(value)
             elif isinstance(value, Tensor):
                 destination[name] = value.detach()
 
@@ -67,14 +67,14 @@ def load_its_own(
     """Call `module.load_state_dict(state_dict, strict=strict)`, and let `into` load the tensors that it can.
 
     Args:
-        module: has a `load_state_dict` of its own.
+        module: overrides `load_state_dict`.
         state_dict: as it was saved.
         strict: passed on.
-        left_out: names that may be absent.
+        left_out: names that may be missing.
         into: the state of `module`.
 
     Raises:
-        RuntimeError: names or shapes do not fit, as `Module.load_state_dict` raises it.
+        RuntimeError: names or shapes do not match, as `Module.load_state_dict` raises it.
     """
     filled = set()
 

@@ -1,4 +1,4 @@
-"""Optimizers after a run that divided their state: each rank keeps its part on the host, as flat ranges."""
+"""Optimizers after a run that sharded their state: each rank keeps its shards on the host, as flat ranges."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.layout import run_of_box
-from lightning_paral.checkpoint.shards import FlatShard, chunk_of_dtensor, flat, same
-from lightning_paral.checkpoint.state.optimizer import State, group_names
+from lightning_paral.checkpoint.layout import flat_range_of
+from lightning_paral.checkpoint.shards import FlatShard, chunk_of_dtensor, flat, identity
+from lightning_paral.checkpoint.state.optimizer import State, param_names
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
@@ -22,9 +22,9 @@ Names = list[list[str]]
 
 
 class EndedOptimizers:
-    """The optimizers of past fits, and the names of their parameters.
+    """Keeps the parameter names of the optimizers of past fits.
 
-    The names are kept because a later evaluation may divide the module again, and put other parameters in their place.
+    A later evaluation may shard the module again and replace its parameters, and names could not be found any more.
     """
 
     def __init__(self) -> None:
@@ -32,38 +32,38 @@ class EndedOptimizers:
         self._lost: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
     def keep(self, optimizer: Optimizer, module: Module, state: State | None, parameters: Mapping[Any, Any]) -> None:
-        """Give `optimizer` the parameters of the module as it is after the run, and the state that this rank holds.
+        """Give `optimizer` the parameters that the module has after the run, and this rank's shards of its state.
 
         Args:
-            optimizer: the user's.
-            module: the module, as it is after the run.
-            state: by number, as `Optimizer.state_dict` has it; `None` to keep what is in the optimizer.
-            parameters: by parameter of the optimizer, the module's own; those that are the same are left out.
+            optimizer: the optimizer of the user.
+            module: the module after the run.
+            state: with int keys, as `Optimizer.state_dict` returns it; `None` keeps the state of the optimizer.
+            parameters: maps parameters of the optimizer to those of the module, where they differ.
         """
-        held = list(optimizer.state.items()) if state is None else _by_parameter(optimizer, state)
+        local = list(optimizer.state.items()) if state is None else _by_parameter(optimizer, state)
         for group in optimizer.param_groups:
             group["params"] = [parameters.get(parameter, parameter) for parameter in group["params"]]
         optimizer.state.clear()
-        for parameter, values in held:
+        for parameter, values in local:
             optimizer.state[parameters.get(parameter, parameter)] = tree_map_only(Tensor, _on_host, values)
-        self._names[optimizer] = group_names(optimizer, module)
+        self._names[optimizer] = param_names(optimizer, module)
 
     def lose(self, optimizer: Optimizer, reason: str) -> None:
         """Note that the state of `optimizer` was lost at the end of the run."""
         self._lost[optimizer] = reason
 
     def names(self, optimizer: Optimizer, module: Module) -> Names:
-        """Return the names of the parameters of `optimizer`, by group.
+        """Return the names of the parameters of `optimizer`, one list per group.
 
         Raises:
-            ConfigurationError: its state was lost at the end of the run.
+            ConfigurationError: the state of the optimizer was lost at the end of the run.
         """
         if optimizer in self._lost:
             raise ConfigurationError(
                 f"The optimizer's state can be saved during trainer.fit only: {self._lost[optimizer]}. Use "
                 "ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
             )
-        return self._names.get(optimizer) or group_names(optimizer, module)
+        return self._names.get(optimizer) or param_names(optimizer, module)
 
 
 def _by_parameter(optimizer: Optimizer, state: State) -> list[tuple[Parameter, dict[str, Any]]]:
@@ -72,41 +72,41 @@ def _by_parameter(optimizer: Optimizer, state: State) -> list[tuple[Parameter, d
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """Return what this rank holds of `value` on the host: all of it as a plain tensor, or a run."""
+    """Return this rank's values of `value` on the host: a plain tensor, or a `FlatShard`."""
     if isinstance(value, FlatShard):
-        return _run(value, value.start, value.read())
+        return _flat_shard(value, value.start, value.read())
     if not isinstance(value, DTensor):
         return value.detach().cpu()
     chunk = chunk_of_dtensor(value)
     coordinate = value.device_mesh.get_coordinate()
     if chunk is None or coordinate is None:
-        return _run(value, 0, torch.empty(0, dtype=value.dtype))
-    span = run_of_box(value.shape, chunk) if chunk.numel else (0, 0)
+        return _flat_shard(value, 0, torch.empty(0, dtype=value.dtype))
+    span = flat_range_of(value.shape, chunk) if chunk.numel else (0, 0)
     if span is None:
-        return value.detach()  # divided by the user, in another way than FSDP
+        return value.detach()  # the user has sharded it along another dimension
     replica = any(n for n, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate())
     local = flat(value.to_local())
-    return _run(value, span[0], local[:0] if replica else local)
+    return _flat_shard(value, span[0], local[:0] if replica else local)
 
 
-def _run(value: Tensor, start: int, held: Tensor) -> Tensor:
-    held = held.detach().cpu()
-    if held.numel() == value.numel() and dist.is_initialized() and dist.get_world_size() == 1:
-        return held.view(value.shape)
-    return FlatShard(value.shape, value.dtype, start, held.numel(), partial(same, held))
+def _flat_shard(value: Tensor, start: int, local: Tensor) -> Tensor:
+    local = local.detach().cpu()
+    if local.numel() == value.numel() and dist.is_initialized() and dist.get_world_size() == 1:
+        return local.view(value.shape)
+    return FlatShard(value.shape, value.dtype, start, local.numel(), partial(identity, local))
 
 
-def read_whole_run(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of `value` in its own shape, on the host. *Collective* over the world if it is a run.
+def gather_full_tensor(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of the full tensor on the host, of the same dtype. *Collective* over the world for a `FlatShard`.
 
     Args:
-        value: what `EndedOptimizers` keeps of a tensor.
-        device: one that collectives can work on.
+        value: a tensor that `EndedOptimizers.keep` has put into an optimizer.
+        device: a device that the backend of the process group supports.
     """
     if not isinstance(value, FlatShard):
         return value.clone()
     values = torch.zeros(value.numel(), dtype=value.dtype, device=device)
-    values[value.start : value.start + value.held] = value.read().to(device)
+    values[value.start : value.start + value.local_numel] = value.read().to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)  # each element is held by one rank
+        dist.all_reduce(values)  # every other rank has zeros
     return values.cpu().view(value.shape)

@@ -1,47 +1,48 @@
-"""Modules among the hyper-parameters: saved as they would be without an engine, whole and of their own class.
+"""Save modules among the hyper-parameters as they would be without an engine: unsharded and of their own class.
 
 `self.save_hyperparameters()` keeps a network or a loss that is an argument of the module, and Lightning saves it with
-the checkpoint. It is the very object that is trained: under FSDP and ZeRO its parameters are divided, its class is
-replaced, and it carries hooks of the engine. None of that can or should be in a file.
+the checkpoint. It is the object that is trained: under FSDP and ZeRO its parameters are sharded, its class is replaced,
+and it has hooks of the engine, none of which belongs in a file.
 """
 
 import copyreg
 import io
 import pickle
 from collections.abc import Callable, Iterable
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.deepspeed.modules import is_of_division
-from lightning_paral.compat.torch import module_hooks
-from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
+from lightning_paral.model.engine_attributes import (
+    attributes_without_engine,
+    class_without_engine,
+    describes_shards,
+)
 
 _KEYS = ("hyper_parameters", "datamodule_hyper_parameters")
-_ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
 
 
-def with_whole_modules(
-    checkpoint: dict[str, Any], parameters: Iterable[Parameter], whole: Callable[[Parameter], Tensor], ranks: RankGroup
+def with_full_modules(
+    checkpoint: dict[str, Any],
+    parameters: Iterable[Parameter],
+    full_parameter: Callable[[Parameter], Tensor],
+    ranks: RankGroup,
 ) -> None:
-    """Replace modules in the hyper-parameters of `checkpoint` by copies that no engine has touched. *Collective*.
+    """Replace modules in the hyper-parameters of `checkpoint` by unsharded copies without hooks. *Collective*.
 
-    Rank 0 gets the copies, on the host; the other ranks, which do not save them, get empty dicts.
+    Rank 0 gets the copies, on the host. The other ranks do not save hyper-parameters, and get empty dicts.
 
     Args:
-        checkpoint: as Lightning dumps it; its hyper-parameters are replaced where modules are among them.
-        parameters: all that may be divided; the same on all ranks, in the same order.
-        whole: returns one of them whole. *Collective* over the ranks.
-        ranks: who save.
+        checkpoint: as Lightning dumps it; its hyper-parameters are replaced if they contain modules.
+        parameters: all parameters that may be sharded, in the same order on all ranks.
+        full_parameter: returns the full values of one of them. *Collective* over `ranks`.
+        ranks: the ranks that save together.
 
     Raises:
         CheckpointError: ranks have different modules among their hyper-parameters.
@@ -49,34 +50,34 @@ def with_whole_modules(
     given = {key: checkpoint[key] for key in _KEYS if checkpoint.get(key)}
     if not given:
         return
-    held = _Held(given)
+    pickled = _PickledHyperParameters(given)
     ordered = list(parameters)
-    wanted = [number for number, parameter in enumerate(ordered) if id(parameter) in held.tensors]
-    found = ranks.gather((held.has_modules, wanted))
+    wanted = [number for number, parameter in enumerate(ordered) if id(parameter) in pickled.tensors]
+    found = ranks.gather((pickled.has_modules, wanted))
     if any(each != found[0] for each in found):
         raise CheckpointError(
             "Ranks have different modules among their hyper-parameters, so they cannot be saved. Give the module the "
             "same arguments on all ranks, or leave them out: `self.save_hyperparameters(ignore=[...])`."
         )
-    if not held.has_modules:
+    if not pickled.has_modules:
         return
     values: dict[int, Tensor] = {}
     for number in wanted:
-        value = whole(ordered[number])
+        value = full_parameter(ordered[number])
         if ranks.is_first:
             values[id(ordered[number])] = value.detach().cpu()
-    checkpoint.update(held.copy(values) if ranks.is_first else {key: {} for key in given})
+    checkpoint.update(pickled.copy(values) if ranks.is_first else {key: {} for key in given})
 
 
-class _Held:
-    """Hyper-parameters, pickled except for tensors and arrays, with modules as they were before an engine's changes."""
+class _PickledHyperParameters:
+    """Hyper-parameters, pickled except for tensors and arrays, with modules as they were before the engine."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         try:
             pickler.dump(given)
-        except Exception:  # what cannot be pickled cannot be saved: saving says so
+        except Exception:  # they cannot be saved either, and saving raises the error
             pickler.has_modules = False
         self._data = buffer.getvalue()
         self._objects = pickler.objects
@@ -84,7 +85,7 @@ class _Held:
         self.tensors = set(self._objects) if self.has_modules else set()
 
     def copy(self, values: dict[int, Tensor]) -> dict[str, Any]:
-        """Return a copy, with the tensors themselves, but `values` by the id of those parameters."""
+        """Return a copy that shares tensors, with `values` for the parameters whose ids are its keys."""
         objects = {key: _copied(value, values.get(key)) for key, value in self._objects.items()}
         unpickler = _Unpickler(io.BytesIO(self._data), objects)
         copied: dict[str, Any] = unpickler.load()
@@ -111,9 +112,9 @@ class _Pickler(pickle.Pickler):
         make, args, state, *rest = reduced if isinstance(reduced, tuple) and len(reduced) > 2 else (None, (), None)
         if make is None or not isinstance(state, dict):
             return reduced
-        args = tuple(_class_before(arg) if arg is type(obj) else arg for arg in args)
-        # For `__newobj__` pickle accepts the object's own class only.
-        return (_new if make is copyreg.__newobj__ else make, args, _without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
+        args = tuple(class_without_engine(arg) if arg is type(obj) else arg for arg in args)
+        # With `__newobj__`, pickle accepts only the class of the object.
+        return (_new if make is copyreg.__newobj__ else make, args, attributes_without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -129,60 +130,12 @@ def _new(kind: type, *args: Any) -> Any:
     return kind.__new__(kind, *args)
 
 
-def _class_before(kind: type) -> type:
-    """Return the class that a module had before `fully_shard` gave it one of its own."""
-    return next(base for base in kind.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
-
-
-def _without_engine(state: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return the attributes of a module of class `kind` without what an engine has added to them."""
-    kept = {}
-    for name, value in state.items():
-        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.OF_STATE_DICTS) and isinstance(value, dict):
-            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_engine(hook))
-        elif name == "_parameters" and isinstance(value, dict):
-            kept[name] = dict(value.items())
-        elif not _names_engine(name) and not (_is_installed(name, value, kind) and _is_of_engine(value)):
-            kept[name] = value
-    hooks = {key for name in module_hooks.FORWARD for key in kept.get(name, ())}
-    for name in module_hooks.FLAGS:
-        if isinstance(kept.get(name), dict):
-            kept[name] = type(kept[name])((key, flag) for key, flag in kept[name].items() if key in hooks)
-    return kept
-
-
-def _names_engine(name: str) -> bool:
-    return is_of_fsdp(name) or is_of_division(name) or name.startswith("applied_pre_backward")
-
-
-def _is_installed(name: str, value: Any, kind: type) -> bool:
-    """Whether an attribute hides one of class `kind`, or is a function or class that was defined in a function."""
-    return hasattr(kind, name) or "<locals>" in getattr(value, "__qualname__", "")
-
-
-def _is_of_engine(value: Any) -> bool:
-    """Whether a class, a function or an object comes from an engine or from this package."""
-    value = module_hooks.unwrapped(value)
-    if isinstance(value, partial):
-        return _is_of_engine(value.func)
-    if isinstance(value, MethodType):
-        return _is_of_engine(value.__func__) or _is_of_engine(value.__self__)
-    where: tuple[str | None, ...]
-    if isinstance(value, FunctionType):
-        # They differ for what is decorated: engines decorate their hooks, and methods of users.
-        where = (value.__module__, value.__globals__.get("__name__"))
-    elif isinstance(value, Tensor | Module):
-        return False
-    else:
-        where = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
-    return any(f"{name}.".startswith(f"{engine}.") for name in where for engine in _ENGINES)
-
-
 @torch.no_grad()
-def _copied(value: Any, whole: Tensor | None) -> Any:
+def _copied(value: Any, full: Tensor | None) -> Any:
     if not isinstance(value, Parameter):
         return value
-    copied = Parameter(value.detach() if whole is None else whole, requires_grad=value.requires_grad)
+    copied = Parameter(value.detach() if full is None else full, requires_grad=value.requires_grad)
     attributes = {name: kept for name, kept in vars(value).items() if isinstance(kept, _PLAIN)}
-    vars(copied).update({name: kept for name, kept in attributes.items() if not name.startswith(("ds_", "_"))})
+    own = {name: kept for name, kept in attributes.items() if not (name.startswith("_") or describes_shards(name))}
+    vars(copied).update(own)
     return copied

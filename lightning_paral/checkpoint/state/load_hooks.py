@@ -1,4 +1,4 @@
-"""Hooks of modules that change a state dict before it is loaded: those that rename what older versions saved."""
+"""Load-state-dict pre-hooks of modules, which rename what older versions of a module saved."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from lightning_paral.compat.torch.state_dicts import load_hooks, save_own, set_l
 
 
 def has_load_hooks(module: Module) -> bool:
-    """Whether any part of `module` has such hooks."""
+    """Whether `module` or a submodule has such hooks."""
     return any(load_hooks(part) for part in module.modules())
 
 
 def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) -> "OrderedDict[str, Any]":
-    """Return what the hooks make of `state_dict`, as `Module.load_state_dict` would run them."""
+    """Return `state_dict` as the hooks change it, run in the order of `Module.load_state_dict`."""
     changed = OrderedDict(state_dict)
     about = versions_in(state_dict) or {}
     for name, part in module.named_modules(remove_duplicate=False):
@@ -28,14 +28,14 @@ def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) 
 
 
 def run_own_load_hooks(part: Module, state_dict: Mapping[str, Any], *about: Any) -> None:
-    """Run the hooks of `part` alone, with the arguments of `Module._load_from_state_dict`."""
+    """Run the hooks of `part` without its submodules, with the arguments of `Module._load_from_state_dict`."""
     for hook in load_hooks(part).values():
         hook(state_dict, *about)
 
 
 @contextmanager
 def without_load_hooks(module: Module, *, recurse: bool = True) -> Iterator[None]:
-    """Let `Module.load_state_dict` run no such hooks, for they have run; those of `module` only if not `recurse`."""
+    """Disable the hooks of `module`, and with `recurse` of its submodules, inside the context: they have run."""
     hooks = [(part, load_hooks(part)) for part in (module.modules() if recurse else (module,))]
     try:
         for part, _ in hooks:
@@ -47,9 +47,9 @@ def without_load_hooks(module: Module, *, recurse: bool = True) -> Iterator[None
 
 
 def names_to_load(module: Module) -> dict[str, Any]:
-    """Return parameters, buffers and extra states by the names that loading looks for.
+    """Return parameters, buffers and extra states by the names under which loading looks for them.
 
-    Hooks may save them under other names, which `module.state_dict()` has; what only that has is in here, too.
+    `module.state_dict()` may have other names, given by hooks. Entries that only it has are included.
     """
     own: OrderedDict[str, Any] = OrderedDict()
     for name, part in module.named_modules(remove_duplicate=False):

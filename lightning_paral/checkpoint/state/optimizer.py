@@ -1,4 +1,4 @@
-"""Optimizer state by the names of parameters, so that order, grouping and division do not matter."""
+"""Optimizer state keyed by parameter name (FQN), independent of the order, grouping and sharding of parameters."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.io.host_memory import fresh_like
-from lightning_paral.checkpoint.lazy_tensor import read_into, read_whole
+from lightning_paral.checkpoint.io.arena import fresh_like
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_into
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import CheckpointError
 
 State = dict[str, Any]
-"""What `Optimizer.state_dict` returns, with the parameters' names as `param_names` in each group."""
+"""What `Optimizer.state_dict` returns, with the names of the parameters as `param_names` in each group."""
 
 
-BESIDE_KEY = "lightning_paral.optimizers"
-"""Where a folder holds what optimizers save beside what all optimizers do."""
+OTHER_ENTRIES_KEY = "lightning_paral.optimizers"
+"""Key of a folder's `meta.pt`: per optimizer, the entries of its state besides `state` and `param_groups`."""
 
 _REMEDY = (
     "Return the same parameters in the same groups from configure_optimizers, or leave the optimizer's state out by "
@@ -29,8 +29,8 @@ _REMEDY = (
 )
 
 
-def group_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """Return the name of each parameter of each group; made up for those that are not the module's."""
+def param_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """Return the names of the parameters of each group; generated ones for parameters that the module does not have."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
         [names.get(id(parameter), f"unnamed.{g}.{n}") for n, parameter in enumerate(group["params"])]
@@ -39,27 +39,27 @@ def group_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a parameter group says, without its parameters."""
+    """Return the entries of a parameter group except its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def state_of(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> State:
-    """Return the state of an optimizer over whole parameters or DTensors; tensors are not copied."""
-    state = {"state": {}, "param_groups": []} | optimizer.state_dict()  # Lightning's stand-in for none has neither
+    """Return the state of an optimizer over full parameters or DTensors, with names. Tensors are not copied."""
+    state = {"state": {}, "param_groups": []} | optimizer.state_dict()  # Lightning's mock optimizer has neither
     for group, of_group in zip(state["param_groups"], names, strict=True):
         group["param_names"] = list(of_group)
     return state
 
 
-def by_name(state: State, names: Sequence[Sequence[str]] | None = None) -> State:
-    """Return `state` with parameters by name instead of number, as Distributed Checkpoints have it.
+def to_fqn_keys(state: State, names: Sequence[Sequence[str]] | None = None) -> State:
+    """Return `state` keyed by parameter name instead of number, as in Distributed Checkpoints.
 
     Args:
-        state: as `Optimizer.state_dict` returns it, or by name already.
-        names: for state of other tools, which number parameters: the names in their order, by group.
+        state: as `Optimizer.state_dict` returns it, or keyed by name.
+        names: the names of the parameters of each group, in order, for states of other tools, which have none.
 
     Raises:
-        CheckpointError: the numbers are not those of `names`.
+        CheckpointError: the groups of `state` have other sizes than those of `names`.
     """
     groups = state.get("param_groups", [])
     if all(isinstance(key, str) for group in groups for key in group["params"]):
@@ -84,10 +84,10 @@ def by_name(state: State, names: Sequence[Sequence[str]] | None = None) -> State
     }
 
 
-def by_number(state: State) -> State:
-    """Return state by name as `Optimizer.state_dict` has it: by number, with names in the groups.
+def to_int_keys(state: State) -> State:
+    """Return state keyed by name as `Optimizer.state_dict` returns it: keyed by number, with names in the groups.
 
-    Distributed Checkpoints leave out empty dicts: the state of plain SGD, or of any optimizer before its first step.
+    Distributed Checkpoints drop empty dicts, such as the state of plain SGD or before the first step.
     """
     groups: list[dict[str, Any]] = []
     number_of: dict[str, int] = {}
@@ -100,20 +100,24 @@ def by_number(state: State) -> State:
     }
 
 
-def beside_state(state: State) -> dict[str, Any]:
-    """Return what an optimizer saves beside what all optimizers do: averages of weights, for instance."""
+def other_entries(state: State) -> dict[str, Any]:
+    """Return the entries of `state` besides `state` and `param_groups`: averages of weights, for instance."""
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
 
 class SavedOptimizer:
-    """The state of one optimizer in a checkpoint, by parameter name.
+    """The state of one optimizer in a checkpoint, keyed by parameter name.
+
+    Args:
+        state: from the checkpoint, keyed by number or name.
+        names: the names of the parameters of each group of the optimizer that loads it.
 
     Raises:
-        CheckpointError: it is not that of an optimizer over the parameters `names`, by group.
+        CheckpointError: it is the state of an optimizer over other parameters.
     """
 
     def __init__(self, state: State, names: Sequence[Sequence[str]]) -> None:
-        named = by_name(state, names)
+        named = to_fqn_keys(state, names)
         self.state: dict[str, dict[str, Any]] = named["state"]
         self._group_of = {name: group for group in named["param_groups"] for name in group["params"]}
         wanted = {name for of_group in names for name in of_group}
@@ -127,10 +131,14 @@ class SavedOptimizer:
             )
 
     def hyper_parameters(self, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Return what the group of parameters `names` is to say, as far as `group` says anything of it.
+        """Return `group` without its parameters, updated with the hyper-parameters that the checkpoint has for it.
+
+        Args:
+            group: a parameter group of the optimizer.
+            names: the names of its parameters.
 
         Raises:
-            CheckpointError: the checkpoint has those parameters in groups that say different things.
+            CheckpointError: in the checkpoint, these parameters have different hyper-parameters.
         """
         saved: list[dict[str, Any]] = []
         for name in names:
@@ -148,7 +156,7 @@ class SavedOptimizer:
 
 
 def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: State) -> None:
-    """Give an optimizer over whole parameters or DTensors its saved state; each rank reads only its part.
+    """Load a saved state into an optimizer over full parameters or DTensors. Each rank reads only its shards.
 
     Raises:
         CheckpointError: it is the state of another optimizer.
@@ -164,12 +172,12 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
             if found is not None:
                 state[number] = {key: _restored(key, value, parameter) for key, value in found.items()}
             number += 1
-    beside = tree_map_only(Tensor, _copied, beside_state(saved))
-    optimizer.load_state_dict(beside | {"state": state, "param_groups": groups})
+    others = tree_map_only(Tensor, _copied, other_entries(saved))
+    optimizer.load_state_dict(others | {"state": state, "param_groups": groups})
 
 
 def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
-    """Move the state of each parameter to that parameter's device, if loading has not.
+    """Move the state of each parameter to the device of the parameter.
 
     Step counters stay where the optimizer put them: on the host, or on the device for fused and capturable optimizers.
 
@@ -196,7 +204,7 @@ def _restored(key: str, value: Any, parameter: Parameter) -> Any:
 
 
 def _copied(value: Tensor) -> Tensor:
-    return read_whole(value).clone()
+    return materialize(value).clone()
 
 
 def _memory_for(parameter: Tensor) -> Tensor:
@@ -209,11 +217,11 @@ def _memory_for(parameter: Tensor) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    return read_whole(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return materialize(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def listing(title: str, names: Sequence[str]) -> str:
-    """Return a sentence with names, the first of many."""
+    """Return the sentence `title: names. `, with at most 12 of the names; an empty string if there are none."""
     if not names:
         return ""
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""

@@ -1,4 +1,4 @@
-"""Weights of a part of a module, under the names that they have in that part."""
+"""Select the weights of a submodule by the prefix of their names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,12 @@ from lightning_paral.errors import ConfigurationError
 
 
 def as_prefix(text: str) -> str:
-    """Return the prefix that names in `text` have: `model` and `model.` are both `model.`."""
+    """Return `text` with exactly one dot at its end: `model.` for `model` and `model.`; nothing for no text."""
     return f"{text.rstrip('.')}." if text.rstrip(".") else ""
 
 
 def prefixes(weights: Mapping[str, Any]) -> str:
-    """Return, for messages, the prefixes that there are, as long as all weights under them share them."""
+    """List the first components of all names, each with the number of its weights, for messages."""
     found: dict[str, list[str]] = {}
     for name in weights:
         found.setdefault(name.split(".")[0] + "." if "." in name else name, []).append(name)
@@ -21,15 +21,15 @@ def prefixes(weights: Mapping[str, Any]) -> str:
 
 
 def without_prefix(weights: Mapping[str, Any], prefix: str, *, only: bool) -> dict[str, Any]:
-    """Return the weights whose names begin with `prefix`, without it.
+    """Return the weights whose names begin with `prefix`, with the prefix removed.
 
     Args:
-        weights: by name.
-        prefix: with its dot.
-        only: leave out other weights.
+        weights: weights by name.
+        prefix: including its dot.
+        only: drop other weights instead of raising an error.
 
     Raises:
-        ConfigurationError: no name begins with it; or some do not, and are not to be left out.
+        ConfigurationError: no name begins with the prefix, or some do not and `only` is not set.
     """
     kept = {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
     others = [name for name in weights if not name.startswith(prefix)]

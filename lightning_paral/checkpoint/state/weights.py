@@ -1,4 +1,4 @@
-"""Loading weights into a module: by name, with all that does not fit listed before any of it changes."""
+"""The weights of a module in a checkpoint: collect this rank's shards, and load them by name after all checks."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
 from lightning_paral.checkpoint.formats.hugging_face import describe_models
-from lightning_paral.checkpoint.lazy_tensor import LazyTensor, read_whole
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.custom_state_dict import (
@@ -34,17 +34,23 @@ from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 PACKAGE_STATE_KEY = "lightning_paral"
-"""Where a checkpoint holds what only this package needs: frozen parameters left out, random states, and what
-Hugging Face models in the module are."""
+"""Key of a checkpoint for the state that only this package reads: names of frozen parameters that were not saved,
+random states, and descriptions of Hugging Face models."""
 
 
-def sharded_state_dict(module: Module, held: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
-    """Return what `module.state_dict()` does, with `held(parameter)` for each parameter."""
+def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
+    """Return `module.state_dict()` with `shard(parameter)` in place of each parameter.
+
+    Args:
+        module: the unwrapped LightningModule.
+        shard: returns this rank's shard of a parameter; called once for each.
+        save_frozen: whether to include frozen parameters.
+    """
     by_parameter: dict[int, Tensor] = {}
 
     def once(parameter: Parameter) -> Tensor:
         if id(parameter) not in by_parameter:
-            by_parameter[id(parameter)] = held(parameter)
+            by_parameter[id(parameter)] = shard(parameter)
         return by_parameter[id(parameter)]
 
     if saves_its_own(module):
@@ -66,13 +72,13 @@ def sharded_state_dict(module: Module, held: Callable[[Parameter], Tensor], save
 
 
 def replicated_storages(module: Module) -> set[int]:
-    """Return the addresses of the storages of parameters that this rank holds whole."""
-    whole = [parameter for parameter in module.parameters() if parameter.numel() and not is_sharded(parameter)]
-    return {parameter.untyped_storage().data_ptr() for parameter in whole}
+    """Return the addresses of the storages of parameters that are not sharded."""
+    full = [parameter for parameter in module.parameters() if parameter.numel() and not is_sharded(parameter)]
+    return {parameter.untyped_storage().data_ptr() for parameter in full}
 
 
 def package_state(module: Module, save_frozen: bool, ranks: RankGroup, random_states: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a checkpoint that only this package reads. *Collective*.
+    """Return the state of a checkpoint that only this package reads. *Collective* over `ranks`.
 
     Args:
         module: the unwrapped LightningModule.
@@ -96,17 +102,17 @@ def load_weights(
     left_out: Collection[str],
     into: ShardedState,
 ) -> None:
-    """Give `module` the weights in `state_dict`, of which only what this rank holds is read.
+    """Load `state_dict` into `module`. Each rank reads only its shards.
 
     Args:
         module: the unwrapped LightningModule.
-        state_dict: tensors of full shape by name, and what else `Module.state_dict` returns.
+        state_dict: full tensors or `LazyTensor` by name, and whatever else `Module.state_dict` returns.
         strict: whether missing and unexpected names are errors.
-        left_out: names that were not saved because they were frozen; the module's own values stay.
+        left_out: names of frozen parameters that were not saved; they keep their values.
         into: the state of `module`.
 
     Raises:
-        CheckpointError: names or shapes do not fit; nothing was changed then.
+        CheckpointError: names or shapes do not match; the module is unchanged.
     """
     if loads_its_own(module):
         load_its_own(module, state_dict, strict=strict, left_out=left_out, into=into)
@@ -120,7 +126,7 @@ def load_weights(
     shapes = [
         f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(own[name])})"
         for name, saved in state_dict.items()
-        if not _is_extra_state(name)  # of which a module may have another size every time
+        if not _is_extra_state(name)  # whose size may differ from save to save
         and isinstance(saved, Tensor)
         and isinstance(own.get(name), Tensor)
         and saved.shape != into.full_shape(own[name])
@@ -145,7 +151,7 @@ def load_weights(
         for name, saved in state_dict.items():
             parameter = own.get(name)
             if _is_extra_state(name):
-                rest[name] = tree_map_only(LazyTensor, read_whole, saved)  # modules keep what they are given
+                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # modules may keep a reference to it
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names

@@ -1,4 +1,4 @@
-"""Options of DDP, checked, and its error about unused parameters, in names."""
+"""Check the options of DDP, and name the parameters in its error about unused ones."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, remember_options
+from lightning_paral.option_names import explain_unknown_option, register_options
 from lightning_paral.option_types import check_type
 from lightning_paral.options import RankOptions
 
@@ -49,7 +49,7 @@ _TYPES: dict[str, Any] = {
     "dim": int,
     "forward_sync_buffers": bool | None,
 }
-remember_options("ParalDDPStrategy", _DDP_OPTIONS)
+register_options("ParalDDPStrategy", _DDP_OPTIONS)
 _INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
 
 
@@ -60,7 +60,7 @@ def check_choice(option: str, given: object, choices: tuple[object, ...]) -> Non
 
 
 def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
-    """Raise a `ConfigurationError` if gradients are to be reduced in two ways."""
+    """Raise a `ConfigurationError` if both a hook and an all-reduce of ours are to reduce gradients."""
     if hook is not None and (all_reduce != "auto" or wire_dtype is not None):
         raise ConfigurationError(
             f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={all_reduce!r} and "
@@ -69,7 +69,7 @@ def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
 
 
 def check_options(options: DDPOptions) -> None:
-    """Raise a `ConfigurationError` for an option that neither we nor DDP have, or of a type that DDP cannot take."""
+    """Raise a `ConfigurationError` for an option that neither we nor DDP know, or for a value of the wrong type."""
     for option in options:
         if option not in _DDP_OPTIONS:
             raise ConfigurationError(explain_unknown_option("ParalDDPStrategy", option))
@@ -81,10 +81,16 @@ def check_options(options: DDPOptions) -> None:
 
 
 def explain_unused(message: str, names: list[str], rank: int) -> str:
-    """Name the parameters whose indices DDP reports, by the names of those its reducer has."""
+    """Return an explanation of DDP's error `message` that names the unused parameters.
+
+    Args:
+        message: torch's message, with parameter indices.
+        names: names of the reducer's parameters, in its order.
+        rank: this rank.
+    """
     found = _INDICES_WITHOUT_GRADIENT.search(message)
     indices = [int(index) for index in found.group(1).split()] if found else []
-    # `names` are those that the reducer was made with; parameters unfrozen since then are not among them.
+    # The reducer does not have parameters that were unfrozen after it was made.
     unused = [names[index] for index in indices if index < len(names)] or ["(torch does not say which)"]
     return (
         f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "

@@ -1,4 +1,4 @@
-"""Which parameters DDP's reducer averages the gradients of: those trained when it is made, which may change later."""
+"""Keep DDP's reducer in step with the trained parameters, which may change after it is made."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,24 +12,24 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.engines.ddp.unannounced_backward import AnnouncedBackward
+from lightning_paral.engines.ddp.unreduced_backward import UnreducedBackwardGuard
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, listed
+from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.user_hooks import has_hook
 
 _MANY_REBUILDS = 10
 
 
 class ReducedParameters:
-    """The parameters of a reducer, and what it takes for its successor to have all that are trained.
+    """Tracks the parameters of DDP's reducer, and prepares a new reducer when others are trained.
 
-    DDP's reducer has the parameters that require a gradient when it is made. The gradients of others are never
-    averaged, and it waits in vain for those of a parameter that was frozen since.
+    A reducer has the parameters that require a gradient when it is made. It never averages gradients of others, and
+    waits forever for the gradient of a parameter that was frozen afterwards.
 
     Args:
-        module: what DDP wraps.
-        timeout: how long other ranks are waited for.
-        undo: takes what ends the watch over `requires_grad`.
+        module: the module that DDP wraps.
+        timeout: how long to wait for other ranks.
+        undo: stack that the functions to stop tracking are pushed to.
     """
 
     def __init__(self, module: LightningModule, timeout: timedelta, undo: ExitStack) -> None:
@@ -39,25 +39,25 @@ class ReducedParameters:
         self._synchronized = set(self._trained.all_by_name.values())
         self._agreement = TrainingAgreement(self._trained, timeout)
         self._num_rebuilds = 0
-        self._announced: AnnouncedBackward | None = None
+        self._guard: UnreducedBackwardGuard | None = None
         self._is_manual = not module.automatic_optimization
         if dist.get_world_size() > 1 and _may_run_backward(module):
-            self._announced = AnnouncedBackward(is_manual=self._is_manual)
-            self._announced.watch(self._reduced.values())
-            undo.callback(self._announced.end)
+            self._guard = UnreducedBackwardGuard(is_manual=self._is_manual)
+            self._guard.watch(self._reduced.values())
+            undo.callback(self._guard.end)
 
     @property
     def names(self) -> list[str]:
-        """The names of the reducer's parameters, as it numbers them."""
+        """The names of the reducer's parameters, in its order."""
         return list(self._reduced)
 
     def need_another_reducer(self, epoch: int, batch_idx: int, keep_frozen: bool) -> bool:
-        """Whether other parameters are trained in the step that begins. *Collective* in the first step of an epoch.
+        """Return whether the step needs a new reducer. *Collective* in the first step of an epoch.
 
         Args:
-            epoch: of the step.
-            batch_idx: of the step.
-            keep_frozen: keep parameters that were frozen, for they may only be so for some steps.
+            epoch: of the step that begins.
+            batch_idx: of the step that begins.
+            keep_frozen: keep parameters that were frozen, which may be for some steps only.
 
         Raises:
             ConfigurationError: the ranks disagree; names the parameters.
@@ -68,11 +68,14 @@ class ReducedParameters:
             self._needed = {name: p for name, p in self._trained.all_by_name.items() if p.requires_grad or p in kept}
             return bool(self._trained.by_name) and not _are_same(self._needed, self._reduced)
 
-        return self._agreement.look(epoch, batch_idx, is_needed) and is_needed()
+        return self._agreement.update(epoch, batch_idx, is_needed) and is_needed()
 
     @contextmanager
     def for_next_reducer(self) -> Iterator[None]:
-        """Let a DDP that is made inside take the parameters needed. *Collective*: new ones get rank 0's values."""
+        """Make a DDP that is created inside the block reduce the needed parameters. *Collective*.
+
+        New parameters get rank 0's values first.
+        """
         everything = self._trained.all_by_name.values()
         broadcast([p for p in everything if p not in self._synchronized])
         self._synchronized = set(everything)
@@ -85,30 +88,30 @@ class ReducedParameters:
             for parameter in frozen:
                 parameter.requires_grad_(False)
         self._reduced = self._needed
-        if self._announced is not None:
-            self._announced.watch(p for p in self._reduced.values() if p.requires_grad)
+        if self._guard is not None:
+            self._guard.watch(p for p in self._reduced.values() if p.requires_grad)
         self._num_rebuilds += 1
         if self._num_rebuilds == _MANY_REBUILDS:
             rank_zero_warn(
-                f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was made anew "
+                f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was rebuilt "
                 "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one."
             )
 
     def before_backward(self, loss: Tensor) -> None:
-        """Say that the gradients of `loss` come next.
+        """Prepare for the backward pass of `loss`.
 
         Raises:
             ConfigurationError: parameters were unfrozen inside the step.
         """
         self._check_before_backward()
-        if self._announced is not None and loss.requires_grad:
-            self._announced.expect(loss)
+        if self._guard is not None and loss.requires_grad:
+            self._guard.expect(loss)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a training step inside the block: under automatic optimization its own backward passes are averaged."""
-        announced = None if self._is_manual else self._announced
-        with nullcontext() if announced is None else announced.running():
+        """Run a training step inside the block; under automatic optimization its own backward passes are averaged."""
+        guard = None if self._is_manual else self._guard
+        with nullcontext() if guard is None else guard.reduced():
             yield
 
     @contextmanager
@@ -116,16 +119,16 @@ class ReducedParameters:
         """Run the step of `optimizer` inside the block.
 
         Raises:
-            ConfigurationError: gradients came by `loss.backward()`, and were not averaged.
+            ConfigurationError: some gradients come from a `loss.backward()` that DDP did not average.
         """
-        with nullcontext() if self._announced is None else self._announced.optimizer_step(optimizer):
+        with nullcontext() if self._guard is None else self._guard.optimizer_step(optimizer):
             yield
 
     def _check_before_backward(self) -> None:
-        """Check that no parameter has been unfrozen inside the step: its gradient would not be averaged.
+        """Check that no parameter was unfrozen inside the step: its gradient would not be averaged.
 
         Raises:
-            ConfigurationError: some have; names them.
+            ConfigurationError: some were; names them.
         """
         if not self._trained.have_changed():
             return
@@ -133,8 +136,8 @@ class ReducedParameters:
         late = [name for name, p in self._trained.current_by_name().items() if p.requires_grad and p not in reduced]
         if late:
             raise ConfigurationError(
-                f"These parameters came to require a gradient inside training_step, after DDP had arranged for this "
-                f"step whose gradients it averages: {listed(late)}. Unfreeze or add them before the "
+                f"These parameters were unfrozen or added inside training_step, after DDP had fixed whose gradients it "
+                f"averages in this step: {first_names(late)}. Unfreeze or add them before the "
                 "step: in on_train_epoch_start or on_train_batch_start."
             )
 
@@ -146,7 +149,7 @@ _WHERE_BACKWARD_MAY_RUN = (
 
 
 def _may_run_backward(module: LightningModule) -> bool:
-    """Whether code of the user's may run backward passes of its own: a hook per parameter is left out otherwise."""
+    """Return whether the user's code may run backward passes itself. If not, no hooks are set on parameters."""
     return not module.automatic_optimization or has_hook(module, _WHERE_BACKWARD_MAY_RUN)
 
 

@@ -1,1 +1,1 @@
-"""Data parallelism within one process: scatter, replicate, run a thread per device, gather, weigh."""
+"""Data parallelism within one process: scatter, replicate, run a thread per device, gather."""

@@ -1,4 +1,4 @@
-"""Copies of tensors on several devices, through which gradients flow back and are added up."""
+"""Copy tensors to several devices; in the backward pass the gradients of the copies are summed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +14,13 @@ def broadcast(
 ) -> list[list[Tensor]]:
     """Return for each device its copies of `tensors`, which are all on one device.
 
-    The gradients of the copies are added in the order of `devices`, whatever order they are computed in, so that the
-    result is the same in every run. A tensor none of whose copies has a gradient gets none.
+    Gradients of the copies are added in the order of `devices`, in whatever order they are computed, so that results
+    are reproducible. A tensor gets no gradient if none of its copies has one.
 
     Args:
-        tensors: parameters, mostly.
+        tensors: usually parameters.
         devices: may name a device more than once.
-        before_backward: called before gradients flow back; raises where they must not.
+        before_backward: called before gradients flow back; raises if they must not.
     """
     if not tensors:
         return [[] for _ in devices]

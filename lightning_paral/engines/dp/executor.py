@@ -1,4 +1,4 @@
-"""Running replicas at the same time: the first in the caller's thread, each further one in a thread of its own."""
+"""Run replicas concurrently: the first in the caller's thread, each other one in its own thread."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -7,32 +7,32 @@ from typing import Any
 
 import torch
 
-from lightning_paral.engines.dp.rendezvous import Meeting, MeetingEndedError
+from lightning_paral.engines.dp.rendezvous import Rendezvous, RendezvousBrokenError
 
 
 def run_replicas(
-    executor: Executor, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], meeting: Meeting
+    executor: Executor, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], rendezvous: Rendezvous
 ) -> list[Any]:
-    """Make all `calls` at the same time, one per device, and return their results in order.
+    """Run `calls` concurrently, one per device, and return their results in order.
 
-    Whether gradients are recorded, inference mode, autocast and the current stream belong to a thread: each call has
-    those of the caller.
+    Each call runs with the caller's grad mode, inference mode, autocast state and current stream, which are otherwise
+    per thread.
 
     Args:
-        executor: with at least one thread for each call but the first.
+        executor: has at least one thread for each call but the first.
         calls: one per replica.
         devices: of the replicas.
-        meeting: of the replicas; ended when one of them fails, so that none waits for it.
+        rendezvous: of the replicas; aborted when one of them fails, so that none waits for it.
 
     Raises:
-        BaseException: what the first replica to fail raised, with a note that says which; after all have ended.
+        BaseException: the error of the first replica that failed, with a note that names it; after all have ended.
     """
     state = _ThreadState(devices)
-    outcomes = [executor.submit(_attempt, state, index, calls[index], meeting) for index in range(1, len(calls))]
-    first = _attempt(None, 0, calls[0], meeting)
+    outcomes = [executor.submit(_attempt, state, index, calls[index], rendezvous) for index in range(1, len(calls))]
+    first = _attempt(None, 0, calls[0], rendezvous)
     results = [first, *(outcome.result() for outcome in outcomes)]
     errors = {index: error for index, (_, error) in enumerate(results) if error is not None}
-    causes = {index: error for index, error in errors.items() if not isinstance(error, MeetingEndedError)} or errors
+    causes = {index: error for index, error in errors.items() if not isinstance(error, RendezvousBrokenError)} or errors
     for index, error in causes.items():
         error.add_note(f"This was raised in replica {index} of {len(calls)} (paral_dp), on {devices[index]}.")
         raise error
@@ -40,7 +40,7 @@ def run_replicas(
 
 
 def _attempt(
-    state: "_ThreadState | None", index: int, call: Callable[[], Any], meeting: Meeting
+    state: "_ThreadState | None", index: int, call: Callable[[], Any], rendezvous: Rendezvous
 ) -> tuple[Any, BaseException | None]:
     try:
         with ExitStack() as contexts:
@@ -48,12 +48,12 @@ def _attempt(
                 state.enter(contexts, index)
             return call(), None
     except BaseException as error:
-        meeting.end()
+        rendezvous.abort()
         return None, error
 
 
 class _ThreadState:
-    """What a thread has for itself, taken from the thread this is made in."""
+    """The per-thread state of torch in the thread that creates this object."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._grad = torch.is_grad_enabled()
@@ -66,11 +66,11 @@ class _ThreadState:
         self._streams = [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in devices]
 
     def enter(self, contexts: ExitStack, index: int) -> None:
-        """Enter this state, in the present thread and on the device of replica `index`, until `contexts` close."""
+        """Enter this state in the current thread, on the device of replica `index`, until `contexts` close."""
         contexts.enter_context(torch.inference_mode(self._inference))
         contexts.enter_context(torch.set_grad_enabled(self._grad))
         for kind, dtype, enabled in self._autocast:
             contexts.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self._cache))
         stream = self._streams[index]
         if stream is not None:
-            contexts.enter_context(torch.cuda.stream(stream))  # makes its device the current one, too
+            contexts.enter_context(torch.cuda.stream(stream))  # also makes its device the current one

@@ -1,4 +1,4 @@
-"""Putting together what the replicas return."""
+"""Combine what the replicas return."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,25 +10,25 @@ from lightning_paral.engines.dp.scatter import has_tensors, is_named_tuple
 from lightning_paral.errors import ConfigurationError
 
 
-def weigh(values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
-    """Return the mean of `values` (tensors or numbers) by `weights`, tensors on `device`, summed in order.
+def weighted_mean(values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
+    """Return the mean of `values` (tensors or numbers) weighted by `weights`; tensors on `device`, added in order.
 
-    Differentiable. With sub-batch sizes for weights, the mean of the replicas' mean losses is the mean loss of the
-    whole batch.
+    Differentiable. Weighted by the sizes of the sub-batches, the mean of the replicas' mean losses is the mean loss of
+    the full batch.
     """
     total = sum(weights)
     if len(values) == 1 or total == 0:
-        return _on(values[0], device)
-    mean = _on(values[0], device) * (weights[0] / total)
+        return _tensor_to(values[0], device)
+    mean = _tensor_to(values[0], device) * (weights[0] / total)
     for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean = mean + _on(value, device) * (weight / total)
+        mean = mean + _tensor_to(value, device) * (weight / total)
     return mean
 
 
 def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Return what `training_step` would have returned for the whole batch: its loss weighed, the rest gathered.
+    """Return what `training_step` would return for the full batch: the weighted mean loss, the rest gathered.
 
-    Replicas that returned `None`, to skip, are left out; the others weigh as if the batch were theirs alone.
+    Replicas that returned `None`, to skip the step, are left out of the mean.
 
     Raises:
         ConfigurationError: the replicas returned values of different kinds.
@@ -38,24 +38,26 @@ def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: t
         return None
     values, sizes = [output for output, _ in kept], [size for _, size in kept]
     if all(isinstance(value, Tensor) for value in values):
-        return weigh(values, sizes, device)
+        return weighted_mean(values, sizes, device)
     gathered = gather(values, sizes, device)
     if isinstance(gathered, Mapping) and all(isinstance(value.get("loss"), Tensor) for value in values):
-        gathered["loss"] = weigh([value["loss"] for value in values], sizes, device)  # type: ignore[index]
+        gathered["loss"] = weighted_mean([value["loss"] for value in values], sizes, device)  # type: ignore[index]
     return gathered
 
 
 def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Return what one process would have returned for the whole batch, with tensors on `device`.
+    """Return what a step would return for the full batch, with tensors on `device`.
 
-    Tensors of one dimension or more are concatenated along the first, in the order of the samples, as are lists with an
-    item for each sample. Floating-point scalars are taken for means over the samples, and averaged; whole numbers for
-    counts, and added. Mappings, lists and tuples are gathered item by item. Of anything else, the first replica's.
+    - Tensors with dimensions are concatenated along the first, in the order of the samples; so are lists with one item
+      per sample.
+    - Floating-point scalars count as means over the samples and are averaged; integers count as counts and are added.
+    - Mappings, lists and tuples are gathered item by item.
+    - Of anything else, the value of the first replica is returned.
 
     Args:
         outputs: what each replica returned, in order.
-        sizes: how many samples each replica had.
-        device: where gathered tensors go.
+        sizes: number of samples of each replica.
+        device: device of gathered tensors.
 
     Raises:
         ConfigurationError: the replicas returned values of different kinds, or mappings with different keys.
@@ -89,7 +91,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
     if isinstance(first, int):
         return sum(outputs)
     if isinstance(first, float):
-        return weigh(outputs, sizes, device)
+        return weighted_mean(outputs, sizes, device)
     return first
 
 
@@ -97,7 +99,7 @@ def _gather_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], device: tor
     if tensors[0].dim():
         return torch.cat([tensor.to(device) for tensor in tensors])
     if tensors[0].is_floating_point() or tensors[0].is_complex():
-        mean: Tensor = weigh(tensors, sizes, device)
+        mean: Tensor = weighted_mean(tensors, sizes, device)
         return mean
     if tensors[0].dtype is torch.bool:
         return tensors[0].to(device)
@@ -107,26 +109,26 @@ def _gather_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], device: tor
 def _gather_sequences(sequences: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
     kind = type(sequences[0])
     lengths = [len(sequence) for sequence in sequences]
-    divided_within = all(
+    hold_samples = all(
         all(isinstance(item, Tensor) and item.dim() and len(item) == size for item in sequence)
         for sequence, size in zip(sequences, sizes, strict=True)
     )
-    per_sample = lengths == list(sizes) and not (divided_within and has_tensors(sequences[0]))
+    per_sample = lengths == list(sizes) and not (hold_samples and has_tensors(sequences[0]))
     if per_sample or len(set(lengths)) > 1:
-        return kind(_moved(item, device) for sequence in sequences for item in sequence)
+        return kind(_to_device(item, device) for sequence in sequences for item in sequence)
     return kind(gather(items, sizes, device) for items in zip(*sequences, strict=True))
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return one sample's `value` with its tensors on `device`."""
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Return the `value` of one sample with its tensors on `device`."""
     if isinstance(value, Mapping) and type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: _to_device(item, device) for key, item in value.items()}
     if is_named_tuple(value):
-        return type(value)(*(_moved(item, device) for item in value))
+        return type(value)(*(_to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return _on(value, device)
+        return type(value)(_to_device(item, device) for item in value)
+    return _tensor_to(value, device)
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _tensor_to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value

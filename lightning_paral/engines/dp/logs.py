@@ -1,4 +1,4 @@
-"""`self.log` in replicas: calls are collected, and made once on the master, with merged values."""
+"""Collect the `self.log` calls of replicas, and merge them into one call on the master."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.metrics import set_value_of_step, value_of_step
-from lightning_paral.engines.dp.gather import weigh
+from lightning_paral.engines.dp.gather import weighted_mean
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
@@ -23,15 +23,15 @@ class LogCall:
 
     arguments: dict[str, Any]
     num_samples: float
-    """What the value weighs in a mean: the given `batch_size`, else the samples of the replica."""
+    """Weight of the value in a mean: the `batch_size` argument if given, otherwise the replica's number of samples."""
 
 
 class LogRecord:
-    """What one replica logs during a step.
+    """Records what one replica logs during a step.
 
     Args:
-        num_samples: in the replica's sub-batch.
-        original_of: gives for a replica's copy of a metric the master's metric.
+        num_samples: size of the replica's sub-batch.
+        original_of: returns the master's metric for a replica's copy of it.
     """
 
     def __init__(self, num_samples: int, original_of: Callable[[object], object]) -> None:
@@ -41,7 +41,7 @@ class LogRecord:
         self.batch_values: dict[int, Any] = {}
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Stand in for `LightningModule.log`."""
+        """Record a call, in place of `LightningModule.log`."""
         arguments = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
         del arguments["self"]
         value = arguments["value"]
@@ -53,13 +53,13 @@ class LogRecord:
 
 
 def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of the calls of `log` that stand for those of all replicas, values on `device`.
+    """Yield the arguments of one `log` call for each that the replicas made, with values on `device`.
 
-    A value logged with `reduce_fx="mean"`, the default, is the mean over the replicas that logged it, by their number
-    of samples; `"sum"`, `"min"` and `"max"` are what they say. A `batch_size` that was given is summed. A metric's
-    value for the step becomes the mean of the replicas' values; its state, and so its value for the epoch, is exact.
+    Values are reduced over the replicas that logged them by `reduce_fx`: `"mean"`, the default, is weighted by their
+    numbers of samples; `"sum"`, `"min"` and `"max"` are plain. A given `batch_size` is summed. A metric's value for the
+    step is the mean of the replicas' values; its state, and so its value for the epoch, is exact.
     """
-    for calls in _in_order(records):
+    for calls in _matching_calls(records):
         first = calls[0].arguments
         merged = dict(first)
         if first.get("batch_size") is not None:
@@ -77,8 +77,8 @@ def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[d
         yield merged
 
 
-def _in_order(records: Sequence[LogRecord]) -> list[list[LogCall]]:
-    """Return the calls that belong together: the same name for the n-th time, in each replica that made it."""
+def _matching_calls(records: Sequence[LogRecord]) -> list[list[LogCall]]:
+    """Group the calls of the replicas: the n-th call for a name in one replica matches the n-th in the others."""
     groups: dict[tuple[str, int], list[LogCall]] = {}
     for record in records:
         times: dict[str, int] = {}
@@ -92,7 +92,7 @@ def _in_order(records: Sequence[LogRecord]) -> list[list[LogCall]]:
 def _reduce(values: list[Any], weights: list[float], reduce_fx: Any, device: torch.device) -> Any:
     name = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
     if name not in _REDUCTIONS:
-        return weigh(values, weights, device)
+        return weighted_mean(values, weights, device)
     return _REDUCTIONS[name](torch.stack([torch.as_tensor(value, device=device) for value in values]), dim=0)
 
 
@@ -101,5 +101,5 @@ def _merge_batch_value(
 ) -> None:
     cached = [record.batch_values[id(metric)] for record in records if id(metric) in record.batch_values]
     if len(cached) == len(calls) and all(isinstance(value, Tensor) for value in cached):
-        merged = weigh([value.detach() for value in cached], [c.num_samples for c in calls], device)
+        merged = weighted_mean([value.detach() for value in cached], [c.num_samples for c in calls], device)
         set_value_of_step(metric, merged)

@@ -1,4 +1,4 @@
-"""Manual optimization in replicas: what changes gradients or parameters happens once, for all replicas together."""
+"""Manual optimization in replicas: calls that change gradients or parameters are made once for all replicas."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_paral.engines.dp.gather import weigh
-from lightning_paral.engines.dp.rendezvous import Meeting
+from lightning_paral.engines.dp.gather import weighted_mean
+from lightning_paral.engines.dp.rendezvous import Rendezvous
 from lightning_paral.engines.dp.replicate import Replicas
 from lightning_paral.errors import ConfigurationError
 
 
 class BackwardPermit:
-    """Says whether gradients may flow from the replicas into the master now: when all of them do, not one by one."""
+    """Whether gradients may flow from the replicas into the master now: only from all replicas together."""
 
     def __init__(self) -> None:
         self._granted = False
@@ -32,7 +32,7 @@ class BackwardPermit:
             )
 
     def grant(self) -> None:
-        """Allow all backward passes from now on: the replicas' part of the step is over."""
+        """Allow all backward passes from now on. Call it after the replicas have run the step."""
         self._granted = True
 
     @contextmanager
@@ -46,15 +46,11 @@ class BackwardPermit:
 
 
 @contextmanager
-def steps_for_all(meeting: Meeting) -> Iterator[None]:
-    """Refuse, inside the block, steps of optimizers that a replica takes on its own.
-
-    Raises:
-        ConfigurationError: by such a step.
-    """
+def rejecting_replica_steps(rendezvous: Rendezvous) -> Iterator[None]:
+    """Raise a `ConfigurationError` for optimizer steps that a single replica takes inside the block."""
 
     def check(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not meeting.is_acting:
+        if not rendezvous.is_running:
             raise ConfigurationError(
                 "A replica of paral_dp stepped an optimizer on its own, which would step once per replica. Take the "
                 "optimizer from self.optimizers(); or use paral_ddp."
@@ -68,65 +64,65 @@ def steps_for_all(meeting: Meeting) -> Iterator[None]:
 
 
 class ManualOptimization:
-    """What stands in one replica for the methods of `LightningModule` that optimize.
+    """Replaces, in one replica, the methods of `LightningModule` that optimize.
 
-    Every replica calls them, and each call is carried out once, on the master: with the losses weighed by the sizes of
-    the sub-batches, so that gradients are those of the whole batch.
+    Every replica calls them. Each call runs once, on the master; losses are weighted by the sizes of the sub-batches,
+    so that gradients are those of the full batch.
 
     Args:
         master: the module whose parameters the optimizers hold.
         replica: the replica's number.
-        meeting: of all replicas of the step.
-        replicas: the copies of the master; they get its parameters whenever those have changed.
-        sizes: samples per replica.
-        device: of the master.
-        permit: for the backward pass of all replicas together.
+        rendezvous: of all replicas of the step.
+        replicas: copies of the master; updated when its parameters change.
+        sizes: number of samples per replica.
+        device: device of the master.
+        permit: allows the backward pass of all replicas together.
     """
 
     def __init__(
         self,
         master: LightningModule,
         replica: int,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         replicas: Replicas,
         sizes: Sequence[int],
         device: torch.device,
         permit: BackwardPermit,
     ) -> None:
         self._replica = replica
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._replicas = replicas
         self._sizes = sizes
         self._device = device
         self._permit = permit
-        # The master's own, before this takes their place.
+        # The master's own methods, bound before they are replaced.
         self._own: dict[str, Callable[..., Any]] = {name: getattr(master, name) for name in _METHODS}
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return the methods by the name of those they stand in for."""
+        """Return the replacements by name of the methods."""
         return {name: getattr(self, name) for name in _METHODS}
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of the weighed losses of all replicas."""
+        """Run the backward pass of the weighted mean of the replicas' losses."""
 
-        def act(losses: list[Tensor]) -> None:
+        def backward(losses: list[Tensor]) -> None:
             with self._permit.granted():
-                joint = weigh(losses, self._sizes[: len(losses)], self._device)
+                joint = weighted_mean(losses, self._sizes[: len(losses)], self._device)
                 self._own["manual_backward"](joint, *args, **kwargs)
 
-        self._meeting.meet(self._replica, "self.manual_backward", loss, act)
+        self._rendezvous.run_once(self._replica, "self.manual_backward", loss, backward)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizers; a step of one is a step for all replicas."""
+        """Return the optimizers; a step of one runs once for all replicas."""
         found = self._own["optimizers"](use_pl_optimizer)
         if isinstance(found, list):
             return [_Optimizer(optimizer, self, index) for index, optimizer in enumerate(found)]
         return _Optimizer(found, self, 0)
 
-    def seen_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return parameter groups as this replica sees them: with its own parameters, copies without gradients.
+    def replica_param_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return `groups` with this replica's own parameters, which have no gradients.
 
-        What is changed in them is changed by replica 0, once for all.
+        Only replica 0 gets the original groups, so a change of theirs is made once.
         """
         if self._replica == 0:
             return groups
@@ -134,37 +130,37 @@ class ManualOptimization:
         return [group | {"params": [own.get(id(param), param) for param in group["params"]]} for group in groups]
 
     def lr_schedulers(self) -> Any:
-        """Return the schedulers; a step of one is a step for all replicas."""
+        """Return the schedulers; a step of one runs once for all replicas."""
         found = self._own["lr_schedulers"]()
         if isinstance(found, list):
             return [_Scheduler(scheduler, self, index) for index, scheduler in enumerate(found)]
         return None if found is None else _Scheduler(found, self, 0)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only the parameters of `optimizer` require gradients, in all replicas."""
+        """Make only the parameters of `optimizer` require gradients, in all replicas."""
         self.once("self.toggle_optimizer", self._own["toggle_optimizer"], _unwrapped(optimizer), new_parameters=True)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Let all parameters require gradients again, in all replicas."""
+        """Make all parameters require gradients again, in all replicas."""
         own = self._own["untoggle_optimizer"]
         self.once("self.untoggle_optimizer", own, _unwrapped(optimizer), new_parameters=True)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Clip the gradients of the whole batch."""
+        """Clip the gradients of the full batch."""
         self.once("self.clip_gradients", self._own["clip_gradients"], _unwrapped(optimizer), *args, **kwargs)
 
     def once(
-        self, subject: str, method: Callable[..., Any], *args: Any, new_parameters: bool = False, **kwargs: Any
+        self, call: str, method: Callable[..., Any], *args: Any, new_parameters: bool = False, **kwargs: Any
     ) -> Any:
-        """Call `method` once for all replicas and return its result; then copy parameters anew if they changed."""
+        """Run `method` once for all replicas, update their parameters if `new_parameters`, and return the result."""
 
-        def act(_: list[None]) -> Any:
+        def run(_: list[None]) -> Any:
             result = method(*args, **kwargs)
             if new_parameters:
                 self._replicas.copy_parameters()
             return result
 
-        return self._meeting.meet(self._replica, subject, None, act)
+        return self._rendezvous.run_once(self._replica, call, None, run)
 
 
 _METHODS = (
@@ -178,7 +174,7 @@ _METHODS = (
 
 
 class _Optimizer:
-    """An optimizer, as a replica sees it."""
+    """An optimizer as a replica sees it: calls run once for all replicas."""
 
     def __init__(self, optimizer: Any, optimization: ManualOptimization, index: int) -> None:
         self._wrapped = optimizer
@@ -201,7 +197,7 @@ class _Optimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimization.seen_groups(self._wrapped.param_groups)
+        return self._optimization.replica_param_groups(self._wrapped.param_groups)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._optimization.once(f"{self._name}.zero_grad", self._wrapped.zero_grad, *args, **kwargs)
@@ -217,7 +213,7 @@ class _Optimizer:
 
 
 class _Scheduler:
-    """A learning rate scheduler, as a replica sees it."""
+    """A learning rate scheduler as a replica sees it: steps run once for all replicas."""
 
     def __init__(self, scheduler: Any, optimization: ManualOptimization, index: int) -> None:
         self._scheduler = scheduler

@@ -1,4 +1,4 @@
-"""torchmetrics in replicas: what a replica's copy is given, the master's metric is given, too."""
+"""torchmetrics in replicas: updates of a replica's copy are replayed on the master's metric."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,20 +15,20 @@ from lightning_paral.compat.torch.pytree import tree_leaves
 
 
 def is_metric(module: object) -> bool:
-    """Say whether `module` is replicated by `MetricCopies`."""
+    """Return whether `MetricCopies` replicates `module`."""
     return isinstance(module, Metric | MetricCollection)
 
 
 class MetricCopies:
-    """One replica's copies of the metrics, which start empty in each step and remember what they are updated with.
+    """Copies of the metrics for one replica: empty at the start of each step, they record their updates.
 
-    Merging states would not be right for every metric: torchmetrics has states that only the metric itself can join,
-    and then not go on with. Updating the master's metric with the same arguments, replica by replica, is right for all.
+    Merging states is not possible for every metric: torchmetrics has states that only `compute` can join, and that can
+    not be updated afterwards. Updating the master's metric with the same arguments, replica by replica, always works.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies: dict[int, tuple[Module, Module]] = {}  # by id: a metric's hash changes with its state
+        self._copies: dict[int, tuple[Module, Module]] = {}  # by id, because a metric's hash changes with its state
         self._originals: dict[int, Module] = {}
         self._updates: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         self._depth = 0
@@ -43,17 +43,17 @@ class MetricCopies:
         return copy  # type: ignore[no-any-return]
 
     def original_of(self, value: object) -> object:
-        """Return the master's metric of which `value` is the copy; anything else as it is."""
+        """Return the master's metric if `value` is a copy of it; otherwise `value`."""
         return self._originals.get(id(value), value)
 
     def replay(self, device: torch.device) -> None:
-        """Update the master's metrics, which are on `device`, with what the copies were updated with, in that order."""
+        """Repeat the updates of the copies, in order, on the master's metrics, which are on `device`."""
         updates, self._updates = self._updates, []
         for metric, args, kwargs in updates:
             metric.update(*_detached(args, device), **_detached(kwargs, device))
 
     def forget(self) -> None:
-        """Forget updates that came to nothing, because a replica failed."""
+        """Discard the updates of a step in which a replica failed."""
         self._updates = []
         self._depth = 0
 
@@ -67,7 +67,7 @@ class MetricCopies:
         return copy  # type: ignore[no-any-return]
 
     def _recorded(self, original: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `method`, which remembers its arguments unless another such method called it."""
+        """Return a wrapper of `method` that records its arguments, unless another such method called it."""
 
         def record(*args: Any, **kwargs: Any) -> Any:
             if self._depth == 0:
@@ -86,9 +86,9 @@ def _detached(arguments: Any, device: torch.device) -> Any:
 
 
 def _detached_by_id(metric: Module) -> dict[int, Any]:
-    """Return a memo for `deepcopy`: detached copies of tensors that a differentiable metric keeps with their graphs.
+    """Return a memo for `deepcopy`, which refuses tensors with a graph, such as those of a differentiable metric.
 
-    `deepcopy` refuses such tensors.
+    It maps them to detached copies.
     """
     leaves = [leaf for part in metric.modules() for leaf in tree_leaves(dict(vars(part)))]
     return {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}

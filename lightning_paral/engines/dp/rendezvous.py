@@ -1,4 +1,4 @@
-"""Where replicas wait for each other, so that one of them can act for all."""
+"""A barrier at which replicas wait for each other, so that one of them can make a call for all."""
 
 import threading
 from collections.abc import Callable
@@ -7,72 +7,72 @@ from typing import Any
 from lightning_paral.errors import ConfigurationError
 
 
-class MeetingEndedError(Exception):
-    """Another replica failed, and will not come."""
+class RendezvousBrokenError(Exception):
+    """Another replica failed and will not arrive."""
 
 
-class Meeting:
-    """A rendezvous of the replicas of one step, each in its thread.
+class Rendezvous:
+    """Lets the replicas of one step, each in its own thread, run a function once for all of them.
 
     Args:
-        num_replicas: how many have to come.
+        num_replicas: how many replicas have to arrive.
     """
 
     def __init__(self, num_replicas: int) -> None:
         self._barrier = threading.Barrier(num_replicas)
-        self._subjects = [""] * num_replicas
-        self._brought: list[Any] = [None] * num_replicas
-        self._acting = False
+        self._calls = [""] * num_replicas
+        self._values: list[Any] = [None] * num_replicas
+        self._running = False
         self._result: Any = None
 
     @property
-    def is_acting(self) -> bool:
-        """Whether replica 0 acts for all."""
-        return self._acting
+    def is_running(self) -> bool:
+        """Whether replica 0 is running a function for all."""
+        return self._running
 
-    def meet(self, replica: int, subject: str, brought: Any, act: Callable[[list[Any]], Any]) -> Any:
-        """Wait for all replicas, let replica 0 call `act` with what each brought, and return its result. *Collective*.
+    def run_once(self, replica: int, call: str, value: Any, function: Callable[[list[Any]], Any]) -> Any:
+        """Wait for all replicas; replica 0 runs `function`; return its result in all. *Collective* over the replicas.
 
-        What `act` itself calls may call `meet`, which then acts at once: it is already for all.
+        If `function` calls `run_once` itself, the inner function runs at once.
 
         Args:
             replica: the caller's number.
-            subject: what the replicas meet for.
-            brought: the caller's contribution.
-            act: takes the contributions in order.
+            call: name of the call; all replicas must pass the same.
+            value: the caller's argument.
+            function: takes the arguments of all replicas, in order.
 
         Raises:
-            ConfigurationError: replicas came for different subjects.
-            MeetingEndedError: another replica failed.
+            ConfigurationError: replicas arrived for different calls.
+            RendezvousBrokenError: another replica failed.
         """
-        if replica == 0 and self._acting:
-            return act([brought])
-        self._subjects[replica], self._brought[replica] = subject, brought
+        if replica == 0 and self._running:
+            return function([value])
+        self._calls[replica], self._values[replica] = call, value
         self._wait()
-        if len(set(self._subjects)) > 1:
+        if len(set(self._calls)) > 1:
             raise ConfigurationError(
-                f"The replicas of paral_dp took different ways through training_step: {self._explain()}. Under manual "
+                f"The replicas of paral_dp diverged in training_step: {self._explain()}. Under manual "
                 "optimization all of them have to make the same calls in the same order, whatever is in their part of "
-                "the batch. Use paral_ddp where that cannot be."
+                "the batch. Otherwise use paral_ddp."
             )
         if replica == 0:
-            self._acting = True
+            self._running = True
             try:
-                self._result = act(list(self._brought))
+                self._result = function(list(self._values))
             finally:
-                self._acting = False
+                self._running = False
         self._wait()
         return self._result
 
-    def end(self) -> None:
-        """Release all who wait, and all who come later, with an error."""
+    def abort(self) -> None:
+        """Raise a `RendezvousBrokenError` in all replicas that wait, and in all that arrive later."""
         self._barrier.abort()
 
     def _wait(self) -> None:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise MeetingEndedError("Another replica failed.") from None
+            raise RendezvousBrokenError("Another replica failed.") from None
 
     def _explain(self) -> str:
-        return ", ".join(f"replica {replica} was at {subject}" for replica, subject in enumerate(self._subjects))
+        return ", ".join(f"replica {replica} was at {call}" for replica, call in enumerate(self._calls))

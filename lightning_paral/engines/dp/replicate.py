@@ -1,4 +1,4 @@
-"""Copies of a module for a step, one per further device."""
+"""Copy a module for one step, once per further device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
@@ -19,15 +19,15 @@ from lightning_paral.errors import ConfigurationError
 class Replicas:
     """Copies of `master` for one step.
 
-    As with torch's `replicate`, a copy has parameters and buffers of its own and shares every other attribute by
-    reference; what it assigns to an attribute is lost with it. Unlike there, its `parameters()` are not hidden, methods
-    kept as attributes are the copy's own, and metrics are copies (see `MetricCopies`).
+    As with torch's `replicate`, a copy has its own parameters and buffers and shares every other attribute by
+    reference; attributes that it assigns are lost after the step. Unlike there, `parameters()` of a copy yields its
+    parameters, methods stored as attributes are bound to the copy, and metrics are copied (see `MetricCopies`).
 
     Args:
-        master: the module; its parameters are all on one device.
-        devices: of the copies.
-        metrics: of each copy.
-        before_backward: called before gradients flow back into the master; raises where they must not.
+        master: the module; all its parameters are on one device.
+        devices: devices of the copies.
+        metrics: metrics of each copy.
+        before_backward: called before gradients flow back into the master; raises if they must not.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Replicas:
         self.modules: list[Any] = [copies[id(master)] for copies in self._copies]
 
     def copy_parameters(self) -> None:
-        """Give the copies the master's present parameters."""
+        """Copy the master's current parameters to all copies, as new tensors."""
         parameters = _by_id(map(own_parameters, self._originals))
         self._masters = list(parameters.values())
         self._memory = [master.data_ptr() for master in self._masters]
@@ -63,16 +63,16 @@ class Replicas:
                 own.clear()
                 for name, parameter in own_parameters(original).items():
                     value = None if parameter is None else values[id(parameter)]
-                    # Recurrent layers keep a list of what is assigned to them.
+                    # `setattr`, because recurrent layers keep a list of the weights that are assigned to them.
                     setattr(copy, name, value)
-                    # As an attribute it would hide what `torch.func.functional_call` puts in its place.
+                    # As an attribute it would hide the tensor that `torch.func.functional_call` swaps in.
                     copy.__dict__.pop(name, None)
                     own[name] = value
 
     def copy_values(self) -> None:
-        """Let the copies' parameters have the master's present values, for the backward pass of a step that ran.
+        """Write the master's current values into the copies' parameters, for the backward pass of the last step.
 
-        Where the master was given other memory, the graph of the step has the old, and so have the copies.
+        If a parameter of the master has new memory since, the graph of the step uses the old, and so do the copies.
         """
         for tensors in self._on_devices:
             for master, copy, memory in zip(self._masters, tensors, self._memory, strict=True):
@@ -80,14 +80,14 @@ class Replicas:
                     copy.data.copy_(master.data)
 
     def of_copy(self, index: int) -> dict[int, Tensor]:
-        """Return the parameters of copy number `index`, by the ids of the master's."""
+        """Return the parameters of copy number `index` by the `id` of the master's parameters."""
         return {id(master): copy for master, copy in zip(self._masters, self._on_devices[index], strict=True)}
 
     def check_frozen(self) -> None:
-        """Check that no copy's parameter has come to require a gradient, which would be lost with the copy.
+        """Check that no frozen parameter of a copy was unfrozen: its gradient would be lost with the copy.
 
         Raises:
-            ConfigurationError: one has.
+            ConfigurationError: one was.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise ConfigurationError(
@@ -97,7 +97,7 @@ class Replicas:
 
     def _copy_buffers(self) -> None:
         buffers = _by_id(map(own_buffers, self._originals))
-        # Those that require gradients, as vector quantizers have, get theirs from all copies, as parameters do.
+        # Buffers that require gradients, as vector quantizers have, are broadcast like parameters.
         trained = {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
         plain = {key: buffer for key, buffer in buffers.items() if key not in trained}
         of_trained = broadcast(list(trained.values()), self._devices, self._before_backward)
@@ -111,7 +111,7 @@ class Replicas:
 
 
 def _modules(module: Module, seen: set[int] | None = None) -> Iterator[Module]:
-    """Yield `module` and all modules in it once, but for metrics."""
+    """Yield `module` and all its submodules once, except metrics."""
     seen = set() if seen is None else seen
     if id(module) in seen or is_metric(module):
         return
@@ -127,7 +127,7 @@ def _by_id(of_modules: Iterable[Mapping[str, Tensor | None]]) -> dict[int, Tenso
 
 
 def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: MetricCopies) -> dict[int, Module]:
-    """Return copies without values of the modules `originals`, by the id of the original."""
+    """Return copies of the modules `originals` without parameters and buffers, by the `id` of the original."""
     copies: dict[int, Module] = {}
     for original in originals:
         copies[id(original)] = _copy_one(original)
@@ -146,7 +146,7 @@ def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: 
 def _copy_one(original: Any) -> Module:
     if all("__new__" not in vars(base) for base in type(original).__mro__[:-1]):
         return copy_without_values(original)
-    # torch calls `original.__new__(cls)`, which may want the arguments that the module was made with.
+    # torch calls `original.__new__(cls)`, which may need the arguments of the constructor.
     original.__dict__["__new__"] = object.__new__
     try:
         copy = copy_without_values(original)

@@ -1,4 +1,4 @@
-"""Dividing a batch among devices."""
+"""Divide a batch among devices."""
 
 import copy
 import dataclasses
@@ -13,18 +13,23 @@ from lightning_paral.errors import ConfigurationError
 
 
 def scatter(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], list[int]]:
-    """Divide `batch` among `devices`; return the sub-batches, in order, and how many samples each holds.
+    """Divide `batch` among `devices`.
 
-    Tensors are divided along their first dimension into parts whose sizes differ by at most one; 0-dimensional ones go
-    to every device. Dictionaries and other mappings, dataclasses, lists, tuples and named tuples are divided item by
-    item, packed sequences by sample. A list without tensors that is as long as the batch holds something for each
-    sample, as does such a tuple of strings, and is divided; anything else every sub-batch shares.
+    - Tensors are divided along their first dimension into parts whose sizes differ by at most one; 0-dimensional
+      tensors go to every device.
+    - Mappings, dataclasses, lists, tuples and named tuples are divided item by item, packed sequences by sample.
+    - A list without tensors, or a tuple of strings, that is as long as the batch counts as one item per sample, and is
+      divided.
+    - All sub-batches share anything else.
 
-    A batch of fewer samples than devices uses as many devices as it has samples. One without a tensor to divide is
-    returned whole, as one sub-batch of size 1.
+    A batch with fewer samples than devices uses as many devices as it has samples. A batch without a tensor to divide
+    is returned as a single sub-batch of size 1.
+
+    Returns:
+        The sub-batches, in order, each on its device, and the number of samples in each.
 
     Raises:
-        ConfigurationError: tensors differ in their first dimension, so what the samples are cannot be told.
+        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous.
     """
     num_samples = _num_samples(batch)
     if num_samples is None:
@@ -42,17 +47,17 @@ def scatter(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], lis
 
 
 def is_named_tuple(value: object) -> bool:
-    """Say whether `value` is a tuple with named fields."""
+    """Return whether `value` is a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def has_tensors(value: Any) -> bool:
-    """Say whether a tensor, or a packed sequence, is somewhere in `value`."""
+    """Return whether `value` contains a tensor or a packed sequence, at any depth."""
     return next(_tensors(value, ""), None) is not None
 
 
 def _num_samples(batch: Any) -> int | None:
-    """Return the common first dimension of the batch's tensors, `None` if there is none."""
+    """Return the first dimension that all tensors of the batch share; `None` without a tensor that has one."""
     sizes = {path: size for path, size in _tensors(batch, "batch") if size is not None}
     if len(set(sizes.values())) > 1:
         first_of_size: dict[int, str] = {}
@@ -68,7 +73,7 @@ def _num_samples(batch: Any) -> int | None:
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, int | None]]:
-    """Yield where in `value` tensors are and their first dimension, `None` for 0-dimensional ones."""
+    """Yield the path and first dimension of each tensor in `value`; the dimension is `None` for a 0-d tensor."""
     if isinstance(value, PackedSequence):
         yield path, int(value.batch_sizes[0])
     elif isinstance(value, Tensor):
@@ -97,8 +102,8 @@ def _take(value: Any, samples: slice, num_samples: int, device: torch.device) ->
         return _take_packed(value, samples, device)
     if isinstance(value, Tensor):
         part = value[samples] if value.dim() else value
-        # On CPU, views would share a version counter, so that one replica's in-place operation would look to another's
-        # backward pass like a change of its own input.
+        # Copy on CPU, too: views share a version counter, so an in-place operation of one replica would look to the
+        # backward pass of another like a change of its input.
         return part.to(device, non_blocking=True, copy=samples.start > 0)
     if isinstance(value, Mapping):
         items = {key: take(item) for key, item in value.items()}

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_paral.engines.dp.executor import run_replicas
 from lightning_paral.engines.dp.gather import gather, join_training_output
 from lightning_paral.engines.dp.logs import LogRecord, merge_logs
-from lightning_paral.engines.dp.manual import BackwardPermit, ManualOptimization, steps_for_all
+from lightning_paral.engines.dp.manual import BackwardPermit, ManualOptimization, rejecting_replica_steps
 from lightning_paral.engines.dp.metrics import MetricCopies
-from lightning_paral.engines.dp.rendezvous import Meeting
+from lightning_paral.engines.dp.rendezvous import Rendezvous
 from lightning_paral.engines.dp.replicate import Replicas
 from lightning_paral.engines.dp.scatter import scatter
 from lightning_paral.errors import ConfigurationError
@@ -31,8 +31,8 @@ _FROZEN = (
 )
 
 
-def _meaning(error: BaseException) -> str | None:
-    """Return what an error of a replica means, if it comes of its parameters being copies."""
+def _explanation(error: BaseException) -> str | None:
+    """Explain an error of a replica that is due to its parameters being copies; `None` for other errors."""
     if "requires_grad flags of leaf variables" in str(error):
         return _FROZEN
     if isinstance(error, AttributeError) and error.obj is None and hasattr(Tensor, str(error.name)):
@@ -43,15 +43,15 @@ def _meaning(error: BaseException) -> str | None:
 
 
 class ParallelStep:
-    """Runs the steps of `master` on `devices`, of which the first is the master's own.
+    """Runs the steps of `master` on several devices.
 
-    Replica 0 is the master itself: buffers it updates and attributes it assigns stay. The others are copies for the
-    time of a step.
+    Replica 0 is the master itself: its changes of buffers and attributes stay. The other replicas are copies that live
+    for one step.
 
     Args:
-        master: its parameters are all on `devices[0]`.
+        master: all its parameters are on `devices[0]`.
         devices: one per replica.
-        executor: with at least `len(devices) - 1` threads.
+        executor: has at least `len(devices) - 1` threads.
     """
 
     def __init__(self, master: LightningModule, devices: Sequence[torch.device], executor: Executor) -> None:
@@ -61,22 +61,22 @@ class ParallelStep:
         self._metrics = [MetricCopies(device) for device in self._devices[1:]]
         self._replicas: Replicas | None = None
         self.num_running = 0
-        """Replicas of the step that is running, if it runs in several."""
+        """Number of replicas of the running step; 0 without one, or if it runs on the master only."""
 
     def copy_values(self) -> None:
-        """Let the replicas that a backward pass goes through have the master's present parameters."""
+        """Write the master's current parameter values into the replicas of the last step, for its backward pass."""
         if self._replicas is not None:
             self._replicas.copy_values()
 
     def forget(self) -> None:
-        """Let go of the replicas: their backward pass is over."""
+        """Free the replicas, after their backward pass."""
         self._replicas = None
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
-        """Return what the master's method `name` would have returned for `batch`, computed by the replicas.
+        """Run the step `name` on the replicas; return what the master would return for the full `batch`.
 
         Raises:
-            ConfigurationError: the batch cannot be divided, or the results cannot be put together.
+            ConfigurationError: the batch cannot be divided, the results cannot be combined, or the replicas diverged.
         """
         self.forget()
         if len(self._devices) == 1:
@@ -85,34 +85,34 @@ class ParallelStep:
         if len(parts) == 1:
             return getattr(self._master, name)(batch, *args)
         devices, metrics = self._devices[: len(parts)], self._metrics[: len(parts) - 1]
-        permit, meeting = BackwardPermit(), Meeting(len(parts))
+        permit, rendezvous = BackwardPermit(), Rendezvous(len(parts))
         replicas = Replicas(self._master, devices[1:], metrics, permit.check)
         modules = [self._master, *replicas.modules]
         logs = _log_records(sizes, metrics)
         manual = name == "training_step" and not self._master.automatic_optimization
 
-        stand_ins: list[dict[str, Callable[..., Any]]] = [{"log": record.log} for record in logs]
+        overrides: list[dict[str, Callable[..., Any]]] = [{"log": record.log} for record in logs]
         if manual:
-            for index, methods in enumerate(stand_ins):
-                optimization = ManualOptimization(self._master, index, meeting, replicas, sizes, devices[0], permit)
+            for index, methods in enumerate(overrides):
+                optimization = ManualOptimization(self._master, index, rendezvous, replicas, sizes, devices[0], permit)
                 methods.update(optimization.methods())
-        for module, methods in zip(modules[1:], stand_ins[1:], strict=True):
+        for module, methods in zip(modules[1:], overrides[1:], strict=True):
             module.__dict__.update(methods, print=_print_nothing)
         calls = [
-            partial(_call, module, name, part, args, partial(_meet_at_the_end, meeting, index) if manual else None)
+            partial(_call, module, name, part, args, partial(_join_replicas, rendezvous, index) if manual else None)
             for index, (module, part) in enumerate(zip(modules, parts, strict=True))
         ]
         self.num_running = len(parts)
         try:
-            with _standing_in(self._master, stand_ins[0]), steps_for_all(meeting):
-                outputs = run_replicas(self._executor, calls, devices, meeting)
+            with _overriding(self._master, overrides[0]), rejecting_replica_steps(rendezvous):
+                outputs = run_replicas(self._executor, calls, devices, rendezvous)
             replicas.check_frozen()
         except BaseException as error:
             for copies in metrics:
                 copies.forget()
-            meaning = _meaning(error)
-            if meaning is not None:
-                raise ConfigurationError(f"{meaning}\nPython: {error}") from error
+            explanation = _explanation(error)
+            if explanation is not None:
+                raise ConfigurationError(f"{explanation}\nPython: {error}") from error
             raise
         finally:
             self.num_running = 0
@@ -140,17 +140,17 @@ def _call(module: Any, name: str, part: Any, args: tuple[Any, ...], end: Callabl
     return result
 
 
-def _meet_at_the_end(meeting: Meeting, replica: int) -> None:
-    meeting.meet(replica, "the end", None, lambda _: None)
+def _join_replicas(rendezvous: Rendezvous, replica: int) -> None:
+    rendezvous.run_once(replica, "the end", None, lambda _: None)
 
 
 def _print_nothing(*_: Any, **__: Any) -> None:
-    """Stand in for `self.print`, which replica 0 does for all."""
+    """Replace `self.print` in all replicas but the first, which prints for all."""
 
 
 @contextmanager
-def _standing_in(module: LightningModule, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let `methods` hide those of the same name in `module`."""
+def _overriding(module: LightningModule, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Override methods of `module` inside the block."""
     hidden = {name: module.__dict__[name] for name in methods if name in module.__dict__}
     module.__dict__.update(methods)
     try:

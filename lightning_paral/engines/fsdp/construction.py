@@ -33,7 +33,7 @@ def recording(
     with deferred.recording(module):
         yield deferred
     if isinstance(precision, DoublePrecision | HalfPrecision):  # which converts the module
-        deferred.put_loaded_aside(module)
+        deferred.defer_loaded(module)
 
 
 def has_mapped_weights(module: LightningModule) -> bool:

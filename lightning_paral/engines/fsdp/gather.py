@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_paral.compat.torch.collectives import all_gather_single
-from lightning_paral.distributed.failure import Meeting
+from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.distributed.mesh import shard_ranks
-from lightning_paral.model.host_room import lack_of_room
+from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
 class GatherToHost:
@@ -66,17 +66,17 @@ def gather_at_end(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gat
         num_bytes: of all parameters, unsharded.
         num_local_ranks: how many ranks per host gather as much.
     """
-    lack = lack_of_room(num_bytes, num_local_ranks)
+    lack = host_memory_shortage(num_bytes, num_local_ranks)
     if lack is not None:
         return lack
     group = mesh.get_group(mesh.ndim - 1)
     return GatherToHost(group, list(range(dist.get_world_size(group))))
 
 
-def gather_after_failure(mesh: DeviceMesh, meeting: Meeting) -> GatherToHost | str:
+def gather_after_failure(mesh: DeviceMesh, reachable: ReachableRanks) -> GatherToHost | str:
     """Return what gathers parameters if all ranks failed, or the reason not to: only some of them did."""
-    if not meeting.all_here:
+    if not reachable.all_reachable:
         return "the run failed on some of its ranks only"
-    group = meeting.group or dist.group.WORLD
+    group = reachable.group or dist.group.WORLD
     assert group is not None
     return GatherToHost(group, shard_ranks(mesh), on_host=True)

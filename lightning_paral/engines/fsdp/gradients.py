@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
-from lightning_paral.model.full_tensors import by_dtype_and_device, gradient_norm
+from lightning_paral.model.full_tensors import gradient_norm
 
 
 @torch.no_grad()
@@ -21,7 +22,7 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     norm = gradient_norm(parameters)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local = [_local(gradient) for gradient in _gradients(parameters)]
-    for alike in by_dtype_and_device(local):
+    for alike in group_by_dtype_and_device(local):
         foreach_mul_(alike, factor.to(alike[0].device))
     return norm
 
@@ -29,7 +30,7 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
     """Clamp every element of the gradients, in place, to at most `max_value` in magnitude. No collective."""
-    for alike in by_dtype_and_device([_local(gradient) for gradient in _gradients(parameters)]):
+    for alike in group_by_dtype_and_device([_local(gradient) for gradient in _gradients(parameters)]):
         foreach_clamp_min_(alike, -max_value)
         foreach_clamp_max_(alike, max_value)
 

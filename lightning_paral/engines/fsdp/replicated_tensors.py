@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.backward import at_end_of_backward
 from lightning_paral.compat.torch.fsdp_param import can_be_sharded
-from lightning_paral.model.full_tensors import by_dtype_and_device
 
 __all__ = ["AveragedGradients", "broadcast", "unshardable"]
 
@@ -85,7 +85,7 @@ class AveragedGradients:
     def _average(self) -> None:
         self._queued = False
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        for alike in by_dtype_and_device(gradients):
+        for alike in group_by_dtype_and_device(gradients):
             flat = torch.cat([gradient.view(-1) for gradient in alike])
             dist.all_reduce(flat)
             flat.div_(dist.get_world_size())

@@ -11,7 +11,7 @@ from torch.nn import Module
 from lightning_paral.compat.torch.fsdp_param import gathered
 from lightning_paral.compat.torch.fsdp_state import groups_of
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, listed
+from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 
 
 class TrainedShards:
@@ -40,7 +40,7 @@ class TrainedShards:
         Raises:
             ConfigurationError: the ranks disagree, or a parameter is new and not sharded; names the parameters.
         """
-        if not self._agreement.look(epoch, batch_idx):
+        if not self._agreement.update(epoch, batch_idx):
             return
         parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
         # With reshard_after_forward=False, an evaluation leaves parameters unsharded.
@@ -48,8 +48,8 @@ class TrainedShards:
         new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
         if new:
             raise ConfigurationError(
-                f"These parameters came into the module after FSDP sharded it: {listed(new)}. Their gradients would "
-                "not be averaged over the ranks. Make them in __init__ or configure_model, or use paral_ddp."
+                f"These parameters came into the module after FSDP sharded it: {first_names(new)}. Their gradients "
+                "would not be averaged over the ranks. Make them in __init__ or configure_model, or use paral_ddp."
             )
 
     def before_step(self) -> None:

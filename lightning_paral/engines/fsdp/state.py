@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.lazy_tensor import read_box, read_into
+from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import chunk_of_dtensor
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.distributed.failure import Meeting
+from lightning_paral.distributed.failure import ReachableRanks
 from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
 
@@ -29,7 +29,7 @@ class FSDPState(TensorState):
         optimizers: of the fit; those of an earlier one where the run is an evaluation.
         ended: the optimizers of past runs.
         is_failing: whether an exception has ended the run, perhaps in the middle of a step.
-        meet: after an exception, waits for the other ranks and returns whether all of them failed.
+        reachable_ranks: after an exception, waits for the other ranks, and returns whether all of them failed.
         ranks_per_host: how many ranks share the memory of a host.
     """
 
@@ -39,13 +39,13 @@ class FSDPState(TensorState):
         optimizers: Sequence[Optimizer],
         ended: EndedOptimizers,
         is_failing: bool,
-        meet: Callable[[], Meeting],
+        reachable_ranks: Callable[[], ReachableRanks],
         ranks_per_host: int,
     ) -> None:
         super().__init__(run.module, optimizers, run.device, ended)
         self._run = run
         self._is_failing = is_failing
-        self._meet = meet
+        self._reachable_ranks = reachable_ranks
         self._ranks_per_host = ranks_per_host
 
     def collect_writes(self) -> None:
@@ -70,7 +70,7 @@ class FSDPState(TensorState):
         run, sharded = self._run, self._run.sharded
         run.stop_watching()
         if failed:
-            gather = gather_after_failure(run.mesh, self._meet())
+            gather = gather_after_failure(run.mesh, self._reachable_ranks())
         else:
             gather = gather_at_end(run.mesh, sharded.num_bytes, self._ranks_per_host)
         if isinstance(gather, str):
@@ -132,7 +132,7 @@ class DTensorShards:
             return
         chunk = chunk_of_dtensor(parameter)
         if chunk is not None and chunk.numel:
-            read_box(stored, chunk, average)
+            read_chunk(stored, chunk, average)
 
     def has_master(self, number: int) -> bool:
         """Return `False`: the parameters are the master copies."""

@@ -41,7 +41,7 @@ from lightning_paral.engines.zero.training.gradients import PartitionedGradients
 from lightning_paral.engines.zero.training.joint_gradients import join_gradients
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
 from lightning_paral.model.buffers import shared_buffers
-from lightning_paral.model.host_room import lack_of_room
+from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class ZeroRun(ZeroState):
             return True
         obstacle: str | None = "its weights lie on NVMe"
         if not self._snapshot.is_on_nvme:
-            obstacle = lack_of_room(self._snapshot.num_bytes, self._settings.ranks_per_host)
+            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_host)
         if obstacle is not None:
             rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
         return obstacle is None

@@ -1,9 +1,9 @@
-"""Deferred construction: a module is built without its values, which are drawn later, a unit at a time, and the same.
+"""Deferred construction: build a module on the meta device, then materialize one unit at a time, with the same values.
 
-While `configure_model` runs, large tensors are made on the meta device, and every operation on them is written down
-together with the state of the random number generator before it. Any tensor can then be computed by repeating what
-led to it. Operations that draw random numbers run once on the spot, into memory that is freed at once: whatever is
-drawn after them comes out as it would have.
+While `configure_model` runs, large tensors are made on the meta device. Every operation on them is logged, with the
+state of the random number generator before it. Any tensor can then be materialized by repeating the operations that
+lead to it. Operations that draw random numbers also run at once, into memory that is freed immediately, so that later
+draws get the numbers that they would get without deferral.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,82 +16,82 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.model.deferred import recorder
-from lightning_paral.model.deferred.op_log import Tape, View
+from lightning_paral.model.deferred.op_log import OpLog, View
 from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder
 from lightning_paral.model.pretrained import was_loaded
 
 
 class DeferredConstruction:
-    """What was made without values inside `recording()`, and the way to the values.
+    """The tensors that were deferred inside `recording()`, and the log to materialize them from.
 
     Args:
-        device: where tensors are made if the code names no other, and whose generator draws them then.
+        device: default device of new tensors, and of the generator that draws them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tape = Tape()
-        self._hollow: dict[int, tuple[Tensor, View]] = {}
+        self._log = OpLog()
+        self._meta: dict[int, tuple[Tensor, View]] = {}
         self._shared: dict[int, Tensor] = {}
-        self._put_aside: dict[int, tuple[Parameter, Parameter]] = {}
+        self._loaded: dict[int, tuple[Parameter, Parameter]] = {}
 
     @contextmanager
     def recording(self, module: Module) -> Iterator[None]:
-        """Make large tensors without values until the end of the block; then see which of them `module` has."""
-        with self._device, MetaDisguise(self._tape), Recorder(self._tape, self._device):
+        """Defer large tensors that the block makes; on exit find those that `module` holds."""
+        with self._device, MetaDisguise(self._log), Recorder(self._log, self._device):
             yield
         for part in module.modules():
             for tensor in _tensors_of(part):
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if self._tape.owns(local):
-                    self._hollow[id(tensor)] = (tensor, View.of(local))
+                if self._log.owns(local):
+                    self._meta[id(tensor)] = (tensor, View.of(local))
 
-    def put_loaded_aside(self, module: Module) -> None:
-        """Let `module` have no values for large parameters that `from_pretrained` has read, until they are filled.
+    def defer_loaded(self, module: Module) -> None:
+        """Replace large parameters that `from_pretrained` has read by meta tensors until `fill`.
 
-        They lie in mapped files and take no memory. Converted to another dtype they would: all of them at once, where
-        the module is converted, but a unit's at a time where they are filled.
+        They lie in mapped files and take no memory, but would if they were converted to another dtype. Then converting
+        the module would take memory for all of them; `fill` takes it for one unit at a time.
         """
-        hollow: dict[int, Tensor] = {}
+        meta: dict[int, Tensor] = {}
         for parameter in module.parameters():
             num_bytes = parameter.numel() * parameter.element_size()
             has_values = type(parameter) is Parameter and not parameter.is_meta
             if has_values and num_bytes > recorder.DEFERRED_BYTES and was_loaded(parameter):
                 placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                hollow[id(parameter)] = placeholder
-                self._put_aside[id(placeholder)] = (placeholder, parameter)
+                meta[id(parameter)] = placeholder
+                self._loaded[id(placeholder)] = (placeholder, parameter)
         for part in module.modules():
-            _replace(part, hollow)
+            _replace(part, meta)
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything in the module has its values."""
-        return not self._hollow and not self._put_aside
+        """Whether no tensor is left to materialize."""
+        return not self._meta and not self._loaded
 
     def fill(self, modules: Iterable[Module]) -> None:
-        """Compute what `modules` themselves hold, submodules aside, and put it in place of what has no value.
+        """Materialize the deferred tensors that `modules` hold themselves; those of submodules stay deferred.
 
-        A parameter that several modules hold is filled once: give all of them in one call.
+        A parameter that several modules share is materialized once: pass all of them in one call.
         """
         modules = list(modules)
         held = dict.fromkeys(id(tensor) for module in modules for tensor in _tensors_of(module))
-        hollow = {key: self._hollow.pop(key) for key in held if key in self._hollow}
+        meta = {key: self._meta.pop(key) for key in held if key in self._meta}
         filled = dict(self._shared)
-        for key in [key for key in held if key in self._put_aside]:
-            placeholder, parameter = self._put_aside.pop(key)
+        for key in [key for key in held if key in self._loaded]:
+            placeholder, parameter = self._loaded.pop(key)
             parameter.data = parameter.data.to(placeholder.dtype)
             filled[key] = parameter.requires_grad_(placeholder.requires_grad)
-        values = self._tape.values([view for _, view in hollow.values()])
-        for (key, (tensor, _)), value in zip(hollow.items(), values, strict=True):
+        values = self._log.materialize([view for _, view in meta.values()])
+        for (key, (tensor, _)), value in zip(meta.items(), values, strict=True):
             filled[key] = _like(tensor, value)
             if not isinstance(tensor, Parameter):
-                self._shared[key] = filled[key]  # buffers may lie in several units, parameters never do
+                self._shared[key] = filled[key]  # buffers may be shared between units, parameters never are
         for module in modules:
             _replace(module, filled)
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    value = value.to(tensor.dtype)  # `module.bfloat16()` may have been called since
+    value = value.to(tensor.dtype)  # `module.bfloat16()` may have been called in between
     if isinstance(tensor, DTensor):
         value = DTensor.from_local(
             value, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
@@ -104,7 +104,7 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _tensors_of(module: Module) -> Iterator[Tensor]:
-    """Yield the tensors `module` itself holds: parameters, buffers, attributes, and those in lists and dicts."""
+    """Yield the tensors that `module` holds itself: parameters, buffers, attributes, and those in lists and dicts."""
 
     def search(value: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""A tape of operations on tensors that have no values, and how any of them gets its value."""
+"""A log of operations on meta tensors, from which any of them can be materialized."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ OVERWRITING = {
     _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.exponential_, _aten.log_normal_,
     _aten.cauchy_, _aten.geometric_, _aten.random_,
 }  # fmt: skip
-"""In-place operations that do not look at what was there."""
+"""In-place operations whose result does not depend on the previous values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Where a tensor lies in a storage. Tensors that share memory, by whatever way they came about, share a storage."""
+    """The view of a storage that a tensor is. Tensors that share memory share a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "View":
-        """Return where `tensor` lies."""
+        """Return the view that `tensor` is."""
         return cls(
             storage=identity_of(tensor.untyped_storage()),
             dtype=tensor.dtype,
@@ -52,32 +52,32 @@ class _Operation:
     func: Any
     args: Any
     kwargs: Any
-    made: tuple[View | None, ...]
-    """For each result, where it lies if it has a storage of its own."""
+    outputs: tuple[View | None, ...]
+    """For each result, its view if it has a new storage."""
     reads: frozenset[int]
     overwrites: frozenset[int]
     writes: frozenset[int]
     drawn_from: tuple[torch.device, Tensor] | None
-    """For random operations, the generator's device and its state before."""
+    """For random operations, the generator's device, and its state before the operation."""
     default_dtype: torch.dtype
 
 
-class Tape:
-    """What was done to tensors without values, in order."""
+class OpLog:
+    """Operations on deferred tensors, in order."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
 
     def owns(self, value: Any) -> bool:
-        """Whether `value` is a tensor without values that was made on this tape."""
+        """Return whether `value` is a deferred tensor of this log."""
         if not isinstance(value, Tensor):
             return False
         with DisableTorchFunction():
             return value.is_meta and identity_of(value.untyped_storage()) in self._storages
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Return where the values of `tensor` are to be."""
+        """Return the device that `tensor` will be materialized on."""
         return self._storages[identity_of(tensor.untyped_storage())][1]
 
     def record(
@@ -90,8 +90,8 @@ class Tape:
         drawn_from: tuple[torch.device, Tensor] | None,
         written: list[Tensor],
     ) -> None:
-        """Note an operation. `results` are without values, `written` is what it changes in place."""
-        made = tuple(
+        """Log an operation with its meta `results` and the tensors that it has `written` in place."""
+        outputs = tuple(
             View.of(result) if isinstance(result, Tensor) and not self.owns(result) else None
             for result in tree_flatten(results)[0]
         )
@@ -99,10 +99,10 @@ class Tape:
             if isinstance(result, Tensor) and not self.owns(result):
                 storage = result.untyped_storage()
                 self._storages[identity_of(storage)] = (storage, device)
-        new = {view.storage for view in made if view}
+        new = {view.storage for view in outputs if view}
         changed = [View.of(tensor) for tensor in written]
         if not new and not changed:
-            return  # a view of something: found again by where it lies
+            return  # a view, which its storage identifies
         overwrites = set(new)
         if func.overloadpacket in OVERWRITING:
             overwrites |= {
@@ -114,7 +114,7 @@ class Tape:
                 func=func,
                 args=tree_map(self._placeholder, args),
                 kwargs=tree_map(self._placeholder, kwargs),
-                made=made,
+                outputs=outputs,
                 reads=frozenset(inputs - overwrites),
                 overwrites=frozenset(overwrites),
                 writes=frozenset(new | {view.storage for view in changed}),
@@ -123,8 +123,8 @@ class Tape:
             )
         )
 
-    def values(self, views: list[View]) -> list[Tensor]:
-        """Repeat what led to `views`, and only that; return them with values."""
+    def materialize(self, views: list[View]) -> list[Tensor]:
+        """Repeat the operations that lead to `views`, and no others; return the real tensors."""
         needed = {view.storage for view in views}
         path = []
         for operation in reversed(self._operations):
@@ -140,7 +140,7 @@ class Tape:
     def _placeholder(self, value: Any) -> Any:
         if self.owns(value):
             return View.of(value)
-        # What the code holds may change until the operation is repeated.
+        # The caller may change a real tensor before the operation is repeated.
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     def _repeat(self, operation: _Operation, real: dict[int, torch.UntypedStorage]) -> None:
@@ -157,7 +157,7 @@ class Tape:
                 results = _draw_again(operation.func, args, kwargs, *operation.drawn_from)
         finally:
             torch.set_default_dtype(before)
-        for view, result in zip(operation.made, tree_flatten(results)[0], strict=True):
+        for view, result in zip(operation.outputs, tree_flatten(results)[0], strict=True):
             if view is not None:
                 real[view.storage] = result.untyped_storage()
 
@@ -170,7 +170,7 @@ class Tape:
 
 
 def generator_state(generator: torch.Generator | None, device: torch.device) -> tuple[torch.device, Tensor]:
-    """Return device and state of `generator`, or of the one that tensors on `device` are drawn with."""
+    """Return device and state of `generator`; if it is `None`, of the default generator of `device`."""
     generator = _default_generator(device) if generator is None else generator
     return generator.device, generator.get_state()
 

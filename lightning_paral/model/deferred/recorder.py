@@ -1,4 +1,4 @@
-"""Modes in which large tensors are made without values and what happens to them goes onto a tape."""
+"""Torch modes that make large tensors on the meta device and log the operations on them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,56 +10,56 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_paral.compat.torch.dispatch import TorchDispatchMode, schema_of
 from lightning_paral.compat.torch.pytree import tree_flatten, tree_map
-from lightning_paral.model.deferred.op_log import OVERWRITING, Tape, View, generator_state
+from lightning_paral.model.deferred.op_log import OVERWRITING, OpLog, View, generator_state
 from lightning_paral.model.pretrained import is_placeholder
 
 DEFERRED_BYTES = 64 * 1024
-"""Tensors up to this size are made at once; there is nothing to spare, and code likes to look at them."""
+"""Tensors up to this size are not deferred: that would save nothing, and code often reads their values."""
 
 _to_copy = torch.ops.aten._to_copy.default
 _IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_ASKED = {_IS_META, _DEVICE, Tensor.__deepcopy__, Tensor.tolist, Tensor.numpy, Tensor.__array__}
+_OVERRIDDEN = {_IS_META, _DEVICE, Tensor.__deepcopy__, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 class MetaDisguise(TorchFunctionMode):
-    """Lets tensors without values pass for what they will be: `torch.nn.init` skips what is on the meta device."""
+    """Makes deferred tensors report their future device: `torch.nn.init` skips tensors on the meta device."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, log: OpLog) -> None:
         super().__init__()
-        self._tape = tape
+        self._log = log
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _SET_DATA and self._tape.owns(args[0]) != self._tape.owns(args[1]):
+        if func == _SET_DATA and self._log.owns(args[0]) != self._log.owns(args[1]):
             return _set_data(*args)
-        if func not in _ASKED or not self._tape.owns(args[0]):
+        if func not in _OVERRIDDEN or not self._log.owns(args[0]):
             return func(*args, **kwargs)
         tensor = args[0]
         if func is _IS_META:
             return False
         if func is _DEVICE:
-            return self._tape.device_of(tensor)
+            return self._log.device_of(tensor)
         if func is Tensor.__deepcopy__:  # would copy the storage, past the recorder
             copied = tensor.detach().clone()
             args[1][id(tensor)] = copied = (
                 Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied
             )
             return copied
-        return func(self._tape.values([View.of(tensor)])[0], *args[1:], **kwargs)
+        return func(self._log.materialize([View.of(tensor)])[0], *args[1:], **kwargs)
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation; runs those on large tensors on the meta device, and notes them.
+    """Runs operations on large tensors on the meta device and logs them.
 
-    Code that asks for a value gets it: what led to it is repeated there and then.
+    Code that reads a value gets it: the tensor is materialized for it.
     """
 
-    def __init__(self, tape: Tape, device: torch.device) -> None:
+    def __init__(self, log: OpLog, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
+        self._log = log
         self._device = device
 
     def __torch_dispatch__(
@@ -69,22 +69,22 @@ class Recorder(TorchDispatchMode):
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
             return func(*args, **kwargs)
-        owned = [tensor for tensor in tensors if self._tape.owns(tensor)]
+        owned = [tensor for tensor in tensors if self._log.owns(tensor)]
         makes = func is not _to_copy and any(argument.name == "device" for argument in schema_of(func).arguments)
         if makes and not (owned and kwargs.get("device") is None):
-            return self._make(func, args, kwargs, likes=owned)
+            return self._make(func, args, kwargs, templates=owned)
         if owned:
             return self._change(func, args, kwargs, owned)
         return func(*args, **kwargs)
 
-    def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], likes: list[Tensor]) -> Any:
-        """Make a tensor from nothing, or like another: with values if it is small."""
+    def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], templates: list[Tensor]) -> Any:
+        """Run an operation that makes a tensor; defer it unless the tensor is small."""
         device = torch.device(kwargs.get("device") or "cpu")
         if is_placeholder(device):
             return func(*args, **kwargs)
-        hollow = func(*tree_map(_on_meta, args), **{**kwargs, "device": "meta"})
-        num_bytes = sum(part.numel() * part.element_size() for part in tree_flatten(hollow)[0])
-        if num_bytes <= DEFERRED_BYTES and device.type != "meta" and not likes:
+        meta = func(*tree_map(_on_meta, args), **{**kwargs, "device": "meta"})
+        num_bytes = sum(part.numel() * part.element_size() for part in tree_flatten(meta)[0])
+        if num_bytes <= DEFERRED_BYTES and device.type != "meta" and not templates:
             return func(*args, **kwargs)
         if device.type == "meta":
             device = self._device
@@ -92,30 +92,30 @@ class Recorder(TorchDispatchMode):
         drawn_from = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn_from = generator_state(kwargs.get("generator"), device)
-            func(*_unfilled(args, device), **_unfilled(kwargs, device))
-        self._tape.record(func, args, kwargs, hollow, device, drawn_from, written=[])
-        return hollow
+            func(*_uninitialized(args, device), **_uninitialized(kwargs, device))
+        self._log.record(func, args, kwargs, meta, device, drawn_from, written=[])
+        return meta
 
     def _change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: list[Tensor]) -> Any:
-        """Run an operation on something that has no value."""
+        """Run an operation on deferred tensors."""
         written = list(_written(func, args, kwargs))
-        if self._asks_for_values(func, kwargs, written):
+        if self._needs_values(func, kwargs, written):
             return self._run_now(func, args, kwargs, owned)
-        device = self._tape.device_of(owned[0])
+        device = self._log.device_of(owned[0])
         drawn_from = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn_from = generator_state(kwargs.get("generator"), device)
             if func.overloadpacket in OVERWRITING:
-                func(*_unfilled(args, device), **_unfilled(kwargs, device))
+                func(*_uninitialized(args, device), **_uninitialized(kwargs, device))
             else:
                 self._run_now(func, args, kwargs, owned)
         results = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
-        self._tape.record(func, args, kwargs, results, device, drawn_from, written)
+        self._log.record(func, args, kwargs, results, device, drawn_from, written)
         return results
 
-    def _asks_for_values(self, func: Any, kwargs: dict[str, Any], written: list[Tensor]) -> bool:
-        if any(not self._tape.owns(tensor) for tensor in written):
-            return True  # into a tensor with values
+    def _needs_values(self, func: Any, kwargs: dict[str, Any], written: list[Tensor]) -> bool:
+        if any(not self._log.owns(tensor) for tensor in written):
+            return True  # into a real tensor
         target = kwargs.get("device")
         if func is _to_copy and target is not None and torch.device(target).type != "meta":
             return True
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         return not returns_tensors and not written
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: list[Tensor]) -> Any:
-        values = self._tape.values([View.of(tensor) for tensor in owned])
+        values = self._log.materialize([View.of(tensor) for tensor in owned])
         real = {id(tensor): value for tensor, value in zip(owned, values, strict=True)}
 
         def present(value: Any) -> Any:
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    """Do `tensor.data = value` where one of them is on the meta device, and the other not, which torch refuses."""
+    """Do `tensor.data = value` if only one of them is on the meta device, which torch refuses."""
     other = Parameter(value.detach(), tensor.requires_grad) if isinstance(tensor, Parameter) else value.detach()
     vars(other).update(vars(tensor))
     torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
@@ -153,12 +153,12 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) and not value.is_meta else value
 
 
-def _unfilled(values: Any, device: torch.device) -> Any:
-    """Put memory of the same shape in place of tensors: a draw that fills it takes as many numbers."""
+def _uninitialized(values: Any, device: torch.device) -> Any:
+    """Replace meta tensors by uninitialized ones of the same shape: filling those draws as many random numbers."""
 
-    def unfilled(value: Any) -> Any:
+    def uninitialized(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
         return value
 
-    return tree_map(unfilled, values)
+    return tree_map(uninitialized, values)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.contract.cases import MAIN, PER_ENGINE, PER_PLACEMENT, labels, with_ranks
 from tests.contract.lightning_api.run import Run
 
-ALL = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
-ENOUGH = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
+ALL = labels(MAIN)
+ENOUGH = labels(PER_PLACEMENT)
 """For what is no matter of optimizers: stage 1 differs from stage 2 in nothing else."""
-LIGHT = ("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2")
+LIGHT = labels(PER_ENGINE)
 """For what is a matter of the loops alone, and of when they end."""
-RANKS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
+RANKS = labels(with_ranks(PER_PLACEMENT))
 """For what one process does not have."""
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 from tests.contract.user_code.models import Loaders, Supervised, regression
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 SEED = 3
 OF_CHECKPOINT = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks")
@@ -126,7 +126,7 @@ class Run:
         """Return what a checkpoint holds, whatever its form."""
         if self.rank:
             return OfRankZero(None)
-        _, checkpoint = look(path, weights_only=False)
+        _, checkpoint = peek(path, weights_only=False)
         kept = {
             key: value
             for key, value in checkpoint.items()

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import ParalZeROStrategy
+from tests.contract.case import StrategyCase
+from tests.contract.cases import CASES
 
 
 @dataclass(frozen=True)
@@ -23,34 +24,26 @@ class Column:
     needs_operators: bool = False
 
 
-def zero3_partitioned() -> ParalZeROStrategy:
-    """Stage 3 that partitions the smallest parameters, too; by default those below 100,000 elements stay whole."""
-    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    return ParalZeROStrategy(stage=3, deepspeed_config=config)
+NAMES = {"zero3_partitioned": "paral_zero3", "paral_zero3": "paral_zero3_whole"}
+"""Column names that are not those of the cases: rows run in stage 3 that partitions the smallest parameters, too."""
 
 
-COLUMNS = {
-    column.label: column
-    for column in (
-        Column("paral_dp", lambda: "paral_dp", on_ranks=False),
-        Column("paral_ddp", lambda: "paral_ddp"),
-        # Gradients take another way than under paral_ddp; all else is the same.
-        Column("paral_ddp_ring", lambda: "paral_ddp_ring", themes=("gradients", "freezing", "buffers")),
-        Column("paral_fsdp", lambda: "paral_fsdp"),
-        Column("paral_zero1", lambda: "paral_zero1"),
-        Column("paral_zero2", lambda: "paral_zero2"),
-        Column("paral_zero3", zero3_partitioned),
-        Column("paral_zero3_whole", lambda: "paral_zero3", always=False),
-        Column("paral_fsdp_offload", lambda: "paral_fsdp_offload", always=False),
-        # DeepSpeedCPUAdam rounds differently from torch's AdamW.
-        Column(
-            "paral_zero2_offload", lambda: "paral_zero2_offload", always=False, tolerance=1e-4, needs_operators=True
-        ),
-        Column(
-            "paral_zero3_offload", lambda: "paral_zero3_offload", always=False, tolerance=1e-4, needs_operators=True
-        ),
+def column_of(case: StrategyCase) -> Column:
+    themes = case.themes_of_user_code
+    return Column(
+        NAMES.get(case.label, case.label),
+        case.strategy,
+        on_ranks=case.has_ranks,
+        always=themes != "named",
+        themes=themes if isinstance(themes, tuple) else (),
+        tolerance=case.tolerance,
+        needs_operators=case.needs_operators,
     )
-}
+
+
+_columns = [column_of(case) for case in CASES if case.themes_of_user_code]
+_columns.sort(key=lambda column: (not column.always, "offload" in column.label))
+COLUMNS = {column.label: column for column in _columns}
 
 RANKS = tuple(column.label for column in COLUMNS.values() if column.always and column.on_ranks)
 """The columns with a process per device."""

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 import lightning_paral
 import tests.contract.user_code.themes  # noqa: F401  registers the rows
-from lightning_paral.checkpoint.load import look
+from lightning_paral.checkpoint.load import peek
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.rows import ROWS, Row
-from tests.models import quiet_trainer
+from tests.running import quiet_trainer
 
 SEED = 3
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
@@ -154,7 +154,7 @@ def _collect_quickly(column: str) -> None:
 
 
 def _contents(path: Path) -> dict[str, Any]:
-    _, checkpoint = look(path, weights_only=False)
+    _, checkpoint = peek(path, weights_only=False)
     kept = {
         key: value
         for key, value in checkpoint.items()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_paral.checkpoint.lazy_tensor import read_run, read_whole
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.deepspeed import parameter_files
 from lightning_paral.compat.deepspeed.modules import end_forward
@@ -83,7 +83,7 @@ def write_partition(parameter: Any, full: Tensor) -> bool:
         return False
     start, _ = flat_range_of(parameter)
     with parameter_files.in_memory(parameter, write=True):
-        read_run(full, start, shard_of(parameter))
+        read_flat_range(full, start, shard_of(parameter))
     write_gathered(parameter, full)
     return True
 
@@ -97,7 +97,7 @@ def write_partitions(written: list[tuple[Parameter, Tensor]]) -> None:
 def write_gathered(parameter: Any, full: Tensor) -> None:
     """Copy the `full` tensor into a parameter of stage 3 that is gathered now, as small ones are between steps."""
     if not is_partitioned(parameter):
-        parameter.data.copy_(read_whole(full).view(parameter.data.shape))
+        parameter.data.copy_(materialize(full).view(parameter.data.shape))
 
 
 def lies_in(folder: Path, parameter: Any) -> bool:

@@ -6,7 +6,7 @@ from torch.nn import Module
 
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.requires_grad import TrainedParameters, listed
+from lightning_paral.model.requires_grad import TrainedParameters, first_names
 
 
 class FixedParameters:
@@ -30,11 +30,11 @@ class FixedParameters:
             if not self._trained.have_changed():
                 return
             now = self._trained.current_by_name()
-            self._trained.look()
+            self._trained.update()
         more = [name for name, p in now.items() if p.requires_grad and self._at_setup.get(name) is not p]
         if more:
             raise ConfigurationError(
                 f"These parameters require a gradient now, and did not, or were not in the module, when training "
-                f"began: {listed(more)}. ZeRO trains what required a gradient then. Use paral_ddp or paral_fsdp, which "
-                "train what requires a gradient in each step."
+                f"began: {first_names(more)}. ZeRO trains what required a gradient then. Use paral_ddp or paral_fsdp, "
+                "which train what requires a gradient in each step."
             )

@@ -1,7 +1,6 @@
 """The keys of DeepSpeed's configuration, read from its source: importing DeepSpeed would settle its accelerator."""
 
 import ast
-import difflib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from lightning_paral.compat.deepspeed.removed_options import removed_options
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 _MODELS = {
     "zero_optimization": "DeepSpeedZeroConfig",
@@ -93,10 +93,10 @@ def _check_section(section: object, path: str, model: str, known: _Known) -> Non
 
 def _explain(name: str, section: str, known: Collection[str]) -> str:
     place = f" in {section}" if section else ""
-    near = difflib.get_close_matches(str(name), sorted(known), n=2, cutoff=0.75)
+    near = nearest_names(str(name), known, 2, 0.75)
     if not near and not section:
         near = [word for word in (*_MODELS, *_FLAT) if word.startswith(f"{name}_")]
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Take it out, or see DeepSpeed's documentation."
+    hint = did_you_mean(near, quoted=True) if near else "Take it out, or see DeepSpeed's documentation."
     return f"deepspeed_config has {name!r}{place}, which DeepSpeed does not know. {hint}"
 
 

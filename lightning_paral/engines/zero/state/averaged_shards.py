@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.checkpoint.lazy_tensor import read_run
+from lightning_paral.checkpoint.lazy_tensor import read_flat_range
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.shards import FlatShard, same
+from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.engines.zero.parameters.partition import (
     full_numel,
     full_shape,
@@ -120,11 +120,11 @@ class ZeroWeightShards(WeightShards):
         is_sharded = any(ranges[number] != self._ranges[number] for ranges in self._ranges_of_ranks)
         if numel == full_numel(parameter) and not is_sharded:
             return average.view(shape)
-        return FlatShard(shape, average.dtype, start, numel, partial(same, average))
+        return FlatShard(shape, average.dtype, start, numel, partial(identity, average))
 
     def read(self, number: int, stored: Tensor, average: Tensor) -> None:
         """Read this rank's flat range of `stored` into the `average`."""
-        read_run(stored, self._ranges[number][0], average)
+        read_flat_range(stored, self._ranges[number][0], average)
 
     def has_master(self, number: int) -> bool:
         """Whether a checkpoint holds the fp32 master copy of a parameter."""

@@ -9,9 +9,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.checkpoint.lazy_tensor import read_run, read_whole
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, by_number, hyper_parameters
+from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.compat.deepspeed.overlap import overlaps
 from lightning_paral.engines.zero.parameters.partition import write_gathered
@@ -87,7 +87,7 @@ class EngineShards:
         for partition, tensors in stored.items():
             with partition.opened(write=True) as (flat, _):
                 for run, values in tensors:
-                    read_run(values, run.start, flat.data[run.position : run.position + run.numel])
+                    read_flat_range(values, run.start, flat.data[run.position : run.position + run.numel])
                 partition.publish()
 
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
@@ -153,7 +153,7 @@ class EngineShards:
             hyper_parameters(group) | {"params": list(of_group)}
             for group, of_group in zip(self.users.groups, self.users.names, strict=True)
         ]
-        return by_number({"state": state, "param_groups": groups})
+        return to_int_keys({"state": state, "param_groups": groups})
 
     def _state_of(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -209,10 +209,10 @@ def _load_partition(
             state[key] = torch.zeros_like(flat, requires_grad=False)
             for id_, value in values.items():
                 run = partition.ranges[id_]
-                read_run(value, run.start, state[key][run.position : run.position + run.numel])
+                read_flat_range(value, run.start, state[key][run.position : run.position + run.numel])
         else:
             first = next(iter(values.values()))
-            state[key] = read_whole(first).clone() if isinstance(first, Tensor) else first
+            state[key] = materialize(first).clone() if isinstance(first, Tensor) else first
 
 
 def _is_per_element(partition: Partition, values: dict[int, Any]) -> bool:

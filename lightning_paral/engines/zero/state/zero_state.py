@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.state.ended_optimizers import read_whole_run
+from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
 from lightning_paral.checkpoint.state.optimizer import State
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.engines.zero.parameters.partition import (
@@ -183,7 +183,7 @@ class ZeroState(TensorState):
         if self.gradients is None:  # after the fit
             kept = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
             if kept:
-                return read_whole_run(kept[0], self.device)
+                return gather_full_tensor(kept[0], self.device)
         self._fit_gradients()
         try:
             state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from lightning_paral.checkpoint.state.optimizer import group_names, hyper_parameters
+from lightning_paral.checkpoint.state.optimizer import hyper_parameters, param_names
 from lightning_paral.compat.deepspeed.processor import processor_read_once
 from lightning_paral.compat.lightning.optimizers import is_none
 from lightning_paral.compat.torch import step_hooks
@@ -44,7 +44,7 @@ class UsersOptimizer:
     def __init__(self, optimizer: Optimizer, module: Module) -> None:
         self.optimizer = optimizer
         self.groups = list(optimizer.param_groups)
-        self.names = group_names(optimizer, module)
+        self.names = param_names(optimizer, module)
         self._state = optimizer.state
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
 

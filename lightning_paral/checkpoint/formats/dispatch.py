@@ -1,0 +1,103 @@
+"""Open a checkpoint of any form: one file, a sharded folder, or a folder of DeepSpeed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_paral.checkpoint.formats.deepspeed import find_folder, read_deepspeed
+from lightning_paral.checkpoint.formats.full import read_full
+from lightning_paral.checkpoint.formats.sharded import META, METADATA, read_meta, read_tree
+from lightning_paral.checkpoint.io.storage import Folder, LocalStorage, folder_at
+from lightning_paral.checkpoint.lazy_tensor import materialize
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.resolve import explain_read_errors
+from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import CURRENT_KEY, is_state_key
+from lightning_paral.errors import CheckpointError
+
+
+def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Return the checkpoint at `path` as Lightning dumps it: `state_dict`, `optimizer_states` with int keys, the rest.
+
+    Args:
+        path: file, folder or URL; files behind URLs have been copied to the host.
+        weights_only: `False` trusts the checkpoint, and runs code that it holds.
+        manifest: its manifest; `None` for checkpoints of other tools.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    with explain_read_errors(path):
+        checkpoint = _open(path, weights_only, manifest)
+        if weights_only:
+            _check_structure(path, checkpoint)
+        return checkpoint
+
+
+def _check_structure(path: str | Path, checkpoint: dict[str, Any]) -> None:
+    """Raise a `CheckpointError` if `state_dict` or `optimizer_states` have not the types that they always have."""
+    states = checkpoint.get("optimizer_states", [])
+    fits = isinstance(checkpoint["state_dict"], Mapping) and isinstance(states, list)
+    fits = fits and all(isinstance(name, str) for name in checkpoint["state_dict"])
+    if not fits or not all(map(_is_state, states)):
+        raise CheckpointError(f"{path} is damaged, or no checkpoint: its state_dict or optimizer_states are none.")
+
+
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state", {}), Mapping):
+        return False
+    groups = state.get("param_groups", [])
+    return isinstance(groups, list) and all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups
+    )
+
+
+def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:
+    folder = folder_at(path)
+    if isinstance(folder, LocalStorage):
+        if folder.path.is_file():
+            checkpoint = read_full(folder.path, weights_only)
+            if "state_dict" not in checkpoint:
+                raise CheckpointError(f"{path} is no checkpoint: it has no 'state_dict'.")
+            return checkpoint
+        of_deepspeed = find_folder(folder.path)
+        if of_deepspeed is not None:
+            return read_deepspeed(of_deepspeed, weights_only)
+    return _open_sharded(folder, path, weights_only, manifest)
+
+
+def _open_sharded(folder: Folder, path: str | Path, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:
+    names = manifest.names if manifest is not None else {}
+    if folder.size(names.get(METADATA, METADATA)) is None:
+        raise CheckpointError(f"{path} is no checkpoint: it has no file {METADATA}.")
+    checkpoint = read_meta(folder, names.get(META, META), weights_only)
+    if PACKAGE_STATE_KEY in checkpoint and manifest is None:
+        raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
+    if any(not isinstance(key, str) for key in checkpoint):
+        raise CheckpointError(f"{folder.name(META)} is damaged: its keys are no names.")
+    tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
+    weights = tree.pop("state_dict", None)
+    checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
+    if CURRENT_KEY in tree:
+        checkpoint[CURRENT_KEY] = tree.pop(CURRENT_KEY)
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if is_state_key(key))
+    optimizers = [tree.pop(f"optimizer_{number}") for number in numbers]
+    if manifest is not None:
+        _fill(checkpoint, tree)
+    if optimizers:
+        others = checkpoint.pop(OTHER_ENTRIES_KEY, [{}] * len(optimizers))
+        checkpoint["optimizer_states"] = [other | to_int_keys(s) for other, s in zip(others, optimizers, strict=True)]
+    return checkpoint
+
+
+def _fill(checkpoint: Any, tensors: Any) -> None:
+    """Put `tensors`, read, into `checkpoint`, which has `None` in their place: sharded tensors of callbacks."""
+    items = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
+    for key, value in items:
+        if isinstance(value, Tensor):
+            checkpoint[key] = materialize(value)
+        elif value is not None:
+            _fill(checkpoint[key], value)

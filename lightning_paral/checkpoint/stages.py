@@ -1,0 +1,141 @@
+"""Merge weights and optimizer states of several pipeline stages on rank 0, as far as they are not tensors."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from lightning_paral.checkpoint.io.staging import copied_to_host
+from lightning_paral.checkpoint.save_plan import WriteItem
+from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
+from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, insert, is_state_key, replace_at, tensors_in
+from lightning_paral.compat.torch.state_dicts import set_versions, versions_in
+from lightning_paral.distributed.agreement import RankGroup
+
+_PLACEHOLDER = torch.empty(0, device="meta")
+"""Stands for a tensor that other ranks hold."""
+
+
+def merge_stages(
+    tree: dict[str, Any], items: Iterable[WriteItem], ranks: RankGroup, stages: Sequence[int], what: str
+) -> dict[str, Any]:
+    """Return rank 0's `tree` with the weights and optimizer states of all stages. *Collective*.
+
+    Where several stages have an entry, it is rank 0's, or else that of the first of them. Parameter groups are merged
+    by index: a group has the parameters of all stages, and the hyper-parameters of the first stage that has the group.
+
+    Args:
+        tree: the checkpoint of this rank, with optimizers keyed by FQN (`optimizer_0`). It is not changed.
+        items: the tensors that are saved.
+        ranks: the ranks that save together.
+        stages: the pipeline stage of each of them.
+        what: what failed, for errors.
+
+    Returns:
+        dict[str, Any]: on rank 0, which writes it, the merged tree, with a placeholder at each path of `items` whose
+            tensor other ranks hold; on other ranks an empty dict.
+
+    Raises:
+        CheckpointError: the trees cannot be copied or do not fit together; on all ranks.
+    """
+    paths = [path for item in items for path in (item.path, *item.aliases)]
+    local = ranks.each(what, lambda: _without_tensors(tree, paths))
+    merged = dict(tree)
+
+    def merge(other: dict[str, Any]) -> None:
+        for key, state in other.items():
+            merged[key] = _merged(key, merged[key], state) if key in merged else state
+
+    for stage in sorted(set(stages) - {stages[0]}):
+        other = ranks.broadcast(local, stages.index(stage))
+        ranks.on_first(what, lambda other=other: merge(other))  # type: ignore[misc]
+    return ranks.each(what, lambda: _with_placeholders(merged, paths) if ranks.is_first else {})
+
+
+def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict[str, Any]:
+    state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
+    stripped: dict[str, Any] = copied_to_host(replace_at(state, dict.fromkeys(paths, _PLACEHOLDER)))
+    return stripped
+
+
+def _with_placeholders(tree: dict[str, Any], paths: Sequence[TreePath]) -> dict[str, Any]:
+    present = {path for path, _ in tensors_in(tree)}
+    copied: dict[str, Any] = replace_at(tree, {})
+    for path in paths:
+        if path not in present:
+            insert(copied, path, _PLACEHOLDER, [len(paths)])
+    if OTHER_ENTRIES_KEY in copied:
+        num_optimizers = sum(_is_optimizer_key(key) for key in copied)
+        copied[OTHER_ENTRIES_KEY] += [{} for _ in range(num_optimizers - len(copied[OTHER_ENTRIES_KEY]))]
+    return copied
+
+
+def _is_optimizer_key(key: str) -> bool:
+    return re.fullmatch(r"optimizer_\d+", key) is not None
+
+
+def _merged(key: str, first: Any, second: Any) -> Any:
+    if key in WEIGHT_KEYS:
+        weights = _with_missing(first, second)
+        if (versions := versions_in(second)) is not None:
+            set_versions(weights, {**versions, **(versions_in(first) or {})})
+        return weights
+    if key == OTHER_ENTRIES_KEY:
+        return [_with_missing(*pair) for pair in _paired(first, second)]
+    groups = _paired(first["param_groups"], second["param_groups"])
+    return {
+        "state": _with_missing(first["state"], second["state"]),
+        "param_groups": [_merged_groups(*pair) for pair in groups],
+    }
+
+
+def _paired(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
+    empty: dict[str, Any] = {}
+    return list(zip_longest(first, second, fillvalue=empty))
+
+
+def _with_missing(first: Any, second: Mapping[str, Any]) -> Any:
+    merged = copy(first)  # of the same type
+    merged.update({key: value for key, value in second.items() if key not in first})
+    return merged
+
+
+def _merged_groups(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    names = dict.fromkeys((*first.get("params", ()), *second.get("params", ())))
+    return {**second, **first, "params": list(names)}
+
+
+def restore_int_keys(tree: dict[str, Any], items: Iterable[WriteItem]) -> dict[str, Any]:
+    """Return `tree` with optimizer states as Lightning dumps them, and change the paths of `items` to match.
+
+    Args:
+        tree: a checkpoint with optimizers keyed by FQN (`optimizer_0`).
+        items: the tensors that are saved.
+    """
+    restored = {key: value for key, value in tree.items() if not _is_optimizer_key(key) and key != OTHER_ENTRIES_KEY}
+    by_fqn = [tree[f"optimizer_{number}"] for number in range(sum(map(_is_optimizer_key, tree)))]
+    others = tree.get(OTHER_ENTRIES_KEY) or [{} for _ in by_fqn]
+    if by_fqn:
+        restored["optimizer_states"] = [other | to_int_keys(state) for other, state in zip(others, by_fqn, strict=True)]
+    numbers: list[dict[Any, int]] = [{} for _ in by_fqn]
+    for of_optimizer, state in zip(numbers, by_fqn, strict=True):
+        for name in (name for group in state["param_groups"] for name in group["params"]):
+            of_optimizer.setdefault(name, len(of_optimizer))
+
+    def with_int_keys(path: TreePath) -> TreePath:
+        key, *rest = path
+        if key == OTHER_ENTRIES_KEY:
+            return ("optimizer_states", *rest)
+        if not _is_optimizer_key(str(key)):
+            return path
+        number = int(str(key).removeprefix("optimizer_"))
+        if rest[0] == "state":
+            rest[1] = numbers[number][rest[1]]
+        return ("optimizer_states", number, *rest)
+
+    for item in items:
+        item.path, item.aliases = with_int_keys(item.path), [with_int_keys(path) for path in item.aliases]
+    return restored

@@ -1,0 +1,92 @@
+"""Nested dicts and lists of a checkpoint: find, replace and insert values by path."""
+
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
+from typing import Any
+
+from torch import Tensor
+
+from lightning_paral.checkpoint.shards import is_sharded
+
+TreePath = tuple[str | int, ...]
+"""Keys of dicts and indices of lists, from the outermost container inwards."""
+
+CURRENT_KEY = "current_model_state"
+"""Where Lightning's WeightAveraging puts the weights; `state_dict` then holds their averages."""
+
+WEIGHT_KEYS = ("state_dict", CURRENT_KEY)
+"""Keys of a checkpoint that hold what `Module.state_dict` returns."""
+
+
+def is_state_key(key: str) -> bool:
+    """Whether `key` of a checkpoint holds weights or optimizer state: every tensor below it is planned."""
+    return key in (*WEIGHT_KEYS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
+
+
+def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tensor]]:
+    """Yield the tensors in nested dicts and lists, each with its path."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, MutableMapping):
+        for key, value in tree.items():
+            yield from tensors_in(value, (*path, key))
+    elif isinstance(tree, list):
+        for number, value in enumerate(tree):
+            yield from tensors_in(value, (*path, number))
+
+
+def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
+    """Return a copy of nested dicts and lists with the values at the paths in `values` replaced."""
+    if path in values:
+        return values[path]
+    if isinstance(tree, MutableMapping):
+        changed = copy(tree)  # keeps attributes of an OrderedDict, such as `_metadata` of a state_dict
+        changed.update({key: replace_at(value, values, (*path, key)) for key, value in tree.items()})
+        return changed
+    if isinstance(tree, list):
+        replaced = copy(tree)
+        replaced[:] = [replace_at(value, values, (*path, number)) for number, value in enumerate(tree)]
+        return replaced
+    return tree
+
+
+def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) -> None:
+    """Set the value at `path`, creating the dicts and lists on the way; integers index lists.
+
+    Args:
+        tree: the outermost dict, changed in place.
+        path: where to put `value`.
+        value: any object.
+        room: one number, shared by all calls: how many list elements may be created beyond those that are set.
+
+    Raises:
+        ValueError: lists would grow longer than that.
+        TypeError: a value on the way is neither a dict nor a list.
+    """
+    here: Any = tree
+    step: Any
+    for step, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(here, list):
+            if not isinstance(step, int):
+                raise TypeError(f"a list has no {step!r:.100}")
+            room[0] -= max(0, step - len(here))
+            if room[0] < 0:
+                raise ValueError(f"index {step} is beyond all that is there")
+            here.extend([None] * (step + 1 - len(here)))
+        elif not isinstance(here, dict):
+            raise TypeError(f"{step!r:.100} is in a {type(here).__name__}")
+        if following is None:
+            here[step] = value
+            return
+        inner = here[step] if isinstance(here, list) or step in here else None
+        if inner is None:
+            inner = here[step] = [] if isinstance(following, int) else {}
+        here = inner
+
+
+def view_key(value: Tensor) -> Any:
+    """Return a key that two tensors share if they are the same view of the same memory."""
+    if is_sharded(value) or value.numel() == 0:
+        return id(value)
+    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg()

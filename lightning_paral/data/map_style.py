@@ -1,0 +1,125 @@
+"""Distribute a loader of a map-style dataset: every rank draws the same global order and loads its own batches."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import BatchSampler
+
+from lightning_paral.compat.lightning.samplers import IndexBatchSampler
+from lightning_paral.compat.torch.loaders import copy_without_workers
+from lightning_paral.data.global_order import GlobalOrder, Seed
+from lightning_paral.data.loader import Loader, samplers, with_iteration
+from lightning_paral.data.padding import MaybeUneven, PaddingBatch
+from lightning_paral.data.sampler import RankBatchSampler, ShardSpec, too_few_batches
+from lightning_paral.distributed.host_exchange import broadcast_from_first_rank, gather_ints
+from lightning_paral.errors import ConfigurationError
+
+
+def distribute_map_style(
+    loader: Loader,
+    shard: ShardSpec,
+    seed: Seed,
+    number: int,
+    *,
+    shared_rng: bool,
+    predicting: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[Loader, RankBatchSampler]:
+    """Return a copy of `loader` with a sampler of this rank's batches, and that sampler.
+
+    When the copy is iterated, the ranks compare the beginning of each epoch's order: *collective* then.
+
+    Args:
+        loader: not changed.
+        shard: this rank's part.
+        seed: seed of the run's orders.
+        number: index among the loaders of the same stage.
+        shared_rng: whether to draw from the global random generators, as a single process does, and not from `seed`.
+        predicting: whether the loader is for `trainer.predict`, where every sample counts and writers ask for indices.
+        group: of the data ranks, for host tensors; `None` is the world.
+
+    Raises:
+        ConfigurationError: the batches of a training loader cannot be divided as `shard` says.
+    """
+    batches: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    if predicting and getattr(batches, "drop_last", False):
+        batches = copy.copy(batches)
+        batches.drop_last = False  # as Lightning does
+    several = shard.world_size > 1
+    order = GlobalOrder(
+        batches=batches,
+        seed=seed,
+        number=number,
+        batched=loader.batch_sampler is not None,
+        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches, group)
+        if several
+        else None,
+        shared=shared_rng,
+        agree=partial(broadcast_from_first_rank, group=group) if several else None,
+        samplers=samplers(loader),
+    )
+    if shard.remainder != "pad":
+        _check_training(order, shard, loader.batch_size)
+    elif not order.batched:
+        shard = dataclasses.replace(shard, split="batch")
+    sampler = RankBatchSampler(order, shard)
+    distributed = _with_sampler(loader, sampler)
+    if predicting and order.batched:
+        distributed.__dict__["batch_sampler"] = IndexBatchSampler(sampler)  # tells prediction writers the indices
+    return distributed, sampler
+
+
+def _with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
+    if not sampler.order.batched:
+        changed = copy_without_workers(loader, sampler=sampler)
+    elif sampler.shard.split == "global" and loader.batch_size is not None:
+        local_batch_size = -(-loader.batch_size // sampler.shard.world_size)
+        changed = copy_without_workers(loader, batch_sampler=sampler, batch_size=local_batch_size)
+    else:
+        changed = copy_without_workers(loader, batch_sampler=sampler)
+    return with_iteration(changed, partial(_mark_padding, sampler)) if sampler.shard.may_need_padding else changed
+
+
+def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
+    """Yield `batches`; wrap those that `sampler` knows to be padding, or to stand beside padding of another rank."""
+    for step, batch in enumerate(batches):
+        if step in sampler.padding_steps:
+            yield PaddingBatch(batch)
+        elif step in sampler.uneven_steps:
+            yield MaybeUneven(batch)
+        else:
+            yield batch
+
+
+def _check_same_order(sampler: object, group: dist.ProcessGroup | None, checksum: int) -> None:
+    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over `group`."""
+    checksums = gather_ints(checksum, group)
+    if len(set(checksums)) > 1:
+        different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
+        raise ConfigurationError(
+            f"The {type(sampler).__name__} draws other batches on rank {different[0]} than on rank 0. Every rank "
+            "has to draw the same batches, and keeps its part of them: let the sampler draw from the global generator "
+            "of torch, numpy or random, or from one that has the same seed on all ranks, and ignore the rank; or set "
+            "Trainer(use_distributed_sampler=False) if it distributes the samples itself."
+        )
+
+
+def _check_training(order: GlobalOrder, shard: ShardSpec, batch_size: int | None) -> None:
+    """Raise a `ConfigurationError` if training batches cannot be divided as `shard` says."""
+    num_batches = order.num_batches()
+    if shard.split == "global" and not order.batched:
+        raise ConfigurationError(
+            "split='global' divides the batches of the training loader, but it has batch_size=None and leaves batching "
+            "to its dataset. Give it a batch size, or set split='batch'."
+        )
+    if shard.split == "global" and batch_size is not None and batch_size < shard.world_size:
+        raise ConfigurationError(
+            f"split='global' divides each batch among {shard.world_size} ranks, but the training loader has "
+            f"batch_size={batch_size}. Make it at least the number of ranks, or set split='batch'."
+        )
+    if num_batches and not shard.num_steps(num_batches):
+        raise too_few_batches(order.batches, shard.world_size)

@@ -1,0 +1,54 @@
+"""Exchange small values between the ranks of a group, on the host: nothing waits for devices."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_paral.distributed.process_group import host_group
+
+T = TypeVar("T")
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `flag` is true on any rank of `group`. *Collective* over `group`."""
+    return _reduce(flag, dist.ReduceOp.MAX, group)
+
+
+def every_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `flag` is true on every rank of `group`. *Collective* over `group`."""
+    return _reduce(flag, dist.ReduceOp.MIN, group)
+
+
+def _reduce(flag: bool, op: Any, group: dist.ProcessGroup | None) -> bool:
+    # On the host: reading the result from a device would wait for everything queued there.
+    tensor = torch.tensor(int(flag), device="cpu")
+    dist.all_reduce(tensor, op=op, group=group or host_group())
+    return bool(tensor)
+
+
+def gather_ints(number: int, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the `number` of each rank of `group`, ordered by rank. *Collective* over `group`."""
+    local = torch.tensor([number], device="cpu")
+    gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group or host_group())
+    return [int(each) for each in gathered]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the picklable `value` of each rank of `group`, ordered by rank. *Collective* over `group`.
+
+    Without a process group, return this process's value only.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return the picklable `value` of the first rank of `group` on all of them. *Collective* over `group`."""
+    shared = [value]
+    dist.broadcast_object_list(shared, group_src=0, group=group or host_group())
+    return shared[0]

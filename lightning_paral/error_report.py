@@ -1,0 +1,99 @@
+"""Report uncaught errors of this package briefly: the user's own lines and the message, once per host."""
+
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from lightning_paral.distributed.process_group import is_first_to_say
+from lightning_paral.errors import ParalError
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
+"""The environment variable that restores complete tracebacks if it is `full`."""
+
+_INTERNALS = (
+    "lightning_paral",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "torch",
+    "deepspeed",
+    "fsspec",
+    "jsonargparse",
+)
+
+
+def install_brief_excepthook() -> None:
+    """Print uncaught errors of this package without the frames of libraries.
+
+    If several ranks of a host end with the same error, one of them prints it. An error of this package that has a cause
+    in user code, such as a training step, is printed in full, and so are all other errors.
+    """
+    if not isinstance(sys.excepthook, _BriefExceptHook):
+        sys.excepthook = _BriefExceptHook(sys.excepthook)
+
+
+class _BriefExceptHook:
+    def __init__(self, otherwise: Hook) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ours = error if isinstance(error, ParalError) else unwrap_parser_error(error)
+        if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "full" or has_user_cause(ours):
+            self._otherwise(kind, error, trace)
+            return
+        if not is_first_to_say(str(ours)):
+            return
+        frames = traceback.StackSummary.extract(_user_frames(trace)).format()
+        heading = ["Traceback (most recent call last):\n"] if frames else []
+        sys.stderr.write("".join([*heading, *frames, *traceback.format_exception_only(ours)]))
+
+
+def unwrap_parser_error(error: BaseException) -> ParalError | None:
+    """Return the `ParalError` inside an error of jsonargparse, or `None` if there is none."""
+    trace = list(traceback.walk_tb(error.__traceback__))
+    parser = sys.modules.get("jsonargparse")
+    if not isinstance(error, ValueError) or parser is None or not trace:
+        return None
+    if not trace[-1][0].f_code.co_filename.startswith(str(Path(str(parser.__file__)).parent)):
+        return None
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ParalError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def has_user_cause(error: BaseException) -> bool:
+    """Return whether `error` was caused by an error raised below user code, such as a training step."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while cause is not None:
+        if any(True for _ in _user_frames(cause.__traceback__)):
+            return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False
+
+
+def _user_frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    internal = tuple(f"{folder}{os.sep}" for folder in _folders())
+    site = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    standard = sysconfig.get_path("stdlib")
+    for frame, line in traceback.walk_tb(trace):
+        path = frame.f_code.co_filename
+        is_standard = path.startswith((standard, "<frozen")) and not path.startswith(site)
+        if not path.startswith(internal) and not is_standard:
+            yield frame, line
+
+
+def _folders() -> Iterator[str]:
+    for name in _INTERNALS:
+        module = sys.modules.get(name)
+        location = getattr(module, "__file__", None) if module is not None else None
+        if location:
+            yield str(Path(location).parent)

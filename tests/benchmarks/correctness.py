@@ -1,0 +1,152 @@
+"""Losses of every strategy next to those of one process, on a small GPT.
+
+    python -m tests.benchmarks.correctness          # print them
+    python -m tests.benchmarks.correctness --write  # and write docs/correctness.md
+
+Every name is trained on two ranks (`paral_dp`: two devices) by `Trainer(strategy=NAME)`, with half of the batch size of
+one process, so that all of them see the same global batches. What is compared is what users see: the logged losses of
+training and validation, and the weights of the saved checkpoint.
+"""
+
+import argparse
+import logging
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tabulate import tabulate
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from examples.gpt import GPT, StandardLibrary
+from lightning_paral import STRATEGIES, Offload
+from lightning_paral.checkpoint.load import load
+from lightning_paral.distributed.agreement import RankGroup
+from tests.benchmarks import results
+from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
+
+NUM_RANKS = 2
+NUM_STEPS = 20
+GLOBAL_BATCH_SIZE = 8
+CONTEXT = 32
+NUM_VALIDATION_SAMPLES = 37  # odd: one rank has fewer
+ONE_PROCESS = "one process"
+SMALL_BUFFERS = 100_000
+
+
+class SmallGPT(GPT):
+    """The example's GPT, small, with losses that are logged as means over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(width=32, num_layers=2, num_heads=2, context=CONTEXT)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Say nothing."""
+
+
+class Losses(Callback):
+    """Keeps what was logged in every step."""
+
+    def __init__(self) -> None:
+        self.training: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.training.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def fit(name: str, folder: str) -> dict[str, Any]:
+    """Train under a strategy; return the logged losses. *Collective* over the ranks."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    module, losses = SmallGPT(), Losses()
+    has_ranks = name not in (ONE_PROCESS, "paral_dp")
+    trainer = quiet_trainer(
+        strategy="auto" if name == ONE_PROCESS else _strategy(name, folder),
+        devices=1 if name == ONE_PROCESS else NUM_RANKS,
+        max_steps=NUM_STEPS,
+        limit_val_batches=1.0,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        callbacks=[losses],
+    )
+    batch_size = GLOBAL_BATCH_SIZE // NUM_RANKS if has_ranks else GLOBAL_BATCH_SIZE
+    training = Subset(StandardLibrary("train", CONTEXT), range(NUM_STEPS * GLOBAL_BATCH_SIZE))
+    validation = Subset(StandardLibrary("validation", CONTEXT), range(NUM_VALIDATION_SAMPLES))
+    trainer.fit(module, DataLoader(training, batch_size), DataLoader(validation, batch_size))
+    trainer.save_checkpoint(_checkpoint(name, folder))
+    return {"training": losses.training, "validation": float(trainer.callback_metrics["val_loss"])}
+
+
+def _strategy(name: str, folder: str) -> Any:
+    if name != "paral_zero3_nvme":
+        return name
+    # The same by an object: buffers of the default size hold 100 million elements each.
+    (entry,) = [entry for entry in STRATEGIES if entry.name == name]
+    offload = Offload("nvme", path=folder, buffer_numel=SMALL_BUFFERS)
+    return entry.strategy(**entry.arguments | {"offload_optimizer": offload, "offload_parameters": offload})
+
+
+def _checkpoint(name: str, folder: str) -> str:
+    return f"{folder}/{name.replace(' ', '_')}.ckpt"
+
+
+def _weights(name: str, folder: str) -> dict[str, Tensor]:
+    found = load(_checkpoint(name, folder), RankGroup(), weights_only=True)["state_dict"]
+    return {key: torch.as_tensor(value).clone() for key, value in found.items()}
+
+
+def measure() -> dict[str, Any]:
+    """Train under every name; return losses and the largest differences from one process."""
+    rows: dict[str, Any] = {}
+    pool = RankPool()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # a disk, as NVMe needs
+        try:
+            for name in (ONE_PROCESS, *(entry.name for entry in STRATEGIES)):
+                num_ranks = 1 if name in (ONE_PROCESS, "paral_dp") else NUM_RANKS
+                rows[name] = pool.run(num_ranks, fit, name, folder, timeout=600)[0]
+                assert len(rows[name]["training"]) == NUM_STEPS, name
+        finally:
+            pool.close()
+        expected, weights = rows[ONE_PROCESS], _weights(ONE_PROCESS, folder)
+        for name, row in rows.items():
+            pairs = zip(row["training"], expected["training"], strict=True)
+            row["training_difference"] = max(abs(loss - other) / other for loss, other in pairs)
+            row["validation_difference"] = abs(row["validation"] / expected["validation"] - 1.0)
+            found = _weights(name, folder)
+            assert found.keys() == weights.keys(), name
+            row["weight_difference"] = max(float((found[key] - weights[key]).abs().max()) for key in weights)
+    return {"num_ranks": NUM_RANKS, "num_steps": NUM_STEPS, "global_batch_size": GLOBAL_BATCH_SIZE, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/correctness.md and its plot")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    record = measure()
+    rows = [
+        (name, row["training"][0], row["training"][-1], row["validation"], row["training_difference"])
+        for name, row in record["rows"].items()
+    ]
+    headers = ("", "first loss", "last loss", "validation loss", "largest relative difference")
+    print(tabulate(rows, headers=headers, floatfmt=("", ".6f", ".6f", ".6f", ".1e")))
+    if options.write:
+        from tests.docs.generated import write_all
+
+        results.store("correctness", record)
+        write_all()
+
+
+if __name__ == "__main__":
+    main()

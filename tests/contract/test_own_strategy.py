@@ -1,0 +1,46 @@
+"""A strategy of somebody else, from a folder of theirs, passes the contracts with one row in the table of cases."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.contract.cases import MORE_CASES
+
+ROOT = Path(__file__).parents[2]
+ROW = """
+import flat_all_reduce
+from tests.contract.case import StrategyCase
+
+CASES = (StrategyCase(label="flat_all_reduce", world_sizes=(1, 2)),)
+"""
+SUITES = (
+    "tests/contract/test_parity.py",
+    "tests/contract/test_sampling.py",
+    "tests/distributed/checkpoint/test_matrix.py",
+)
+SOME = (
+    "test_training_equals_one_process[flat_all_reduce-2-3]",
+    "test_evaluation_equals_one_process[flat_all_reduce-batch-3]",
+    "test_training_on_global_batches_is_the_same_run_at_any_world_size[flat_all_reduce]",
+    "test_resuming_inside_an_epoch_equals_the_uninterrupted_run[flat_all_reduce-batch]",
+    "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-flat_all_reduce-2]",
+    "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-paral_fsdp-2]",
+)
+
+
+def test_strategy_from_another_folder_passes_the_contracts(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "flat_all_reduce.py", tmp_path)
+    (tmp_path / "cases_of_mine.py").write_text(ROW)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {MORE_CASES: "cases_of_mine", "PYTHONPATH": paths}
+    # Among the checkpoints that FSDP resumes from here is one of this strategy.
+    chosen = ["-m", "not deepspeed", "-k", "flat_all_reduce or torch-paral_fsdp-2"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *SUITES, *chosen]
+
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
+    for name in SOME:
+        assert f"{name} PASSED" in ended.stdout, name

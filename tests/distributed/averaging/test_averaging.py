@@ -1,0 +1,396 @@
+"""Averages of weights (EMA, SWA) under every strategy: those of one process, of which each rank keeps what it holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.checkpoint.load import peek
+from lightning_paral.cli.consolidate import consolidate
+from lightning_paral.errors import ConfigurationError
+from tests.contract.cases import BY_LABEL, MAIN
+from tests.models.averaged import MAX_EPOCHS, Averaged, fit
+from tests.models.regression import regression_data
+from tests.running import quiet_trainer
+
+TOLERANCE = 1e-5
+
+
+def partitioned(**more: Any) -> ParalZeROStrategy:
+    """Stage 3 without parameters that stay whole because they are small."""
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0} | more}
+    return ParalZeROStrategy(stage=3, deepspeed_config=config)
+
+
+STRATEGIES: dict[str, Any] = {
+    **{case.label.removeprefix("paral_"): case.strategy for case in MAIN},
+    "fsdp_gathered": lambda: ParalFSDPStrategy(units=["Linear"], reshard_after_forward=False),
+    "zero3_partitioned": partitioned,
+    "lightning": lambda: "ddp",
+}
+DIVIDED = ("fsdp", "zero1", "zero2", "zero3", "zero3_partitioned")
+
+
+def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.as_tensor(found[name]), value, rtol=0, atol=TOLERANCE, msg=name)
+
+
+class Collectives(TorchDispatchMode):
+    """Notes the collectives inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace.startswith("c10d"):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(EMAWeightAveraging):
+    """Notes how much a rank keeps, and which collectives its updates and its swaps take."""
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.6)
+        self.held = 0
+        self.of_updates: list[str] = []
+        self.of_swaps: list[str] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with Collectives() as seen:
+            super().on_train_batch_end(*args)
+        self.of_updates += seen.names
+        self.held = sum(parameter.numel() for parameter in self._average_model.module.parameters())
+
+    def on_validation_epoch_start(self, *args: Any) -> None:
+        with Collectives() as seen:
+            super().on_validation_epoch_start(*args)
+        self.of_swaps += seen.names
+
+
+def fit_and_resume(label: str, num_ranks: int, folder: str, reference: str) -> dict[str, Any]:
+    callback = Counted()
+    path = Path(folder, f"{label}-{num_ranks}.ckpt")
+    return {
+        "fit": fit(STRATEGIES[label](), num_ranks, callback, save_to=path),
+        "resumed": fit(STRATEGIES[label](), num_ranks, Counted(), resume_from=path),
+        "resumed from one process": fit(STRATEGIES[label](), num_ranks, Counted(), resume_from=Path(reference)),
+        "held": callback.held,
+        "collectives": (callback.of_updates, callback.of_swaps),
+    }
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[dict[str, Tensor], list[float]]]:
+    """A checkpoint of Lightning's own strategy in one process, and the weights and losses it leads to."""
+    path = tmp_path_factory.mktemp("one") / "whole.ckpt"
+    return path, fit("auto", 1, Counted(), save_to=path)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("label", [label for label in STRATEGIES if label != "lightning"])
+def test_ema_is_that_of_one_process_and_goes_on_from_any_checkpoint(
+    on_ranks, one_process, tmp_path: Path, label: str, num_ranks: int
+) -> None:
+    reference, (weights, losses) = one_process
+    processes = 1 if label == "dp" else num_ranks
+    ranks = on_ranks(processes, fit_and_resume, label, num_ranks, str(tmp_path), str(reference))
+    for found in ranks:
+        for kind in ("fit", "resumed", "resumed from one process"):
+            assert_same_weights(found[kind][0], weights)
+            assert found[kind][1] == pytest.approx(losses[-len(found[kind][1]) :], rel=TOLERANCE), kind
+        assert len(found["fit"][1]) == MAX_EPOCHS
+        assert found["collectives"][0] == []
+    path = tmp_path / f"{label}-{num_ranks}.ckpt"
+    _, content = peek(path)
+    expected = torch.load(reference, weights_only=True)
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        assert_same_weights(content[key], expected[key])
+    if label in DIVIDED and num_ranks == 2:
+        whole = sum(parameter.numel() for parameter in Averaged().parameters())
+        assert max(found["held"] for found in ranks) < 0.8 * whole
+    if label in ("zero1", "zero2") and num_ranks == 2:
+        assert ranks[0]["collectives"][1] != []  # whole weights are computed with, and collectives are seen here
+    if label in ("fsdp", "zero2"):
+        other = fit("auto" if path.is_file() else "paral_ddp", 1, Counted(), resume_from=path)
+        assert_same_weights(other[0], weights)
+        consolidate([str(path), str(tmp_path / "file.ckpt")])
+        consolidated = torch.load(tmp_path / "file.ckpt", weights_only=True)
+        assert_same_weights(consolidated["current_model_state"], expected["current_model_state"])
+        loaded = Averaged.load_from_checkpoint(tmp_path / "file.ckpt")
+        assert_same_weights(loaded.state_dict(), expected["state_dict"])
+
+
+# Subclasses, and where averages are evaluated
+
+
+class EveryOther(WeightAveraging):
+    """Averages on the host, after every other step from the fourth on, and after the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu", use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return (step_idx is not None and step_idx >= 3 and step_idx % 2 == 0) or epoch_idx == 1
+
+
+def fit_between_steps(strategy: str, num_ranks: int) -> Any:
+    options = {"num_sanity_val_steps": 1, "val_check_interval": 2, "accumulate_grad_batches": 2}
+    return fit(STRATEGIES.get(strategy, lambda: strategy)(), num_ranks, EveryOther(), num_batches=6, **options)
+
+
+@pytest.mark.parametrize("label", ["ddp", "fsdp", "fsdp_gathered", "zero2", "zero3_partitioned"])
+def test_subclass_decides_when_and_validation_may_be_anywhere(on_ranks, label: str) -> None:
+    weights, losses = fit_between_steps("auto", 1)
+    for found in on_ranks(2, fit_between_steps, label, 2):
+        assert_same_weights(found[0], weights)
+        assert found[1] == pytest.approx(losses, rel=TOLERANCE)
+
+
+class ReadsWeights(Callback):
+    """Looks at weights in validation, through tensors that could be written to, and saves there."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for parameter in module.parameters():
+            _ = parameter.data
+        if self.path is not None and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+class LowPrecision(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step([part.to(self.dtype) for part in batch], batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step([part.to(self.dtype) for part in batch], batch_idx)
+
+
+def losses_in_bf16(label: str, callbacks: list[Callback]) -> list[float]:
+    torch.manual_seed(3)
+    module = LowPrecision()
+    options = {"strategy": STRATEGIES[label](), "precision": "bf16-true", "callbacks": callbacks}
+    quiet_trainer(devices=2, max_epochs=2, **options).fit(module, regression_data(4, 2), regression_data(2, 2))
+    return module.losses
+
+
+def losses_with_and_without_average(label: str) -> tuple[list[float], list[float]]:
+    return losses_in_bf16(label, []), losses_in_bf16(label, [EMAWeightAveraging(decay=0.5), ReadsWeights()])
+
+
+@pytest.mark.parametrize("label", ["zero2", "zero3", "zero3_partitioned"])
+def test_evaluating_averages_leaves_master_weights_as_they_are(on_ranks, label: str) -> None:
+    for alone, averaged in on_ranks(2, losses_with_and_without_average, label):
+        assert averaged == alone
+
+
+def save_in_validation(label: str, folder: str) -> Any:
+    path = Path(folder, f"{label}.ckpt")
+    callback = EMAWeightAveraging(decay=0.6)
+    torch.manual_seed(3)
+    module = Averaged()
+    callbacks = [callback, ReadsWeights(path)]
+    trainer = quiet_trainer(devices=2, strategy=STRATEGIES[label](), max_epochs=3, callbacks=callbacks)
+    trainer.fit(module, regression_data(5, 2), regression_data(2, 2))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    (again,) = trainer.validate(module, regression_data(2, 2), verbose=False)
+    state = callback._average_model.state_dict()
+    assert_same_weights({name[7:]: value for name, value in state.items() if name != "n_averaged"}, weights)
+    resumed = fit(STRATEGIES[label](), 2, EMAWeightAveraging(decay=0.6), resume_from=path, num_sanity_val_steps=2)
+    return module.validated[-2], again["val_loss"], weights, resumed[0]
+
+
+@pytest.mark.parametrize("label", ["fsdp", "zero2", "zero3_partitioned"])
+def test_saving_in_validation_has_averages_and_weights_in_their_places(on_ranks, tmp_path: Path, label: str) -> None:
+    for last, again, weights, resumed in on_ranks(2, save_in_validation, label, str(tmp_path)):
+        assert again == pytest.approx(last, rel=TOLERANCE)
+        assert_same_weights(resumed, weights)
+
+
+# Several optimizers
+
+
+class Alternating(Averaged):
+    """Two optimizers in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        hidden = [*self.hidden.parameters(), *self.first.parameters()]
+        others = [p for p in self.parameters() if p.requires_grad and all(p is not each for each in hidden)]
+        return torch.optim.AdamW(hidden, lr=1e-2), torch.optim.AdamW(others, lr=2e-2)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+def fit_alternating(label: str, num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:
+    torch.manual_seed(3)
+    module = Alternating()
+    strategy = STRATEGIES[label]() if label in STRATEGIES else label
+    callback = EMAWeightAveraging(decay=0.6)
+    trainer = quiet_trainer(devices=num_ranks, strategy=strategy, max_epochs=2, callbacks=[callback])
+    trainer.fit(module, regression_data(4, num_ranks), regression_data(2, num_ranks))
+    return {name: value.clone() for name, value in module.state_dict().items()}, module.validated
+
+
+@pytest.mark.parametrize("label", ["fsdp", "zero2", "zero3_partitioned"])
+def test_averages_of_what_two_optimizers_train(on_ranks, label: str) -> None:
+    weights, losses = fit_alternating("auto", 1)
+    for found in on_ranks(2, fit_alternating, label, 2):
+        assert_same_weights(found[0], weights)
+        assert found[1] == pytest.approx(losses, rel=TOLERANCE)
+
+
+# Buffers
+
+
+class BuffersInValidation(Callback):
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.found.append(module.norm.running_mean.clone())
+
+
+def averaged_buffers(label: str) -> Tensor:
+    seen = BuffersInValidation()
+    fit(STRATEGIES[label](), 2, EMAWeightAveraging(decay=0.6), with_norm=True, callbacks=[seen])
+    return torch.stack(seen.found)
+
+
+@pytest.mark.parametrize("label", ["ddp", "fsdp", "zero2"])
+def test_all_ranks_evaluate_the_averages_of_rank_0s_buffers(on_ranks, label: str) -> None:
+    expected = on_ranks(2, averaged_buffers, "lightning")
+    for found in on_ranks(2, averaged_buffers, label):
+        torch.testing.assert_close(found, expected[0], rtol=0, atol=TOLERANCE)
+
+
+# SWA
+
+
+def make_swa() -> StochasticWeightAveraging:
+    return StochasticWeightAveraging(0.03, 1, annealing_epochs=2, avg_fn=None, device=torch.device("cpu"))
+
+
+def fit_swa(label: str, folder: str) -> Any:
+    path = Path(folder, f"{label}.ckpt")
+    callback = make_swa()
+    whole = fit(STRATEGIES[label](), 2, callback, save_to=path, with_norm=True)
+    after = {name: value.clone() for name, value in callback.state_dict()["average_model_state"].items()}
+    evaluated = quiet_trainer(devices=2, strategy=STRATEGIES[label](), callbacks=[callback])
+    (metrics,) = evaluated.validate(Averaged(with_norm=True), regression_data(2, 2), ckpt_path=str(path), verbose=False)
+    assert metrics.keys() == {"val_loss"}
+    return after, whole, fit(STRATEGIES[label](), 2, make_swa(), resume_from=path, with_norm=True)
+
+
+@pytest.fixture(scope="module")
+def swa_of_lightning(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("swa")
+    return folder / "lightning.ckpt", rank_pool.run(2, fit_swa, "lightning", str(folder))[0][:2]
+
+
+@pytest.mark.parametrize("label", ["ddp", *DIVIDED])
+def test_swa_is_that_of_ddp_with_its_pass_for_batch_norm(
+    on_ranks, swa_of_lightning, tmp_path: Path, label: str
+) -> None:
+    saved, (averages, (weights, losses)) = swa_of_lightning
+    for after, whole, resumed in on_ranks(2, fit_swa, label, str(tmp_path)):
+        assert_same_weights(after, averages)
+        for found in (whole, resumed):
+            assert_same_weights(found[0], weights)
+            assert found[1] == pytest.approx(losses[-len(found[1]) :], rel=1e-4)
+    _, content = peek(tmp_path / f"{label}.ckpt")
+    (state,) = (state for key, state in content["callbacks"].items() if key.startswith("StochasticWeightAveraging"))
+    theirs = torch.load(saved, weights_only=True)["callbacks"]
+    (expected,) = (state for key, state in theirs.items() if key.startswith("StochasticWeightAveraging"))
+    assert_same_weights(state["average_model_state"], expected["average_model_state"])
+    assert state["n_averaged"] == expected["n_averaged"]
+
+
+# What cannot be averaged in parts
+
+
+class OwnCopy(WeightAveraging):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._average_model = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+
+
+class OwnSwap(WeightAveraging):
+    def _swap_models(self, pl_module: Any) -> None:
+        pass
+
+
+def normed(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    return average + (current - average) / current.norm()
+
+
+@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero2"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WeightAveraging(avg_fn=normed), r"avg_fn of WeightAveraging is not elementwise.*use paral_ddp"),
+        (OwnCopy, r"OwnCopy copies the full module.*super\(\)\.setup"),
+        (OwnSwap, r"OwnSwap defines _swap_models itself"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused(strategy: str, make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(strategy, 1, make())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            BY_LABEL["paral_zero3_nvme"].strategy,
+            r'EMAWeightAveraging cannot be used here: with parameters on NVMe.*offload_parameters="cpu"',
+        ),
+        (lambda: partitioned(zero_hpz_partition_size=2), r"zero_hpz_partition_size=2 lets DeepSpeed gather"),
+    ],
+)
+def test_weights_that_lie_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: Any, message: str) -> None:
+    monkeypatch.setattr("lightning_paral.strategies.zero.check_offload", lambda options: None)  # needs a compiler
+    with pytest.raises(ConfigurationError, match=message):
+        fit(strategy(), 1, EMAWeightAveraging())
+
+
+class Interrupts(Callback):
+    def on_train_epoch_end(self, *_: Any) -> None:
+        raise KeyError("of the user's")
+
+
+def lost_averages(strategy: str) -> bool:
+    callback = EMAWeightAveraging()
+    with pytest.raises(KeyError, match="of the user's"), pytest.warns(UserWarning, match="averages of EMAWeightAver"):
+        fit(strategy, dist.get_world_size(), callback, callbacks=[Interrupts()])
+    assert WeightAveraging.setup.__qualname__ == "WeightAveraging.setup"  # Lightning's own
+    return callback._average_model is None
+
+
+def test_a_fit_that_fails_says_that_averages_are_gone(on_ranks) -> None:
+    assert on_ranks(1, lost_averages, "paral_zero2") == [True]

@@ -1,0 +1,186 @@
+"""What `paral consolidate` writes: shards of safetensors as other tools read them, dtypes, and nothing half done."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_paral import ParalDDPStrategy
+from lightning_paral.checkpoint.load import load
+from lightning_paral.cli import main
+from lightning_paral.distributed.agreement import RankGroup
+from tests.models.resumable import fit
+
+ROOT = Path(__file__).parents[3]
+TIED = {"second.weight", "tied.weight"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "x.ckpt"
+    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=path)
+    return path
+
+
+@pytest.fixture
+def consolidate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command; returns the files it names, or the error it ended with."""
+
+    def run(*arguments: Any) -> list[Path] | str:
+        monkeypatch.setattr(sys, "argv", ["paral", "consolidate", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+        except SystemExit as end:
+            return str(end)
+        return [Path(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in load(path, RankGroup())["state_dict"].items()}
+
+
+def read_by_index(index: Path) -> dict[str, Tensor]:
+    """Read shards as `transformers` does: each tensor from the file that the index names."""
+    found = {}
+    for name, file in json.loads(index.read_text())["weight_map"].items():
+        with safe_open(index.with_name(file), framework="pt") as shard:
+            found[name] = shard.get_tensor(name)
+    return found
+
+
+def check_weights(found: dict[str, Tensor], saved: Path, dtype: torch.dtype | None = None) -> None:
+    expected = weights(saved)
+    assert found.keys() | TIED == expected.keys()
+    assert len(found.keys() & TIED) == 1, "safetensors holds tied weights once"
+    for name, value in found.items():
+        cast = expected[name].to(dtype) if dtype and expected[name].is_floating_point() else expected[name]
+        assert value.dtype == cast.dtype
+        assert torch.equal(value, cast), name
+
+
+@pytest.mark.parametrize(("option", "dtype"), [(None, None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_shards_are_read_by_their_index(
+    saved: Path, tmp_path: Path, consolidate: Any, option: str | None, dtype: torch.dtype | None
+) -> None:
+    options = [] if option is None else ["--dtype", option]
+    files = consolidate(saved, tmp_path / "model.safetensors", "--max-shard-size", "300B", *options)
+    *shards, index = files
+    assert index.name == "model.safetensors.index.json"
+    assert [shard.name for shard in shards] == [
+        f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))
+    ]
+    assert len(shards) > 1
+    found = read_by_index(index)
+    check_weights(found, saved, dtype)
+    assert json.loads(index.read_text())["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118  it is no dict
+        assert sum(sizes) <= 300 or len(sizes) == 1
+
+
+def test_one_file_of_safetensors_and_its_shards_replace_each_other(
+    saved: Path, tmp_path: Path, consolidate: Any
+) -> None:
+    out = tmp_path / "model.safetensors"
+    consolidate(saved, out)
+    files = consolidate(saved, out, "--max-shard-size", "300B")
+    assert sorted(tmp_path.iterdir()) == sorted(files), "readers would take the one file, and not look for shards"
+    consolidate(saved, out)
+    assert out in tmp_path.iterdir()
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_dtype_of_a_lightning_file(saved: Path, tmp_path: Path, consolidate: Any) -> None:
+    (out,) = consolidate(saved, tmp_path / "new" / "x.ckpt", "--dtype", "bf16", "--weights-only")
+    found = torch.load(out, weights_only=True)
+    assert not {"optimizer_states", "callbacks", "lr_schedulers"} & found.keys()
+    expected = weights(saved)
+    assert found["state_dict"].keys() == expected.keys()
+    for name, value in found["state_dict"].items():
+        assert torch.equal(value, expected[name].bfloat16() if expected[name].is_floating_point() else expected[name])
+    assert found["state_dict"]["tied.weight"].data_ptr() == found["state_dict"]["second.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["new.ckpt", "new.safetensors"])
+def test_a_square_weight_and_its_transpose_stay_two(tmp_path: Path, consolidate: Any, name: str) -> None:
+    weight = torch.randn(3, 3)
+    torch.save({"state_dict": {"weight": weight, "transposed": weight.t()}}, tmp_path / "x.ckpt")
+
+    (out,) = consolidate(tmp_path / "x.ckpt", tmp_path / name)
+
+    found = load_file(out) if out.suffix == ".safetensors" else torch.load(out, weights_only=True)["state_dict"]
+    assert torch.equal(found["weight"], weight)
+    assert torch.equal(found["transposed"], weight.t())
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_folders_are_not_replaced(saved: Path, tmp_path: Path, consolidate: Any, name: str) -> None:
+    out = tmp_path / name
+    out.mkdir()
+    (out / "precious").touch()
+    assert consolidate(saved, out).startswith(f"paral: {out} is a folder.")
+    assert [path.name for path in out.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("size", ["0", "1.2.3MB", "5 light-years", "-1GB"])
+def test_sizes_that_are_none_are_named(saved: Path, tmp_path: Path, consolidate: Any, size: str) -> None:
+    assert "is not a size" in consolidate(saved, tmp_path / "x.safetensors", f"--max-shard-size={size}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_parent_that_is_a_file_is_an_error_of_one_line(saved: Path, tmp_path: Path, consolidate: Any) -> None:
+    (tmp_path / "file").touch()
+    message = consolidate(saved, tmp_path / "file" / "x.ckpt")
+    assert message.startswith("paral: ")
+    assert "could not be written" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_lack_of_space_is_found_before_writing(
+    saved: Path, tmp_path: Path, consolidate: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100})())
+    assert "Make room, or write elsewhere" in consolidate(saved, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_interruption_leaves_nothing(tmp_path: Path, name: str) -> None:
+    state = {"state_dict": {f"w{n}": torch.ones(2**23) for n in range(16)}}  # 512 MiB
+    torch.save(state, tmp_path / "big.ckpt")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    command = [sys.executable, "-m", "lightning_paral", "consolidate", str(tmp_path / "big.ckpt"), str(folder / name)]
+    process = subprocess.Popen(
+        [*command, "--max-shard-size", "64MB"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in folder.glob(".*.saving-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it did not begin to write"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not list(folder.iterdir())

@@ -1,0 +1,329 @@
+"""Damage is found and named before any weight changes, and code in a checkpoint never runs."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.io.files import record_bytes
+from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.distributed.agreement import RankGroup
+from tests.models.resumable import Resumable, fit
+
+
+def save_both(folder: str) -> None:
+    fit(ParalDDPStrategy(checkpoint="full"), 2, save_to=f"{folder}/full")
+    fit(ParalFSDPStrategy(checkpoint="sharded"), 2, save_to=f"{folder}/sharded")
+
+
+@pytest.fixture(scope="module")
+def sound(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    rank_pool.run(2, save_both, str(folder))
+    return folder
+
+
+FILES = [
+    ("full", ""),
+    *(("sharded", name) for name in ("__0_0.distcp", "__1_0.distcp", "meta.pt", ".metadata", "manifest.json")),
+]
+
+
+def copy_of(sound: Path, form: str, tmp_path: Path) -> Path:
+    target = tmp_path / "x"
+    (shutil.copytree if (sound / form).is_dir() else shutil.copy)(sound / form, target)
+    return target
+
+
+class Watch(Callback):
+    """Takes the weights as they are when a fit fails, before anything is torn down."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        full = getattr(trainer.strategy, "full_parameter", torch.clone)
+        self.weights = {name: full(parameter).detach() for name, parameter in pl_module.named_parameters()}
+        self.weights |= {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+
+
+def load_into_changed(strategy: str, path: str) -> str:
+    """Load into a module with weights of its own; return the error. The weights are as before."""
+    torch.manual_seed(99)
+    module, watch = Resumable(), Watch()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        fit(strategy, 2, resume_from=path, module=module, callbacks=[watch])
+    assert watch.weights.keys() == before.keys() - {"tied.weight"}
+    assert [name for name, value in watch.weights.items() if not torch.equal(value, before[name])] == []
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("form", "name"), FILES)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_damage_is_named_by_verify_and_by_loading(
+    sound: Path, tmp_path: Path, form: str, name: str, damage: str
+) -> None:
+    path = copy_of(sound, form, tmp_path)
+    file = path / name if name else path
+    size = file.stat().st_size
+    places = [size // 7, size // 2, size - 40] if damage == "flip" else [size // 2]
+    data = file.read_bytes()
+    for place in places:
+        if damage == "flip":
+            file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        elif damage == "truncate":
+            file.write_bytes(data[:place])
+        else:
+            file.unlink()
+        (fault, *_) = verify(path)
+        assert str(file) in fault
+        with pytest.raises(CheckpointError) as raised:
+            load(path, RankGroup())
+        assert str(file) in str(raised.value)
+
+
+def test_every_byte_of_a_full_file_counts(sound: Path, tmp_path: Path) -> None:
+    path = copy_of(sound, "full", tmp_path)
+    data = bytearray(path.read_bytes())
+    step = max(1, len(data) // 400)
+    for place in [*range(0, len(data) - 3000, step), *range(len(data) - 3000, len(data))]:
+        data[place] ^= 0x10
+        path.write_bytes(data)
+        assert verify(path), f"byte {place} of {len(data)} can change unseen"
+        data[place] ^= 0x10
+    path.write_bytes(data)
+    assert verify(path) == []
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero3"])
+def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(
+    on_ranks, sound: Path, tmp_path: Path, strategy: str
+) -> None:
+    path = copy_of(sound, "sharded", tmp_path)
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        data = (path / name).read_bytes()
+        place = len(data) // 2
+        (path / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        for message in on_ranks(2, load_into_changed, strategy, str(path)):
+            assert f"{name} is damaged" in message
+        (path / name).write_bytes(data)
+
+
+# Boxes that do not cover a tensor once
+
+
+def without_manifest(sound: Path, tmp_path: Path) -> Path:
+    """A folder as of another tool, so that checksums do not stop it first."""
+    path = copy_of(sound, "sharded", tmp_path)
+    (path / "manifest.json").unlink()
+    meta = torch.load(path / "meta.pt")
+    del meta["lightning_paral"]
+    torch.save(meta, path / "meta.pt")
+    return path
+
+
+def move(metadata: Metadata, key: str, row: int) -> None:
+    """Let the second of a tensor's two boxes begin at another row."""
+    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+    place = metadata.storage_data.pop(MetadataIndex(key, chunks[1].offsets))
+    chunks[1] = ChunkStorageMetadata(torch.Size((row, 0)), chunks[1].sizes)
+    metadata.storage_data[MetadataIndex(key, chunks[1].offsets)] = place
+
+
+def hole(metadata: Metadata, key: str) -> None:
+    del metadata.state_dict_metadata[key].chunks[1]  # type: ignore[union-attr]
+
+
+def overlap(metadata: Metadata, key: str) -> None:
+    move(metadata, key, 3)
+
+
+def out_of_bounds(metadata: Metadata, key: str) -> None:
+    move(metadata, key, 5)
+
+
+def nowhere(metadata: Metadata, key: str) -> None:
+    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+    del metadata.storage_data[MetadataIndex(key, chunks[1].offsets)]
+
+
+Doctor = Callable[[Metadata, str], None]
+"""Changes what the metadata of a folder say of a tensor of 7 rows, of which one box holds 4 and the other 3."""
+DOCTORS: list[tuple[Doctor, str]] = [
+    (hole, "15 of 35 elements are in no chunk"),
+    (overlap, "overlap"),
+    (out_of_bounds, "lies outside of shape (7, 5)"),
+]
+
+
+def change_metadata(path: Path, doctor: Doctor, key: str) -> None:
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    doctor(metadata, key)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(("doctor", "said"), DOCTORS)
+@pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
+def test_boxes_that_are_no_division_are_named_though_all_checksums_fit(
+    sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
+) -> None:
+    path = copy_of(sound, "sharded", tmp_path)
+    change_metadata(path, doctor, key)
+    manifest = Manifest.from_json((path / FILE_NAME).read_text(), FILE_NAME)
+    files = manifest.files | {".metadata": record_bytes((path / ".metadata").read_bytes())}
+    (path / FILE_NAME).write_text(replace(manifest, files=files).to_json())
+    (fault,) = verify(path)
+    assert key in fault
+    assert said in fault
+
+
+@pytest.mark.parametrize(("doctor", "said"), [*DOCTORS, (nowhere, "does not say where")])
+@pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
+def test_boxes_of_other_tools_that_are_no_division_are_named_and_not_loaded(
+    sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
+) -> None:
+    path = without_manifest(sound, tmp_path)
+    change_metadata(path, doctor, key)
+    with pytest.raises(CheckpointError) as raised:
+        fit("paral_ddp", 1, resume_from=path)
+    (fault,) = verify(path)
+    for message in (fault, str(raised.value)):
+        assert key in message
+        assert said in message
+
+
+# Hostile files
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.witness),)
+
+
+class Settings:
+    """A harmless type of the user's."""
+
+    def __init__(self) -> None:
+        self.depth = 3
+
+
+def poison_metadata(path: Path, payload: Payload) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(payload))
+
+
+def poison_meta(path: Path, payload: Payload) -> None:
+    torch.save(torch.load(path / "meta.pt") | {"callbacks": payload}, path / "meta.pt")
+
+
+def poison_nothing(path: Path, payload: Payload) -> None:
+    pass
+
+
+@pytest.mark.parametrize("poison", [poison_metadata, poison_meta])
+def test_hostile_folder_is_refused_and_does_not_run(sound: Path, tmp_path: Path, poison: Any) -> None:
+    path = without_manifest(sound, tmp_path)
+    witness = tmp_path / "ran"
+    poison(path, Payload(witness))
+    with pytest.raises(CheckpointError, match=r"(posix|nt)\.mkdir"):
+        fit("paral_ddp", 1, resume_from=path)
+    assert not witness.exists()
+
+
+def test_same_folder_without_the_payload_loads(sound: Path, tmp_path: Path) -> None:
+    fit("paral_ddp", 1, resume_from=without_manifest(sound, tmp_path))
+
+
+def test_hostile_file_is_refused_and_does_not_run(sound: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    torch.save(torch.load(sound / "full") | {"extra": Payload(witness)}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"(posix|nt)\.mkdir"):
+        fit("paral_ddp", 1, resume_from=tmp_path / "x.ckpt")
+    assert not witness.exists()
+
+
+def resume_from_hostile(label: str, path: str, weights_only: bool | None) -> str | None:
+    """Resume under a strategy of which `trainer.fit(weights_only=False)` is known to reach it, or not."""
+    options = {} if weights_only is None else {"checkpoint": CheckpointOptions(weights_only=weights_only)}
+    made = ParalFSDPStrategy(**options) if label == "fsdp" else ParalZeROStrategy(stage=int(label[-1]), **options)  # type: ignore[arg-type]
+    try:
+        fit(made, 1, resume_from=path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("label", ["fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_code_runs_only_for_who_trusts_the_file(on_ranks, sound: Path, tmp_path: Path, label: str, form: str) -> None:
+    witness = tmp_path / "ran"
+    if form == "sharded":
+        path = without_manifest(sound, tmp_path)
+        poison_meta(path, Payload(witness))
+    else:
+        path = tmp_path / "x.ckpt"
+        torch.save(torch.load(sound / "full") | {"extra": Payload(witness)}, path)
+    for weights_only in (None, True):
+        (message,) = on_ranks(1, resume_from_hostile, label, str(path), weights_only)
+        assert "posix.mkdir" in message
+        assert "add_safe_globals([mkdir])" in message
+        assert "CheckpointOptions(weights_only=False)" in message
+        assert not witness.exists()
+    assert on_ranks(1, resume_from_hostile, label, str(path), False) == [None]
+    assert witness.exists()
+
+
+def test_what_trainer_fit_says_comes_first(sound: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    torch.save(torch.load(sound / "full") | {"extra": Payload(witness)}, tmp_path / "x.ckpt")
+    trusting = ParalDDPStrategy(checkpoint=CheckpointOptions(weights_only=False))
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+        fit(trusting, 1, resume_from=tmp_path / "x.ckpt", weights_only=True)
+    assert not witness.exists()
+    fit("paral_ddp", 1, resume_from=tmp_path / "x.ckpt", weights_only=False)
+    assert witness.exists()
+
+
+class WithState(Resumable):
+    """Has a state beside tensors, which a sharded checkpoint holds among them."""
+
+    def get_extra_state(self) -> Settings:
+        return Settings()
+
+    def set_extra_state(self, state: Settings) -> None:
+        self.depth = state.depth
+
+
+def test_trust_reaches_what_lies_among_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=path, module=WithState())
+    with pytest.raises(CheckpointError, match="Settings"):
+        fit("paral_ddp", 1, resume_from=path, module=WithState())
+    module = WithState()
+    fit(ParalDDPStrategy(checkpoint=CheckpointOptions(weights_only=False)), 1, resume_from=path, module=module)
+    assert module.depth == 3
+
+
+def test_users_types_are_named_and_load_once_they_are_trusted(tmp_path: Path, sound: Path) -> None:
+    torch.save(torch.load(sound / "full") | {"settings": Settings()}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"test_checkpoint_damage\.Settings.*add_safe_globals\(\[Settings\]\)"):
+        load(tmp_path / "x.ckpt", RankGroup())
+    with torch.serialization.safe_globals([Settings]):
+        assert load(tmp_path / "x.ckpt", RankGroup())["settings"].depth == 3
+    assert load(tmp_path / "x.ckpt", RankGroup(), weights_only=False)["settings"].depth == 3

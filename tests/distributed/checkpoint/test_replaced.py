@@ -1,0 +1,158 @@
+"""Replacing a checkpoint where the system cannot exchange two folders at once, as on NFS."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_paral import CheckpointError, ParalDDPStrategy
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.io import atomic as commit
+from lightning_paral.checkpoint.io.storage import remove_at
+from lightning_paral.checkpoint.load import load
+from lightning_paral.distributed.agreement import RankGroup, all_ranks
+from tests.models.resumable import SAVED_AFTER, Resumable, fit
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "x.ckpt"
+    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=path)
+    return path
+
+
+@pytest.fixture
+def target(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "run" / "x.ckpt")
+
+
+@pytest.fixture
+def other(target: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that has moved the target away, and nothing in its place yet."""
+    command = [sys.executable, "-m", "tests.distributed.checkpoint.replaced", str(target)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "between\n"
+        assert not target.exists()
+        yield process
+        process.kill()
+
+
+def save_another(target: Path) -> None:
+    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target.with_name("y.ckpt"))
+
+
+def step_seen(path: str) -> int:
+    return int(load(path, all_ranks())["global_step"])
+
+
+def test_what_a_dead_process_moved_away_is_found_and_put_back(on_ranks, target: Path, other) -> None:
+    other.kill()
+    other.wait(timeout=30)
+    found = sorted(os.listdir(target.parent))
+    assert verify(target) == []
+    assert on_ranks(2, step_seen, str(target)) == [SAVED_AFTER // 2] * 2
+    fit("paral_ddp", 1, resume_from=target)
+    assert sorted(os.listdir(target.parent)) == found, "reading changed what was read"
+
+    save_another(target)
+    assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
+    assert verify(target) == []
+
+
+def test_what_a_dead_process_moved_away_gives_way_to_a_new_one(target: Path, other) -> None:
+    (old,) = target.parent.glob(".*replaced*")
+    other.kill()
+    other.wait(timeout=30)
+    shutil.copytree(old, target)
+    save_another(target)
+    assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
+
+
+def test_what_a_living_process_moved_away_is_left_to_it(target: Path, other) -> None:
+    save_another(target)
+    assert not target.exists()
+    assert verify(target) == []
+    said, _ = other.communicate(timeout=60)
+    assert said == "saved\n"
+    assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
+    assert verify(target) == []
+
+
+def test_what_was_removed_does_not_come_back(target: Path, other) -> None:
+    other.kill()
+    other.wait(timeout=30)
+    remove_at(str(target))
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        load(target, RankGroup())
+    save_another(target)
+    assert os.listdir(target.parent) == ["y.ckpt"]
+
+
+def test_removal_that_was_cut_short_does_not_come_back(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "delete", lambda path: None)
+    remove_at(str(target))
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        load(target, RankGroup())
+    save_another(target)
+    assert os.listdir(target.parent) == ["y.ckpt"]
+
+
+def test_old_one_stays_if_the_new_one_cannot_take_its_place(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def rename_not(source: Path, to: Path) -> None:
+        if to == target and ".saving-" in source.name:
+            raise OSError("the disk")
+        rename(source, to)
+
+    monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+    monkeypatch.setattr(os, "rename", rename_not)
+    before = target.stat().st_ino
+    with pytest.raises(CheckpointError, match="the disk"):
+        fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target)
+    assert target.stat().st_ino == before
+    assert os.listdir(target.parent) == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
+    if not atomic:
+        monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+    copy = shutil.copytree(target, target.with_name("copy"))
+    done = threading.Event()
+
+    def save() -> None:
+        while not done.wait(0.05):
+            draft = commit.AtomicPath(target, folder=True)
+            shutil.copytree(copy, draft.path, dirs_exist_ok=True)
+            draft.commit()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert load(target, RankGroup())["global_step"] == SAVED_AFTER // 2
+            assert verify(target) == []
+    finally:
+        done.set()
+        thread.join(timeout=30)
+
+
+def test_what_was_loaded_stays_as_it_was_when_it_is_replaced(target: Path) -> None:
+    loaded = load(target, RankGroup())
+    expected = {name: value.clone() for name, value in load(target, RankGroup())["state_dict"].items()}
+    torch.manual_seed(4)
+    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target, module=Resumable())
+    weight = "first.weight"
+    assert not torch.equal(load(target, RankGroup())["state_dict"][weight].clone(), expected[weight])
+    assert all(torch.equal(value.clone(), expected[name]) for name, value in loaded["state_dict"].items())

@@ -1,0 +1,117 @@
+"""Replicas that are not alike are never written in parts."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
+
+
+class Saves(Callback):
+    """Saves at the end, after what the test does to this rank's weights; keeps the weights."""
+
+    def __init__(self, path: str, drift: str | None) -> None:
+        self.path = path
+        self.drift = drift
+        self.weights: dict[str, Tensor] = {}
+        self.said: list[str] = []
+
+    def on_train_end(self, trainer, module) -> None:
+        if self.drift is not None and trainer.global_rank == 1:
+            parameter = dict(module.named_parameters())[self.drift]
+            local = getattr(parameter, "_local_tensor", parameter)
+            local.detach().view(-1)[-1:].add_(1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.save_checkpoint(self.path)
+        self.said = [str(warning.message) for warning in caught if "rank" in str(warning.message).lower()]
+        self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+class Frozen(Regression):
+    """Has a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = torch.nn.Linear(40, 40).requires_grad_(False)
+
+
+def fit(path: str, strategy: object, drift: str | None, *callbacks: Callback) -> tuple[list[str], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    saves = Saves(path, drift)
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[*callbacks, saves])
+    trainer.fit(Frozen(), regression_data(4, 2))
+    return saves.said, saves.weights
+
+
+def fit_by_name(path: str, name: str, drift: str | None) -> tuple[list[str], dict[str, Tensor]]:
+    made = {
+        "ddp": lambda: ParalDDPStrategy(),
+        "ddp_sharded": lambda: ParalDDPStrategy(checkpoint="sharded"),
+        "zero1": lambda: ParalZeROStrategy(stage=1, checkpoint="full"),
+        "hybrid": lambda: ParalFSDPStrategy(replicate=2, checkpoint="full"),
+    }
+    return fit(path, made[name](), drift)
+
+
+@pytest.mark.parametrize(
+    ("name", "drift"), [("ddp", "hidden.weight"), ("ddp", "fixed.weight"), ("zero1", "fixed.weight")]
+)
+def test_a_replica_that_drifted_is_named_and_rank_zeros_saved_whole(
+    on_ranks, tmp_path: Path, name: str, drift: str
+) -> None:
+    path = str(tmp_path / "saved.ckpt")
+
+    (said, first), (_, second) = on_ranks(2, fit_by_name, path, name, drift)
+
+    assert any("drifted apart: 1 tensors" in line and drift in line for line in said)
+    saved = torch.load(path, weights_only=False)["state_dict"]
+    assert not torch.equal(first[drift], second[drift])
+    assert torch.equal(saved[drift], first[drift])
+
+
+def test_a_replica_of_shards_that_drifted_is_named(on_ranks, tmp_path: Path) -> None:
+    said, _ = on_ranks(2, fit_by_name, str(tmp_path / "saved.ckpt"), "hybrid", "hidden.weight")[0]
+
+    assert any("drifted apart: 1 tensors" in line and "hidden.weight" in line for line in said)
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "zero1", "hybrid"])
+def test_replicas_that_are_alike_are_saved_without_a_word(on_ranks, tmp_path: Path, name: str) -> None:
+    for said, _ in on_ranks(2, fit_by_name, str(tmp_path / "saved.ckpt"), name, None):
+        assert said == []
+
+
+class OneNodePerRank(Callback):
+    """Lets post-local SGD treat each rank as a host."""
+
+    def __init__(self, state: PostLocalSGDState) -> None:
+        self.state = state
+
+    def on_fit_start(self, trainer, module) -> None:
+        self.state.subgroup, _ = dist.new_subgroups(group_size=1)
+
+
+def fit_with_local_sgd(path: str) -> tuple[list[str], dict[str, Tensor]]:
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
+    strategy = ParalDDPStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=100)
+    return fit(path, strategy, None, OneNodePerRank(state))
+
+
+def test_rank_zeros_replica_is_saved_between_averagings_of_local_sgd(on_ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+
+    (said, first), (_, second) = on_ranks(2, fit_with_local_sgd, path)
+
+    assert any("between two of them: it holds rank 0's" in line for line in said)
+    saved = torch.load(path, weights_only=False)
+    assert not torch.equal(first["hidden.weight"], second["hidden.weight"])
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in first.items())

@@ -1,0 +1,136 @@
+"""Resume places optimizer state on its parameter's device, and restores random states of a rank's own devices."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_paral import ParalDPStrategy, ParalFSDPStrategy
+from lightning_paral.checkpoint.state.optimizer import place_state
+from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.rng_state import current_states, restore_states, without_devices
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
+
+
+class ElsewhereStrategy(ParalFSDPStrategy):
+    """Offloads to the host, with another device as the root device while it resumes."""
+
+    is_elsewhere = False
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("meta") if self.is_elsewhere else super().root_device
+
+    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self.is_elsewhere = True
+        super()._load_optimizer_state(optimizer, state)
+        self.is_elsewhere = False
+
+
+def devices_after_resuming(folder: Path) -> set[tuple[str, str, str]]:
+    options = {"devices": 1, "max_epochs": -1}
+    first = quiet_trainer(strategy=ParalFSDPStrategy(offload=True), max_steps=2, **options)
+    first.fit(Regression(), regression_data(4, 1))
+    first.save_checkpoint(folder / "saved")
+    strategy = ElsewhereStrategy(offload=True)
+    model, found = Regression(), set()
+
+    def on_train_start() -> None:
+        optimizer = strategy.optimizers[0]
+        for parameter, state in getattr(optimizer, "_optimizer", optimizer).state.items():
+            for key, value in state.items():
+                found.add((str(parameter.device), key, str(value.device)))
+
+    model.on_train_start = on_train_start
+    second = quiet_trainer(strategy=strategy, max_steps=4, **options)
+    second.fit(model, regression_data(4, 1), ckpt_path=folder / "saved")
+    assert second.global_step == 4
+    return found
+
+
+def test_offloaded_optimizer_state_stays_on_the_host_when_training_resumes(on_ranks, tmp_path: Path) -> None:
+    (found,) = on_ranks(1, devices_after_resuming, tmp_path)
+
+    assert found == {("cpu", "step", "cpu"), ("cpu", "exp_avg", "cpu"), ("cpu", "exp_avg_sq", "cpu")}
+
+
+def test_state_is_placed_beside_its_parameter_and_steps_stay() -> None:
+    host, device = (torch.zeros(2, device=name, requires_grad=True) for name in ("cpu", "meta"))
+    optimizer = AdamW([host, device])
+    optimizer.state[host] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "count": 3}
+    optimizer.state[device] = {"step": torch.tensor(1.0), "history": [torch.zeros(2)]}
+    of_another_kind = SGD([device])
+    of_another_kind.state[device] = torch.zeros(2)
+    of_another_kind.state["all"] = {"total": torch.zeros(())}
+
+    place_state(optimizer, torch.device("meta"))
+    place_state(of_another_kind, torch.device("meta"))
+
+    on_host, on_device = optimizer.state[host], optimizer.state[device]
+    assert (str(on_host["step"].device), str(on_device["step"].device)) == ("cpu", "cpu")
+    assert str(on_host["exp_avg"].device) == "cpu"
+    assert on_host["count"] == 3
+    assert str(on_device["history"][0].device) == "meta"
+    assert str(of_another_kind.state[device].device) == "meta"
+    assert str(of_another_kind.state["all"]["total"].device) == "meta"
+
+
+class Generators:
+    """Simulates the CUDA generators of a host; a state is a number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+        self.numbers = list(numbers)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", self.get)
+        monkeypatch.setattr(torch.cuda, "set_rng_state", self.set)
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor([self.numbers[device.index]], dtype=torch.uint8)
+
+    def set(self, state: torch.Tensor, device: torch.device) -> None:
+        self.numbers[device.index] = state.item()
+
+
+def cuda(*indices: int) -> list[torch.device]:
+    return [torch.device("cuda", index) for index in indices]
+
+
+def test_the_random_state_of_a_ranks_own_device_is_restored_wherever_it_is_now(monkeypatch) -> None:
+    Generators(monkeypatch, *range(10, 18))
+    states = [current_states(cuda(rank)) for rank in range(8)]
+    assert [state["cuda"][0].item() for state in states] == list(range(10, 18))
+
+    seen = Generators(monkeypatch, 0)  # one device is visible to each process
+    restore_states(states, RankGroup(5, 8), cuda(0))
+    assert seen.numbers == [15]
+    restore_states([without_devices(states[0])] * 8, RankGroup(5, 8), cuda(0))
+    assert seen.numbers == [15]
+
+
+def test_random_states_of_all_visible_devices_in_earlier_checkpoints_are_restored_where_they_fit(monkeypatch) -> None:
+    old = current_states([torch.device("cpu")])
+    assert "cuda" not in old
+    old["torch.cuda"] = [torch.tensor([20 + index], dtype=torch.uint8) for index in range(8)]
+    seen = Generators(monkeypatch, 0, 1)
+
+    restore_states([old], RankGroup(), cuda(1))
+    assert seen.numbers == [0, 21]
+    old["torch.cuda"] = old["torch.cuda"][:1]
+    restore_states([old], RankGroup(), cuda(1))
+    assert seen.numbers == [0, 21]
+    restore_states([old], RankGroup(), [torch.device("cpu")])
+    assert seen.numbers == [0, 21]
+
+
+def test_all_devices_of_one_process_have_their_random_states_saved(monkeypatch) -> None:
+    Generators(monkeypatch, 3, 4, 5)
+    strategy = ParalDPStrategy(parallel_devices=cuda(2, 0))
+
+    states = current_states(strategy._own_devices)
+
+    assert [state.item() for state in states["cuda"]] == [5, 3]
+    seen = Generators(monkeypatch, 0)
+    restore_states([states], RankGroup(), cuda(0))
+    assert seen.numbers == [5]

@@ -1,0 +1,124 @@
+"""The loss scale of fp16 autocast goes on where it was, whatever the strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from torch import Tensor
+
+from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
+from tests.distributed.zero.test_scaling import LARGE
+from tests.models.regression import Regression, regression_data
+from tests.models.resumable import SAVED_AFTER, SaveOnce
+from tests.running import quiet_trainer
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+OVERFLOWING = 1
+GROWTH_INTERVAL = 1500
+
+
+class Overflowing(Regression):
+    scale: dict[str, Any]
+    """At the start of the run; in the run that saves, when it does."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * LARGE**2 if batch_idx == OVERFLOWING else loss
+
+    def on_train_start(self) -> None:
+        plugin = self.trainer.precision_plugin
+        self.scale = dict(plugin.state_dict())
+        if self.trainer.global_step == 0:  # the run that saves
+            plugin.load_state_dict(self.scale | {"growth_interval": GROWTH_INTERVAL})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == SAVED_AFTER - 1:
+            self.scale = dict(self.trainer.precision_plugin.state_dict())
+
+
+def trainer_of(label: str, **options: Any) -> Any:
+    """fp16 is refused on CPU, where nobody wants it; what scales losses is the same as on CUDA."""
+    if label.startswith("zero"):
+        return quiet_trainer(strategy=f"paral_{label}", precision="16-mixed", **options)
+    strategies: dict[str, Any] = {
+        "ddp": ParalDDPStrategy,
+        "fsdp": ParalFSDPStrategy,
+        "lightning": lambda: LightningDDPStrategy(process_group_backend="gloo"),
+    }
+    scaler = torch.amp.GradScaler("cpu")
+    return quiet_trainer(strategy=strategies[label](), plugins=[MixedPrecision("16-mixed", "cpu", scaler)], **options)
+
+
+def fit(label: str, path: str, resume: bool) -> dict[str, Any]:
+    """Return the state of the loss scale where the run was saved, or resumed."""
+    as_on_cuda = pytest.MonkeyPatch()
+    as_on_cuda.setattr("lightning_paral.strategies.zero.check_precision", lambda *_: None)
+    as_on_cuda.setattr("lightning_paral.strategies.fsdp.check_precision", lambda *_: None)
+    torch.manual_seed(3)
+    model = Overflowing()
+    trainer = trainer_of(label, max_epochs=1, devices=2, callbacks=[] if resume else [SaveOnce(path)])
+    trainer.fit(model, regression_data(SAVED_AFTER + 1, 2), ckpt_path=path if resume else None)
+    as_on_cuda.undo()
+    return model.scale
+
+
+def save_under(label: str, path: str) -> dict[str, Any]:
+    return fit(label, path, False)
+
+
+def resume_under_all(path: str, labels: list[str]) -> dict[str, dict[str, Any]]:
+    return {label: fit(label, path, True) for label in labels}
+
+
+@pytest.mark.parametrize("source", ["ddp", "fsdp", "zero1", "zero3", "lightning"])
+def test_loss_scale_crosses_to_every_strategy(on_ranks, tmp_path: Path, source: str) -> None:
+    path = str(tmp_path / "x.ckpt")
+    (saved, same) = on_ranks(2, save_under, source, path)
+    assert saved == same
+    assert saved["scale"] < 2.0**16
+    assert saved["growth_interval"] == GROWTH_INTERVAL
+    assert saved["_growth_tracker"] == SAVED_AFTER - OVERFLOWING - 1
+    for found in on_ranks(2, resume_under_all, path, ["ddp", "fsdp", "zero1", "zero2", "zero3"]):
+        assert found == dict.fromkeys(found, saved)
+
+
+def test_loss_scale_of_lightnings_fsdp_is_taken(on_ranks, tmp_path: Path) -> None:
+    """Its FSDPStrategy needs CUDA; it keeps the same under the name of its plugin."""
+    path = tmp_path / "x.ckpt"
+    (saved, _) = on_ranks(2, save_under, "lightning", str(path))
+    checkpoint = torch.load(path)
+    checkpoint["FSDPPrecision"] = checkpoint.pop("MixedPrecision")
+    torch.save(checkpoint, path)
+    for found in on_ranks(2, resume_under_all, str(path), ["ddp", "fsdp", "zero2"]):
+        assert found == dict.fromkeys(found, saved)
+
+
+def test_loss_scale_of_ours_is_taken_by_lightning(on_ranks, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    (saved, _) = on_ranks(2, save_full_under_fsdp, str(path))
+    for found in on_ranks(2, resume_under_all, str(path), ["lightning"]):
+        assert found == {"lightning": saved}
+
+
+def save_full_under_fsdp(path: str) -> dict[str, Any]:
+    whole = pytest.MonkeyPatch()
+    whole.setattr(ParalFSDPStrategy, "_default_form", "full")
+    saved = save_under("fsdp", path)
+    whole.undo()
+    return saved
+
+
+def save_without_scale(path: str) -> None:
+    trainer = quiet_trainer(strategy="paral_ddp", max_epochs=1, devices=2, callbacks=[SaveOnce(path)])
+    trainer.fit(Regression(), regression_data(SAVED_AFTER + 1, 2))
+
+
+def test_scale_is_new_where_none_was_saved(on_ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    on_ranks(2, save_without_scale, path)
+    for found in on_ranks(2, resume_under_all, path, ["ddp", "zero1"]):
+        assert {state["scale"] for state in found.values()} == {2.0**16}

@@ -1,0 +1,76 @@
+"""Keys that ranks log with `sync_dist=True`: the same on all of them, or named."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.running import quiet_trainer
+
+ORDERS = {
+    "another": (["a"], ["b"]),
+    "another_order": (["a", "b"], ["b", "a"]),
+    "fewer": (["a", "b", "c"], ["a", "b"]),
+    "none": (["a"], []),
+    "same": (["a", "b"], ["a", "b"]),
+}
+
+
+class Logging(LightningModule):
+    """Logs the keys of its rank."""
+
+    def __init__(self, keys: str, reduce_fx: str, on_step: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.keys = ORDERS[keys]
+        self.options = {"reduce_fx": reduce_fx, "on_step": on_step, "on_epoch": not on_step, "sync_dist": True}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for key in self.keys[self.global_rank]:
+            self.log(key, torch.tensor(1.0 + self.global_rank + ord(key)), **self.options)
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("v", torch.tensor(1.0 + self.global_rank), on_step=True, on_epoch=True, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(strategy: str, keys: str, reduce_fx: str, on_step: bool) -> dict[str, float] | str:
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, num_sanity_val_steps=0)
+    loader = DataLoader(torch.ones(16, 4), batch_size=4)
+    try:
+        trainer.fit(Logging(keys, reduce_fx, on_step), loader, loader)
+    except ValueError as error:
+        return str(error)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
+@pytest.mark.parametrize("keys", ["another", "another_order"])
+def test_another_key_on_another_rank_is_named_in_its_step(on_ranks, keys: str, reduce_fx: str) -> None:
+    first, second = on_ranks(2, fit, "paral_ddp", keys, reduce_fx, True)
+
+    assert "Rank 0 logged 'training_step.a'" in first
+    assert "rank 1 logged 'training_step.b'" in first
+    assert "Rank 1 logged 'training_step.b'" in second
+
+
+@pytest.mark.parametrize("keys", ["another", "another_order", "fewer", "none"])
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1"])
+def test_keys_of_some_ranks_only_are_named_at_the_end_of_the_epoch(on_ranks, strategy: str, keys: str) -> None:
+    odd = {"another": "'training_step.a' only by rank 0", "fewer": "'training_step.c' only by rank 0"}
+    odd |= {"none": "'training_step.a' only by rank 0", "another_order": "in another order"}
+
+    for message in on_ranks(2, fit, strategy, keys, "mean", False):
+        assert odd[keys] in message
+
+
+@pytest.mark.parametrize("on_step", [True, False])
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
+def test_the_same_keys_give_lightnings_values(on_ranks, reduce_fx: str, on_step: bool) -> None:
+    expected = on_ranks(2, fit, "ddp", "same", reduce_fx, on_step)
+
+    assert on_ranks(2, fit, "paral_ddp", "same", reduce_fx, on_step) == expected

@@ -1,0 +1,534 @@
+"""What `ParalDPStrategy` does with a module on several devices: here, threads on CPU."""
+
+import csv
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score
+
+from lightning_paral import ConfigurationError
+from tests.models.architectures import MODULES
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.models.tokens import fit
+from tests.running import quiet_trainer
+from tests.unit.cli.test_commands import ROOT
+from tests.unit.cli.test_commands import run as run_cli
+
+NUM_SAMPLES, BATCH_SIZE = 22, 5  # the last batch has 2 samples, fewer than devices
+
+
+def dp_trainer(devices: int = 3, **options: Any) -> Any:
+    return quiet_trainer(strategy="paral_dp", devices=devices, **({"max_epochs": 1} | options))
+
+
+def samples() -> DataLoader[Any]:
+    inputs = torch.randn(NUM_SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs.sum(dim=1)), batch_size=BATCH_SIZE)
+
+
+def one_process_and_dp(make: Any, run: Any, **options: Any) -> list[Any]:
+    """What `run(trainer, module)` returns on one device, and on three."""
+    results = []
+    for strategy, devices in (("auto", 1), ("paral_dp", 3)):
+        torch.manual_seed(2)
+        trainer = quiet_trainer(strategy=strategy, devices=devices, **({"max_epochs": 2} | options))
+        results.append(run(trainer, make()))
+    return results
+
+
+def fitted(trainer: Any, module: LightningModule) -> dict[str, Tensor]:
+    trainer.fit(module, samples())
+    return module.state_dict()
+
+
+def assert_same_weights(weights: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert (weight - expected[name]).abs().max() <= tolerance, name
+
+
+class Scores(LightningModule):
+    """A score for each sample; subclasses say what happens with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(FEATURES, 6)
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(x).tanh()).squeeze(1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+# Training
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_trains_as_in_one_process_when_the_parts_are_unequal(name: str) -> None:
+    _, expected = fit(MODULES[name], 5, 1, gradient_clip_val=0.5)
+
+    _, weights = fit(MODULES[name], 5, 1, gradient_clip_val=0.5, strategy="paral_dp", devices=3)
+
+    assert_same_weights(weights, expected)
+
+
+def test_replicas_run_at_the_same_time_and_two_runs_give_the_same_bits() -> None:
+    all_there = threading.Barrier(3)
+
+    class Waiting(Scores):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            if batch_idx == 0:
+                all_there.wait(timeout=10)
+            return super().training_step(batch, batch_idx)
+
+    def fit_once() -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        return fitted(dp_trainer(), Waiting())
+
+    first, second = fit_once(), fit_once()
+
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_example_under_its_overlay_has_the_loss_of_one_process(monkeypatch: Any, tmp_path: Path) -> None:
+    overlay = ["--config", str(ROOT / "configs/strategies/dp.yaml")]
+    alone = run_cli(monkeypatch, tmp_path, "fit", "--seed_everything=1", val_check_interval=2)
+
+    divided = run_cli(monkeypatch, tmp_path, "fit", "--seed_everything=1", *overlay, val_check_interval=2)
+
+    assert (alone.num_devices, divided.num_devices) == (1, 2)
+    for name in ("train_loss", "val_loss"):
+        torch.testing.assert_close(divided.callback_metrics[name], alone.callback_metrics[name], rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2},
+        {"precision": "64-true"},
+    ],
+    ids=str,
+)
+def test_training_with_small_last_batches_equals_one_process(options: dict[str, Any]) -> None:
+    expected, weights = one_process_and_dp(Scores, fitted, **options)
+
+    assert_same_weights(weights, expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_low_precision_reaches_every_replica(precision: str) -> None:
+    dtypes = set()
+
+    class Watched(Scores):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.hidden(x)
+            dtypes.add((hidden.dtype, self.hidden.weight.dtype, torch.get_default_dtype()))
+            return self.out(hidden.tanh()).squeeze(1)
+
+    expected, weights = one_process_and_dp(Watched, fitted, precision=precision)
+
+    true = precision == "bf16-true"
+    other = torch.bfloat16 if true else torch.float32
+    assert dtypes == {(torch.bfloat16, other, other)}
+    assert torch.get_default_dtype() == torch.float32
+    assert_same_weights(weights, expected, tolerance=3e-2 if true else 3e-3)
+
+
+def test_modes_of_the_step_are_those_of_one_process_in_every_replica() -> None:
+    seen: set[tuple[str, bool, bool, bool]] = set()
+
+    class Watched(Scores):
+        def note(self, kind: str) -> None:
+            seen.add((kind, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.training))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            self.note("training")
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.note(f"validation while {self.trainer.state.fn}")
+
+    def run(trainer: Any, module: LightningModule) -> set[tuple[str, bool, bool, bool]]:
+        seen.clear()
+        trainer.fit(module, samples(), samples())
+        trainer.validate(module, samples(), verbose=False)
+        return set(seen)
+
+    expected, modes = one_process_and_dp(Watched, run)
+
+    assert modes == expected
+    assert len(modes) == 3
+
+
+@pytest.mark.parametrize("kind", ["dict", "some none", "none"])
+def test_step_may_return_a_dict_or_none(kind: str) -> None:
+    outputs = []
+
+    class Returning(Scores):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            scores = self(batch[0])
+            if kind == "none" or (kind == "some none" and (batch[1] > 100).any()):
+                return None
+            loss = nn.functional.mse_loss(scores, batch[1])
+            return {"loss": loss, "scores": scores.detach(), "num": len(scores)}
+
+        def on_train_batch_end(self, output: Any, batch: list[Tensor], batch_idx: int) -> None:
+            outputs.append(output)
+            if output and kind == "dict":
+                assert output["scores"].shape == batch[1].shape
+                assert output["num"] == len(batch[1])
+
+    data = samples()
+    data.dataset.tensors[1][0] = 1000.0 if kind == "some none" else 0.0
+    module = Returning()
+    dp_trainer().fit(module, data)
+
+    assert len(outputs) == 5
+    assert all(bool(output) == (kind != "none") for output in outputs)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+@dataclass
+class Batch:
+    inputs: Tensor
+    targets: Tensor
+    names: list[str]
+
+
+def test_dataclass_batches_hooks_and_schedulers_work_as_in_one_process() -> None:
+    class Hooked(Scores):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called: list[str] = []
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
+            return Batch(batch[0], batch[1], [f"sample {value:.3f}" for value in batch[1].tolist()])
+
+        def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+            self.called.append(f"transfer {len(batch.names)}")
+            return batch
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            assert batch.names == [f"sample {value:.3f}" for value in batch.targets.tolist()]
+            return super().training_step([batch.inputs, batch.targets], batch_idx)
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.called.append("before backward")
+
+        def on_after_backward(self) -> None:
+            self.called.append(f"after backward {self.out.weight.grad.norm():.3f}")
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.called.append("before step")
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def run(trainer: Any, module: Hooked) -> Any:
+        return fitted(trainer, module), module.called, trainer.optimizers[0].param_groups[0]["lr"]
+
+    (expected, expected_calls, expected_lr), (weights, calls, lr) = one_process_and_dp(Hooked, run)
+
+    assert_same_weights(weights, expected)
+    assert calls == expected_calls
+    assert lr == expected_lr
+
+
+def test_batch_norm_normalizes_by_replica_and_keeps_the_first_replicas_statistics() -> None:
+    class Normed(Scores):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(FEATURES, momentum=1.0)
+            self.register_buffer("num_seen", torch.tensor(0))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.num_seen += len(batch[0])
+            self.last = batch[0]
+            return self(self.norm(batch[0])).square().mean()
+
+    module, data = Normed(), samples()
+
+    dp_trainer(devices=2, max_steps=1).fit(module, data)
+
+    first = data.dataset.tensors[0][:2]  # of 5 samples, replica 0 has 2
+    torch.testing.assert_close(module.norm.running_mean, first.mean(dim=0))
+    assert module.num_seen == 2
+    assert torch.equal(module.last, first)  # and so it is with attributes
+
+
+def fit_from(path: Path | None, num_epochs: int, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Regression()
+    trainer = quiet_trainer(max_epochs=num_epochs, gradient_clip_val=0.1, **options)
+    trainer.fit(model, regression_data(6, 1), ckpt_path=path)
+    return trainer, model.state_dict()
+
+
+def test_checkpoint_is_an_ordinary_file_and_resumes_on_any_number_of_devices(tmp_path: Path) -> None:
+    _, expected = fit_from(None, 2, devices=1)
+
+    trainer, _ = fit_from(None, 1, devices=3, strategy="paral_dp")
+    path = tmp_path / "model.ckpt"
+    trainer.save_checkpoint(path)
+
+    keys = list(torch.load(path, weights_only=True)["state_dict"])
+    assert keys == ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]
+    Regression.load_from_checkpoint(path)
+    for options in ({"devices": 1}, {"devices": 2, "strategy": "paral_dp"}, {"devices": 1, "strategy": "paral_ddp"}):
+        assert_same_weights(fit_from(path, 2, **options)[1], expected)
+
+
+# Logging and evaluation
+
+
+class Metrics(nn.Module):
+    """Metrics whose states are sums, lists, and moments that no sum or list can join; in every kind of container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.correlation = PearsonCorrCoef()
+        self.collection = MetricCollection([BinaryAccuracy(), BinaryF1Score(), BinaryAUROC()])
+        self.by_name = nn.ModuleDict({"auroc": BinaryAUROC()})
+
+
+class Logging(Scores):
+    """Logs in every way."""
+
+    num_logged = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = nn.ModuleDict({"fit": Metrics(), "held_out": Metrics()})
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        type(self).num_logged += 1
+        super().log(*args, **kwargs)
+
+    def log_everything(self, batch: list[Tensor], kind: str) -> Tensor:
+        scores, targets = self(batch[0]), batch[1]
+        loss = nn.functional.mse_loss(scores, targets)
+        self.log(f"{kind}_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({f"{kind}_a": targets.mean(), f"{kind}_b": 2.0})
+        self.log(f"{kind}_num", float(len(scores)), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log(f"{kind}_max", targets.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log(f"{kind}_min", targets.min(), reduce_fx=min, on_step=False, on_epoch=True)
+        num_positive = int((targets > 0).sum())
+        mean_positive = targets.relu().sum() / max(num_positive, 1)
+        self.log(f"{kind}_of_some", mean_positive, batch_size=num_positive, sync_dist=True, on_epoch=True)
+
+        metrics, probabilities, labels = self.metrics[kind], scores.sigmoid(), (targets > 0).int()
+        metrics.mean(targets)
+        self.log(f"{kind}_mean", metrics.mean, on_step=True, on_epoch=True)
+        metrics.correlation.update(scores, targets)
+        self.log(f"{kind}_correlation", metrics.correlation, on_step=False, on_epoch=True)
+        metrics.collection.update(probabilities, labels)
+        metrics.collection["BinaryAccuracy"].update(1 - probabilities, labels)  # past its collection
+        self.log_dict(metrics.collection, on_step=False, on_epoch=True)
+        metrics.by_name["auroc"](probabilities, labels)
+        self.log(f"{kind}_auroc", metrics.by_name["auroc"], on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.log_everything(batch, "fit")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log_everything(batch, "held_out")
+
+    test_step = validation_step
+
+
+def test_logged_values_and_metrics_equal_those_of_one_process(tmp_path: Path) -> None:
+    def run(trainer: Any, module: Logging) -> Any:
+        Logging.num_logged = 0
+        logger = CSVLogger(tmp_path, name=f"{trainer.num_devices}_devices")
+        trainer.loggers = [logger]
+        trainer.fit(module, samples(), samples())
+        (tested,) = trainer.test(module, samples(), verbose=False)
+        logger.save()
+        with open(logger.experiment.metrics_file_path) as file:
+            rows = list(csv.DictReader(file))
+        return trainer.callback_metrics, trainer.progress_bar_metrics, tested, rows, Logging.num_logged
+
+    expected, found = one_process_and_dp(Logging, run, log_every_n_steps=1)
+
+    assert found[-1] == expected[-1]  # a `log` of the user's own is called as often
+    for metrics, wanted in [*zip(found[:3], expected[:3], strict=True), *zip(found[3], expected[3], strict=True)]:
+        assert list(metrics) == list(wanted)
+        for name in metrics:
+            if wanted[name] == "":
+                assert metrics[name] == ""
+            else:
+                assert float(metrics[name]) == pytest.approx(float(wanted[name]), rel=1e-3, abs=1e-4), name
+    assert found[2]["held_out_num"] == NUM_SAMPLES
+    assert len(found[3]) > 20
+
+
+def test_predictions_come_back_in_order() -> None:
+    class Predicting(Scores):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return {"sum": batch[0].sum(dim=1), "texts": [f"{value:.4f}" for value in batch[1].tolist()]}
+
+    expected, predicted = one_process_and_dp(Predicting, lambda trainer, module: trainer.predict(module, samples()))
+
+    assert len(predicted) == len(expected) == 5
+    for batch, expected_batch in zip(predicted, expected, strict=True):
+        torch.testing.assert_close(batch["sum"], expected_batch["sum"])
+        assert batch["texts"] == expected_batch["texts"]
+
+
+def test_to_lightning_it_is_one_process_with_the_users_sampler(capsys: pytest.CaptureFixture[str]) -> None:
+    class Printing(Scores):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            self.print("printed once")
+            assert self.trainer.world_size == 1
+            assert self.global_rank == 0
+            return super().training_step(batch, batch_idx)
+
+    data, trainer = samples(), dp_trainer(max_steps=1)
+
+    trainer.fit(Printing(), data)
+
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.num_devices) == (1, 0, 0, 3)
+    assert trainer.train_dataloader is data
+    assert capsys.readouterr().out.count("printed once") == 1
+
+
+# Failures
+
+
+def test_error_in_a_replica_keeps_its_type_and_traceback_and_says_where() -> None:
+    class Failing(Scores):
+        def deep_inside(self, batch: list[Tensor]) -> None:
+            if batch[0][0, 0] == samples().dataset[3][0][0]:
+                raise KeyError("the reason")
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            self.deep_inside(batch)
+            return super().training_step(batch, batch_idx)
+
+    module = Failing()
+    with pytest.raises(KeyError, match="the reason") as caught:
+        dp_trainer().fit(module, samples())
+
+    assert "deep_inside" in [entry.name for entry in caught.traceback]
+    assert caught.value.__notes__ == ["This was raised in replica 2 of 3 (paral_dp), on cpu."]
+    assert "log" not in module.__dict__
+    dp_trainer().fit(Scores(), samples())
+
+
+def test_backward_pass_of_a_single_replica_is_refused() -> None:
+    class OwnBackward(Scores):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            super().training_step(batch, batch_idx).backward()
+
+    with pytest.raises(ConfigurationError, match=r"backward pass of its own.*self\.manual_backward.*paral_ddp"):
+        dp_trainer().fit(OwnBackward(), samples())
+
+
+def test_gradients_with_respect_to_inputs_are_a_replicas_own_business() -> None:
+    class Penalized(Scores):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            inputs = batch[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self(inputs).sum(), inputs, create_graph=True)
+            return super().training_step(batch, batch_idx) + slope.square().sum(dim=1).mean()
+
+    expected, weights = one_process_and_dp(Penalized, fitted)
+
+    assert_same_weights(weights, expected)
+
+
+class Compiled(Scores):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.compile(self.hidden)
+
+
+class CompiledInPlace(Scores):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden.compile()
+
+
+class Scripted(Scores):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.jit.script(self.hidden)
+
+
+class Lazy(Scores):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.LazyLinear(6)
+
+
+class FromIterator(Scores):
+    def training_step(self, dataloader_iter: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Compiled, "hidden is compiled.*paral_ddp"),
+        (CompiledInPlace, "hidden is compiled.*paral_ddp"),
+        (Scripted, "hidden is a ScriptModule.*paral_ddp"),
+        (Lazy, "hidden.weight has no shape yet.*Run a batch"),
+        (FromIterator, "training_step takes `dataloader_iter`"),
+    ],
+)
+def test_module_that_cannot_be_replicated_is_refused_before_training(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        dp_trainer().fit(make(), samples())
+
+
+def make_trainer_on_rank() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        dp_trainer(devices=2)
+    return str(caught.value)
+
+
+def test_batch_that_cannot_be_divided_is_refused_on_several_devices_only() -> None:
+    class Unlike(Scores):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            return self(batch["inputs"]).mean() * batch["classes"].sum()
+
+    data = DataLoader([{"inputs": torch.ones(2, FEATURES), "classes": torch.ones(5)}], batch_size=None)
+    dp_trainer(devices=1).fit(Unlike(), data)
+    with pytest.raises(ConfigurationError, match=r"\['inputs'\] has 2, batch\['classes'\] has 5"):
+        dp_trainer(devices=2).fit(Unlike(), data)
+
+
+def test_several_processes_are_refused(on_ranks: Any) -> None:
+    for message in on_ranks(2, make_trainer_on_rank):
+        assert "one process on one host, but 2 processes were started" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"num_nodes": 2}, "num_nodes=2.*paral_ddp"), ({"sync_batchnorm": True}, "process per device.*paral_ddp")],
+)
+def test_what_needs_several_processes_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        dp_trainer(**options)

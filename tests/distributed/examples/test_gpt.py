@@ -1,0 +1,43 @@
+"""The example's GPT trains under every configuration we ship, to the loss it has under DDP."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_paral.cli import main
+from tests.unit.cli.test_commands import OVERLAYS, ROOT, Witness
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+SHORT = (
+    "--trainer.max_steps=4 --trainer.limit_val_batches=0 --trainer.num_sanity_val_steps=0 --trainer.accelerator=cpu "
+    "--trainer.logger=false --trainer.enable_checkpointing=false --trainer.enable_progress_bar=false "
+    "--trainer.enable_model_summary=false --trainer.callbacks+=tests.unit.cli.test_commands.Witness "
+    "--model.init_args.width=32 --model.init_args.num_layers=2 --data.init_args.batch_size=4"
+)
+TOLERANCES = {"ddp_ring": 1e-3}  # gradients cross the wire in bf16
+
+
+def last_loss(overlay: str, folder: str) -> float:
+    os.chdir(ROOT)
+    arguments = ["--config", "configs/gpt.yaml", "--config", f"configs/strategies/{overlay}.yaml", *SHORT.split()]
+    arguments.append(f"--trainer.default_root_dir={folder}")
+    if "nvme" in overlay:
+        arguments += [
+            f"--trainer.strategy.init_args.offload_{what}.path={folder}" for what in ("optimizer", "parameters")
+        ]
+    sys.argv = ["paral", "fit", *arguments]
+    main()
+    return Witness.trainer.callback_metrics["train_loss"].item()
+
+
+@pytest.mark.parametrize("overlay", [path.stem for path in OVERLAYS if path.stem not in ("ddp", "dp")])
+def test_loss_is_that_of_ddp(on_ranks, tmp_path: Path, overlay: str) -> None:
+    expected = on_ranks(2, last_loss, "ddp", str(tmp_path))
+
+    losses = on_ranks(2, last_loss, overlay, str(tmp_path))
+
+    assert losses == pytest.approx(expected, rel=TOLERANCES.get(overlay, 1e-4))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("paral_zero")] == []

@@ -1,0 +1,130 @@
+"""Every command and every snippet of the README does what it says."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_paral import STRATEGIES
+from tests.distributed.launch.test_launch import outputs, start
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+COMMANDS = [
+    command.strip()
+    for language, text in BLOCKS
+    if language == "bash"
+    for line in text.splitlines()
+    for command in line.split("&&")
+]
+INSTALLS = [command for command in COMMANDS if command.startswith("pip install")]
+TRAININGS = [command for command in COMMANDS if " fit " in command and "--ckpt_path" not in command]
+ON_CHECKPOINTS = [command for command in COMMANDS if ".ckpt" in command]
+SHORT = (
+    "--trainer.max_steps=2 --trainer.val_check_interval=2 --trainer.limit_val_batches=1 "
+    "--trainer.num_sanity_val_steps=1 --trainer.accelerator=cpu --model.init_args.num_layers=1"
+)
+
+
+def run(command: list[str]) -> str:
+    process = start(command)
+    (printed,) = outputs(process)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def command_line(command: str) -> list[str]:
+    """The command with the programs of this environment, whatever the PATH."""
+    program, *arguments = shlex.split(command)
+    return [str(Path(sys.executable).with_name(program)), *arguments]
+
+
+def test_every_command_is_accounted_for() -> None:
+    others = set(COMMANDS) - set(INSTALLS) - set(TRAININGS) - set(ON_CHECKPOINTS)
+
+    assert others == {"pytest", "paral strategies"}
+    assert {language for language, _ in BLOCKS} <= {"bash", "python", "yaml"}
+
+
+def test_install_for_development_is_the_one_ci_runs() -> None:
+    (for_development,) = set(INSTALLS) - {"pip install ."}
+
+    assert for_development.removeprefix("pip install ") in (ROOT / ".ci/run").read_text()
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_table_has_every_strategy() -> None:
+    named = re.findall(r"^\| `(paral_\w+)` \|", README, flags=re.MULTILINE)
+
+    assert named == [entry.name for entry in STRATEGIES]
+
+
+def test_measurements_name_programs_that_exist() -> None:
+    cells = re.findall(r"^\|.*\|.*\| (`tests\.benchmarks\..*`) \|$", README, flags=re.MULTILINE)
+    programs = [name.rpartition(".")[2] for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+
+    assert programs
+    for program in programs:
+        assert (ROOT / "tests/benchmarks" / f"{program}.py").is_file(), program
+
+
+@pytest.mark.parametrize("command", TRAININGS)
+def test_training_command(command: str, tmp_path: Path) -> None:
+    printed = run([*command_line(command), *SHORT.split(), f"--trainer.default_root_dir={tmp_path}"])
+
+    assert "step 2: validation loss" in printed
+    assert "max_steps=2` reached" in printed
+
+
+def test_strategies_are_listed() -> None:
+    assert "paral_ddp_ring" in run(command_line("paral strategies"))
+
+
+def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(tmp_path: Path) -> None:
+    for number, (language, text) in enumerate(BLOCKS):
+        if language == "python":
+            run_snippet(tmp_path / f"snippet_{number}.py", text)
+        elif language == "bash":
+            for command in text.splitlines():
+                if command in ON_CHECKPOINTS:
+                    run_on_checkpoint(command, tmp_path)
+
+
+def run_snippet(path: Path, text: str) -> None:
+    path.write_text(text)
+    process = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=path.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def run_on_checkpoint(command: str, folder: Path) -> None:
+    program, *words = command_line(command)
+    words = [str(folder / word) if word.endswith(".ckpt") else word for word in words]
+    if " fit " not in command:
+        run([program, *words])
+        return
+    options = ["--trainer.max_steps=3", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
+    printed = run([program, *words, *options, f"--trainer.default_root_dir={folder}"])
+    assert "Restored all states" in printed
+    assert "max_steps=3` reached" in printed
+
+
+def test_yaml_is_that_of_the_overlay() -> None:
+    (shown,) = [text for language, text in BLOCKS if language == "yaml"]
+
+    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "configs/strategies/ddp_ring.yaml").read_text())

@@ -1,0 +1,145 @@
+"""Optimizers of torch, and kinds that users write, update shards as in one process, or are named."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from lightning_paral import ParalFSDPStrategy
+from lightning_paral.errors import ConfigurationError
+from tests.running import quiet_trainer
+
+
+class TrustRatio(optim.Optimizer):
+    """LARS and LAMB: steps scaled by norms of parameters and of updates, here with Adam's moments."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                for name in ("mean", "square"):
+                    state.setdefault(name, torch.zeros_like(p))
+                state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["square"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["mean"] / (state["square"].sqrt() + 1e-6)
+                ratio = p.norm() / update.pow(2).sum().sqrt()
+                p.add_(update * ratio, alpha=-group["lr"])
+        return loss
+
+
+class Centralised(TrustRatio):
+    """Gradients without their mean over rows, and normalised by column."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad
+                if gradient.dim() > 1:
+                    gradient = gradient - gradient.mean(dim=1, keepdim=True)
+                    gradient = gradient / gradient.norm(dim=0, keepdim=True)
+                p.add_(gradient, alpha=-group["lr"])
+        return loss
+
+
+class Flattening(TrustRatio):
+    """Does what DTensors cannot."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(torch.ones(5, 4))
+        return loss
+
+
+class Shapes(LightningModule):
+    """Matrices and vectors that no number of ranks divides, and a 0-dimensional parameter; or matrices alone."""
+
+    def __init__(self, optimizer: Callable[..., optim.Optimizer], matrices: bool) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.hidden = nn.Linear(4, 5)
+        self.out = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        for parameter in self.parameters():
+            parameter.requires_grad_(not matrices or parameter.dim() == 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found = self.out(torch.tanh(self.hidden(batch))) * self.scale
+        return nn.functional.mse_loss(found, batch[:, :3].sin())
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def fit(optimizer: Callable[..., optim.Optimizer], matrices: bool, **options: Any) -> Tensor | str:
+    torch.manual_seed(0)
+    module = Shapes(optimizer, matrices)
+    data = DataLoader(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), 8)  # type: ignore[arg-type]
+    try:
+        quiet_trainer(max_epochs=1, **options).fit(module, data)
+    except ConfigurationError as error:
+        return str(error)
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+PLAIN = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+SHARED: dict[str, tuple[Any, bool]] = {name: (getattr(optim, name), False) for name in PLAIN}
+SHARED |= {f"{n}, foreach": (partial(getattr(optim, n), foreach=True), True) for n in PLAIN if n != "Rprop"}
+SHARED |= {f"{name}, fused": (partial(getattr(optim, name), fused=True), True) for name in ("Adam", "AdamW")}
+SHARED |= {
+    "SGD with momentum": (partial(optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1), False),
+    "Adam with amsgrad": (partial(optim.Adam, amsgrad=True, weight_decay=0.1), False),
+    "RMSprop, centered": (partial(optim.RMSprop, centered=True, momentum=0.9), False),
+    "by norms": (TrustRatio, False),
+    "by rows and columns": (Centralised, False),
+}
+if hasattr(optim, "Muon"):
+    SHARED |= {"Muon": (optim.Muon, True), "Muon, rms": (partial(optim.Muon, adjust_lr_fn="match_rms_adamw"), True)}
+REFUSED: dict[str, tuple[Any, bool, list[str]]] = {
+    "LBFGS": (optim.LBFGS, False, ["LBFGS cannot", "paral_ddp"]),
+    "Adafactor": (optim.Adafactor, False, ["Adafactor cannot", "paral_ddp"]),
+    "SGD, fused": (partial(optim.SGD, fused=True), True, ["SGD(fused=True)", "SGD(fused=False)"]),
+    "Adagrad, fused": (partial(optim.Adagrad, fused=True), True, ["Adagrad(fused=True)"]),
+    "Rprop, foreach": (partial(optim.Rprop, foreach=True), True, ["Rprop(foreach=True)"]),
+    "a user's": (Flattening, False, ["Flattening", "`step`", "paral_ddp"]),
+}
+
+
+@cache
+def in_one_process(name: str) -> Tensor | str:
+    return fit(*SHARED[name], devices=1)
+
+
+def fit_all(names: tuple[str, ...]) -> dict[str, Tensor | str]:
+    cases = {**SHARED, **{name: case[:2] for name, case in REFUSED.items()}}
+    return {n: fit(*cases[n], strategy=ParalFSDPStrategy(split="global"), devices=2) for n in names}
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_optimizers_update_shards_as_in_one_process(on_ranks, first: int) -> None:
+    names = tuple(SHARED)[first::3]
+    for results in on_ranks(2, fit_all, names):
+        for name, found in results.items():
+            assert not isinstance(found, str), (name, found)
+            torch.testing.assert_close(found, in_one_process(name), atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_optimizers_that_cannot_are_named(on_ranks) -> None:
+    for results in on_ranks(2, fit_all, tuple(REFUSED)):
+        for name, said in results.items():
+            for part in REFUSED[name][2]:
+                assert part in said, (name, said)

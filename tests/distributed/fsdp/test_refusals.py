@@ -1,0 +1,117 @@
+"""What `ParalFSDPStrategy` refuses, and what it says to do instead."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
+from tests.models.architectures import Contrastive, TiedLanguageModel
+from tests.models.blocks import OnTheModule, Tied
+from tests.models.tokens import token_loader
+from tests.running import quiet_trainer
+
+
+class MadeEarly(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class Wrapped(Tied):
+    def configure_model(self) -> None:
+        self.embedding = FullyShardedDataParallel(self.embedding, device_id=torch.device("cpu"))
+
+
+class TwoDtypes(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].norm.bfloat16()
+
+
+class InOneCall(OnTheModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), foreach=True)
+
+
+class Normalised(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+
+class Eight(Precision):
+    precision = "8-true"
+
+
+def never(name: str, module: nn.Module) -> bool:
+    return False
+
+
+def fit(model: type[Tied], options: dict[str, Any], trainer_options: dict[str, Any]) -> str:
+    try:
+        trainer = quiet_trainer(devices=2, max_epochs=1, strategy=ParalFSDPStrategy(**options), **trainer_options)
+        trainer.fit(model(), token_loader(1, 2))
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
+    "unknown class": (Tied, {"units": ["Blok"]}, {}, ["'Blok'", "Block, Embedding, LayerNorm, Linear"]),
+    "another class": (Tied, {"units": nn.Conv2d}, {}, ["'Conv2d'", "Block, Embedding"]),
+    "predicate": (Tied, {"units": never}, {}, ["never", "returned False for all", "embedding, blocks, blocks.0"]),
+    "a list of modules": (Tied, {"units": nn.ModuleList}, {}, ["ModuleList", "Choose the modules in it"]),
+    "min_params": (Tied, {"min_params": 10**6}, {}, ["min_params=1,000,000", "5,"]),
+    "replicas": (Tied, {"replicate": 3}, {}, ["replicate=3", "2 / 3 = 0.67", "1, 2"]),
+    "no replicas": (Tied, {"replicate": 0}, {}, ["replicate=0", "1, 2"]),
+    "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
+    "prefetch": (Tied, {"prefetch": 0}, {}, ["prefetch=0"]),
+    "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
+    "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give units, or"]),
+    "early optimizer": (MadeEarly, {}, {}, ["SGD", "embedding.weight", "configure_optimizers"]),
+    "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),
+    "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),
+    "foreach": (InOneCall, {}, {}, ["AdamW(foreach=True)", "0-dimensional"]),
+    "SyncBatchNorm": (Normalised, {}, {"sync_batchnorm": True}, ["sync_batchnorm", "CUDA"]),
+    "own precision": (Tied, {}, {"plugins": [Eight()]}, ["Eight (precision='8-true')", "64-true, bf16-mixed"]),
+    "fp16 on CPU": (Tied, {}, {"plugins": [MixedPrecision("16-mixed", "cpu")]}, ["needs CUDA", "bf16-mixed"]),
+    "no blocks": (
+        Contrastive,
+        {"activation_checkpointing": ActivationCheckpointing()},
+        {},
+        ["no repeated blocks in Contrastive", "units=["],
+    ),
+    "blocks in blocks": (
+        Tied,
+        {"activation_checkpointing": ActivationCheckpointing(units=["Block", "Linear"])},
+        {},
+        ["'blocks.0'", "'blocks.0.up'", "three times"],
+    ),
+}
+
+
+def refusals() -> dict[str, str]:
+    return {label: fit(*case[:3]) for label, case in REFUSED.items()}
+
+
+def test_bad_input_is_named_with_the_remedy(on_ranks) -> None:
+    for messages in on_ranks(2, refusals):
+        for label, message in messages.items():
+            for part in REFUSED[label][3]:
+                assert part in message, (label, part, message)
+
+
+def weight_used_outside() -> str:
+    return fit(TiedLanguageModel, {}, {})
+
+
+def test_weight_used_outside_of_its_unit_is_explained(on_ranks) -> None:
+    for message in on_ranks(2, weight_used_outside):
+        assert "block.0" in message
+        assert "units=" in message

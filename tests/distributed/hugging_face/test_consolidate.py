@@ -1,0 +1,318 @@
+"""From a checkpoint of any strategy to a folder that `from_pretrained` loads, and computes the same with."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from lightning_paral.checkpoint.load import load
+from lightning_paral.cli import main
+from lightning_paral.distributed.agreement import RankGroup
+from tests.models.hugging_face import config_of, fit_and_save, made, outputs, tokens
+
+KINDS = (
+    "GPT2LMHeadModel",
+    "T5ForConditionalGeneration",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "BertForSequenceClassification",
+)
+
+
+@pytest.fixture(scope="module")
+def fitted(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes checkpoints, each once: its path, and the logits of the model that was trained."""
+    folder, done = tmp_path_factory.mktemp("fitted"), {}
+
+    def fit(label: str, num_ranks: int, kind: str, extra: str = "", precision: Any = None) -> tuple[Path, Any]:
+        key = (label, num_ranks, kind, extra, precision)
+        if key not in done:
+            path = folder / str(len(done))
+            logits = rank_pool.run(num_ranks, fit_and_save, label, num_ranks, str(path), kind, extra, precision)
+            done[key] = path, logits[0]
+        return done[key]
+
+    return fit
+
+
+@pytest.fixture
+def consolidate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command; returns the names of the files it wrote, or the error it ended with."""
+
+    def run(*arguments: Any) -> list[str] | str:
+        monkeypatch.setattr(sys, "argv", ["paral", "consolidate", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+        except SystemExit as end:
+            return str(end)
+        return [Path(line).name for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def reload(folder: Path, kind: str, **options: Any) -> Any:
+    """Load as a user would; nothing may be missing, unexpected, or of another shape."""
+    model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("label", "num_ranks"), [("paral_ddp", 1), ("paral_fsdp", 2)])
+def test_folder_is_loaded_and_computes_what_was_trained(
+    fitted, consolidate, tmp_path: Path, kind: str, label: str, num_ranks: int
+) -> None:
+    path, logits = fitted(label, num_ranks, kind)
+    assert not torch.equal(logits, outputs(made(kind))), "it was trained"
+    files = consolidate(path, tmp_path / "out", "--hugging-face")
+    model = reload(tmp_path / "out", kind)
+    torch.testing.assert_close(outputs(model), logits, rtol=0.0, atol=0.0)
+    expected = {"config.json", "model.safetensors"}
+    if made(kind).can_generate():
+        expected.add("generation_config.json")
+    assert set(files) == expected == {file.name for file in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("label", ["paral_dp", "paral_zero2", "paral_zero3", "paral_fsdp"])
+def test_every_strategy(fitted, consolidate, tmp_path: Path, label: str) -> None:
+    path, logits = fitted(label, 1 if label == "paral_dp" else 2, "GPT2LMHeadModel")
+    consolidate(path, tmp_path / "out", "--hugging-face")
+    torch.testing.assert_close(outputs(reload(tmp_path / "out", "GPT2LMHeadModel")), logits, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForSequenceClassification"])
+def test_folder_is_the_one_that_save_pretrained_writes(fitted, consolidate, tmp_path: Path, kind: str) -> None:
+    path, _ = fitted("paral_ddp", 1, kind)
+    consolidate(path, tmp_path / "ours", "--hugging-face")
+    reload(tmp_path / "ours", kind).save_pretrained(tmp_path / "theirs")
+    assert {f.name for f in (tmp_path / "ours").iterdir()} == {f.name for f in (tmp_path / "theirs").iterdir()}
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    for name in ("config.json", "generation_config.json"):
+        if (tmp_path / "ours" / name).exists():
+            ours, theirs = (json.loads((tmp_path / by / name).read_text()) for by in ("ours", "theirs"))
+            assert ours == theirs
+
+
+def test_shards_with_an_index(fitted, consolidate, tmp_path: Path) -> None:
+    path, logits = fitted("paral_fsdp", 2, "LlamaForCausalLM")
+    files = consolidate(path, tmp_path / "out", "--hugging-face", "--max-shard-size", "4KB")
+    assert "model.safetensors.index.json" in files
+    assert "model-00001-of-00007.safetensors" in files
+    torch.testing.assert_close(outputs(reload(tmp_path / "out", "LlamaForCausalLM")), logits, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("extra", ["compiled", "compiled inside"])
+def test_compiled_models(fitted, consolidate, tmp_path: Path, extra: str) -> None:
+    path, logits = fitted("paral_ddp", 1, "GPT2LMHeadModel", extra)
+    consolidate(path, tmp_path / "out", "--hugging-face")
+    torch.testing.assert_close(outputs(reload(tmp_path / "out", "GPT2LMHeadModel")), logits, rtol=1e-5, atol=1e-6)
+
+
+def test_dtype_is_that_of_the_config(fitted, consolidate, tmp_path: Path) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
+    consolidate(path, tmp_path / "out", "--hugging-face", "--dtype", "bf16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    model = reload(tmp_path / "out", "GPT2LMHeadModel")
+    assert model.dtype == torch.bfloat16
+    expected = load(path, RankGroup())["state_dict"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[f"model.{name}"].bfloat16())
+
+
+def test_true_low_precision_is_kept(fitted, consolidate, tmp_path: Path) -> None:
+    path, logits = fitted("paral_fsdp", 2, "GPT2LMHeadModel", precision="bf16-true")
+    consolidate(path, tmp_path / "out", "--hugging-face")
+    model = reload(tmp_path / "out", "GPT2LMHeadModel")
+    assert model.dtype == torch.bfloat16
+    torch.testing.assert_close(outputs(model).float(), logits, rtol=0.0, atol=0.0)
+
+
+def test_weights_beside_the_model_are_not_lost_unsaid(fitted, consolidate, tmp_path: Path) -> None:
+    path, logits = fitted("paral_ddp", 1, "GPT2LMHeadModel", "head")
+    said = consolidate(path, tmp_path / "out", "--hugging-face")
+    assert "2 of 31 names do not begin with 'model.'" in said
+    assert "head.weight, head.bias" in said
+    assert not list(tmp_path.iterdir())
+    consolidate(path, tmp_path / "out", "--hugging-face", "--only-prefix")
+    torch.testing.assert_close(outputs(reload(tmp_path / "out", "GPT2LMHeadModel")), logits, rtol=0.0, atol=0.0)
+
+
+def test_one_of_several_models_is_chosen(fitted, consolidate, tmp_path: Path) -> None:
+    path, logits = fitted("paral_ddp", 1, "GPT2LMHeadModel", "teacher")
+    said = consolidate(path, tmp_path / "out", "--hugging-face")
+    assert "holds 2 Hugging Face models. Choose one: --strip-prefix model., --strip-prefix teacher.." in said
+    assert "No Hugging Face model has the prefix 'x.'" in consolidate(
+        path, tmp_path / "out", "--hugging-face", "--strip-prefix", "x"
+    )
+    consolidate(path, tmp_path / "out", "--hugging-face", "--strip-prefix", "model", "--only-prefix")
+    torch.testing.assert_close(outputs(reload(tmp_path / "out", "GPT2LMHeadModel")), logits, rtol=0.0, atol=0.0)
+    consolidate(path, tmp_path / "second", "--hugging-face", "--strip-prefix", "teacher.", "--only-prefix")
+    expected = outputs(made("LlamaForCausalLM"))
+    torch.testing.assert_close(outputs(reload(tmp_path / "second", "LlamaForCausalLM")), expected, rtol=0.0, atol=0.0)
+
+
+@pytest.fixture
+def foreign(fitted, tmp_path: Path) -> tuple[Path, Any]:
+    """A checkpoint that does not say what it holds."""
+    path, logits = fitted("paral_ddp", 1, "T5ForConditionalGeneration")
+    torch.save({"state_dict": torch.load(path)["state_dict"]}, tmp_path / "foreign.ckpt")
+    return tmp_path / "foreign.ckpt", logits
+
+
+def test_config_is_given_for_checkpoints_of_others(foreign: Any, consolidate, tmp_path: Path) -> None:
+    path, logits = foreign
+    assert "Give its config: --config" in consolidate(path, tmp_path / "out", "--hugging-face")
+    made("T5ForConditionalGeneration").save_pretrained(tmp_path / "given")
+    options = ["--hugging-face", "--config", tmp_path / "given"]
+    assert "--strip-prefix PREFIX. The prefixes there are" in consolidate(path, tmp_path / "out", *options)
+    consolidate(path, tmp_path / "out", *options, "--strip-prefix", "model.")
+    model = reload(tmp_path / "out", "T5ForConditionalGeneration")
+    torch.testing.assert_close(outputs(model), logits, rtol=0.0, atol=0.0)
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == len(model.state_dict()) - 3, "tied"
+
+
+def test_config_of_another_model_is_refused(foreign: Any, consolidate, tmp_path: Path) -> None:
+    config = config_of("GPT2LMHeadModel")
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path / "given")
+    options = ["--hugging-face", "--strip-prefix", "model.", "--config"]
+    said = consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "given" / "config.json")
+    assert "are not those of a GPT2LMHeadModel" in said
+    assert "Missing in the checkpoint: " in said
+    (tmp_path / "list.json").write_text("[]")
+    said = consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "list.json")
+    assert "is not a model's config" in said
+    config.architectures = ["Unheard"]
+    config.save_pretrained(tmp_path / "given")
+    assert "['Unheard']" in consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "given")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_that_is_not_empty_is_left_alone(fitted, consolidate, tmp_path: Path) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    assert "not an empty folder" in consolidate(path, out, "--hugging-face")
+    assert [file.read_text() for file in out.iterdir()] == ["mine"]
+    (out / "thesis.tex").unlink()
+    assert "config.json" in consolidate(path, out, "--hugging-face")
+
+
+# Names
+
+
+def test_prefix_is_stripped(fitted, consolidate, tmp_path: Path) -> None:
+    path, logits = fitted("paral_fsdp", 2, "GPT2LMHeadModel")
+    config_of("GPT2LMHeadModel").save_pretrained(tmp_path)
+    assert consolidate(path, tmp_path / "model.safetensors", "--strip-prefix", "model.") == ["model.safetensors"]
+    torch.testing.assert_close(outputs(reload(tmp_path, "GPT2LMHeadModel")), logits, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            ["--strip-prefix", "net."],
+            "No weight's name begins with 'net.'. The prefixes there are, and how many names ",
+        ),
+        (["--strip-prefix", "mod"], "No weight's name begins with 'mod.'"),
+        (["--strip-prefix", "model"], "2 of 31 names do not begin with 'model.', and would be lost. They are: head.w"),
+        (["--only-prefix"], "--only-prefix needs --strip-prefix"),
+        (["--config", "x"], "--config is for --hugging-face"),
+    ],
+)
+def test_prefixes_that_do_not_fit_are_named(fitted, consolidate, tmp_path: Path, options: Any, reason: str) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel", "head")
+    assert reason in consolidate(path, tmp_path / "x.safetensors", *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_weights_are_left_out_when_asked_for(fitted, consolidate, tmp_path: Path) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel", "head")
+    consolidate(path, tmp_path / "x.safetensors", "--strip-prefix", "model.", "--only-prefix")
+    assert (
+        load_file(tmp_path / "x.safetensors").keys() | {"lm_head.weight"} == made("GPT2LMHeadModel").state_dict().keys()
+    )
+
+
+def test_lightning_file_keeps_its_names(fitted, consolidate, tmp_path: Path) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
+    assert "is for safetensors" in consolidate(path, tmp_path / "x.ckpt", "--strip-prefix", "model.")
+
+
+# What is not ours, and checkpoints, are left alone
+
+
+def foreign_tensors(path: Path) -> bytes:
+    save_file({"x": tokens()}, path)
+    return path.read_bytes()
+
+
+def test_index_of_others_is_not_removed(fitted, consolidate, tmp_path: Path) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata": {"total_size": 1}, "weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+    before = index.read_text()
+    for size in ("5GB", "4KB"):
+        said = consolidate(path, tmp_path / "model.safetensors", "--max-shard-size", size)
+        assert f"{index} is in the way" in said
+    assert [file.name for file in tmp_path.iterdir()] == [index.name]
+    assert index.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00013.safetensors", "model.safetensors"])
+def test_files_of_others_are_not_replaced_by_shards(fitted, consolidate, tmp_path: Path, name: str) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
+    before = foreign_tensors(tmp_path / name)
+    said = consolidate(path, tmp_path / "model.safetensors", "--max-shard-size", "4KB")
+    assert f"{tmp_path / name} is in the way" in said
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(name, before)]
+
+
+def test_own_shards_are_replaced_by_fewer(fitted, consolidate, tmp_path: Path) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
+    out, others = tmp_path / "model.safetensors", tmp_path / "model-00001-of-00099.safetensors"
+    before = foreign_tensors(others)
+    for size in ("4KB", "16KB", "5GB"):
+        files = consolidate(path, out, "--max-shard-size", size)
+        assert isinstance(files, list), files
+        assert {file.name for file in tmp_path.iterdir()} == {*files, others.name}
+    assert others.read_bytes() == before
+
+
+def test_index_that_names_files_of_others_removes_none(fitted, consolidate, tmp_path: Path) -> None:
+    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    consolidate(path, folder / "m.safetensors", "--max-shard-size", "16KB")
+    outside, inside = tmp_path / "m-00001-of-00001.safetensors", folder / "m-00009-of-00009.safetensors"
+    contents = foreign_tensors(outside), foreign_tensors(inside)
+    index = folder / "m.safetensors.index.json"
+    changed = json.loads(index.read_text())
+    changed["weight_map"] |= {"a": "../m-00001-of-00001.safetensors", "b": inside.name, "c": 3}
+    index.write_text(json.dumps(changed))
+    assert f"{inside} is in the way" in consolidate(path, folder / "m.safetensors")
+    assert (outside.read_bytes(), inside.read_bytes()) == contents
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors", "new/x.safetensors", "folder"])
+@pytest.mark.parametrize("own", [True, False])
+def test_nothing_is_written_into_checkpoints(fitted, consolidate, name: str, own: bool) -> None:
+    path, _ = fitted("paral_fsdp", 2, "GPT2LMHeadModel")
+    read = path if own else fitted("paral_ddp", 1, "GPT2LMHeadModel")[0]
+    before = sorted(file.name for file in path.iterdir())
+    said = consolidate(read, path / name, *(["--hugging-face"] if name == "folder" else []))
+    assert f"is in the checkpoint {path}" in said
+    assert sorted(file.name for file in path.iterdir()) == before

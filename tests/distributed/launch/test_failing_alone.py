@@ -1,0 +1,194 @@
+"""A rank fails alone, and no exception ends the wait of the others, as on NCCL, which is simulated."""
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch import Tensor
+
+from lightning_paral import ConfigurationError, ParalDDPStrategy
+from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.distributed import failure
+from lightning_paral.distributed import process_group as groups
+from lightning_paral.distributed.timeout_watch import TimeoutWatch
+from lightning_paral.model.host_memory_check import host_memory_shortage
+from lightning_paral.strategies import collectives
+from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
+
+
+class FailsAlone(Regression):
+    """Fails on rank 1 in its second step, and on rank 0 only after rank 1's fit has ended."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            if self.global_rank == 0:
+                groups.dist.distributed_c10d._get_default_store().wait(["rank 1 has ended"], timedelta(seconds=100))
+            raise KeyError(f"of rank {self.global_rank}")
+        return super().training_step(batch, batch_idx)
+
+
+class Records(logging.Handler):
+    def __init__(self, happened: list[str]) -> None:
+        super().__init__()
+        self.happened = happened
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.happened.append(f"logged {record.getMessage()} {record.exc_info[1]!r}")
+
+
+def fail_alone(label: str, port: int) -> list[str]:
+    dist.barrier()
+    dist.destroy_process_group()  # that of the rank pool
+    os.environ["MASTER_PORT"] = str(port)
+    happened: list[str] = []
+    handler = Records(happened)
+    before = failure.PATIENCE, collectives.nccl_backends, collectives.abort_nccl, groups.abort_all
+    failure.PATIENCE = timedelta(seconds=1)
+    collectives.nccl_backends = lambda: [object()]
+    collectives.abort_nccl = lambda: happened.append("aborted NCCL")
+
+    def abort_all() -> None:
+        happened.append("aborted all")
+        before[3]()
+
+    groups.abort_all = abort_all
+    collectives.log.addHandler(handler)
+    model = FailsAlone()
+    trainer = quiet_trainer(strategy=strategy_of(label), devices=2, max_epochs=1)
+
+    def pretend() -> None:
+        groups._made = replace(groups._made, backend="cuda:nccl,cpu:gloo")
+
+    model.on_train_start = pretend
+    stores: list[Any] = []
+    model.on_train_epoch_start = lambda: stores.append(dist.distributed_c10d._get_default_store())
+    try:
+        trainer.fit(model, regression_data(2, 2))
+    except KeyError as error:
+        happened.append(f"raised {error}")
+    finally:
+        failure.PATIENCE, collectives.nccl_backends, collectives.abort_nccl, groups.abort_all = before
+        collectives.log.removeHandler(handler)
+        for store in stores:
+            store.set("rank 1 has ended" if trainer.global_rank else "rank 0 has", "")
+    assert not dist.is_initialized()
+    assert "lightning_paral_timeout" not in [thread.name for thread in threading.enumerate()]
+    return happened
+
+
+@pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE)))
+def test_a_rank_that_fails_alone_reports_at_once_and_aborts(on_ranks, rank_pool, label: str) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    rank_pool.renew_world()
+    try:
+        told = on_ranks(2, fail_alone, label, port)
+    finally:
+        rank_pool.renew_world()
+
+    for rank in (0, 1):
+        error = f"of rank {rank}"
+        logged = f"logged Rank {rank} of 2 failed. KeyError({error!r})"
+        assert told[rank] == [logged, "aborted NCCL", "aborted all", f"raised {error!r}"]
+
+
+def test_a_timeout_that_ends_the_process_is_named_with_its_option_and_the_stack(caplog) -> None:
+    found: list[list[str]] = [[], ["TIMEOUT"]]
+
+    def errors() -> list[str]:
+        return found.pop(0)
+
+    watch = TimeoutWatch(timedelta(minutes=7), "Strategy(timeout=...)", errors, interval=0.01)
+    watch._thread.join(timeout=60)
+
+    (record,) = caplog.records
+    assert "timeout=0:07:00, set by `Strategy(timeout=...)`" in record.getMessage()
+    assert "test_a_timeout_that_ends_the_process" in record.getMessage()
+    watch.end()
+
+
+def test_a_watch_that_ends_without_a_finding_says_nothing(caplog) -> None:
+    watch = TimeoutWatch(timedelta(minutes=7), "Strategy(timeout=...)", list, interval=0.01)
+    watch.end()
+
+    assert not watch._thread.is_alive()
+    assert not caplog.records
+
+
+def test_backends_are_widened_by_one_for_tensors_on_the_host(monkeypatch) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    cuda = torch.device("cuda")
+    widened = "cuda:nccl,cpu:gloo"
+
+    for requested in (None, "nccl", "cuda:nccl", widened):
+        assert groups.backend_for(cuda, requested) == widened
+    for requested in ("gloo", "ucc", "cpu:gloo,cuda:ucc"):
+        assert groups.backend_for(cuda, requested) == requested
+    assert groups.backend_for(torch.device("cpu"), "gloo") == "gloo"
+
+
+def host_tensors_beside_a_group_for_cuda(folder: str) -> list[Any]:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    with pytest.raises(ConfigurationError, match=r"offload=True .*'cuda:gloo'.*cuda:nccl,cpu:gloo"):
+        groups.check_carries_host_tensors("offload=True")
+    groups._complete_with_host_group(timedelta(seconds=60))
+    made = groups.host_group()
+    groups._complete_with_host_group(timedelta(seconds=60))
+    tensor = torch.full((3,), float(rank + 1))
+    broadcast([tensor])
+    lack = host_memory_shortage(1, 1)
+    strategy = ParalDDPStrategy(cluster_environment=TorchElasticEnvironment())
+    mean = strategy.reduce(torch.tensor(float(rank)))
+    same = groups.host_group() is made
+    dist.destroy_process_group()
+    groups.release_process_group()
+    return [tensor.tolist(), lack, mean.item(), same, groups.host_group() is None]
+
+
+def test_host_tensors_have_a_group_of_their_own_beside_one_for_cuda_only(on_ranks, rank_pool, tmp_path) -> None:
+    rank_pool.renew_world()
+    try:
+        told = on_ranks(2, host_tensors_beside_a_group_for_cuda, str(tmp_path))
+    finally:
+        rank_pool.renew_world()
+
+    assert told == [[[1.0, 1.0, 1.0], None, 0.5, True, True]] * 2
+
+
+@pytest.mark.parametrize(("world_size", "bound"), [(1, None), (2, torch.device("cuda", 0))])
+def test_a_device_is_bound_to_the_group_of_several_ranks_only(monkeypatch, world_size: int, bound: object) -> None:
+    class AskedError(Exception):
+        pass
+
+    def init_process_group(backend: str, **options: Any) -> None:
+        raise AskedError(options["device_id"])
+
+    class Environment:
+        main_address, main_port = "localhost", 1
+
+        def global_rank(self) -> int:
+            return 0
+
+        def world_size(self) -> int:
+            return world_size
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(groups, "_next_store", lambda *_: dist.HashStore())
+
+    with pytest.raises(AskedError) as asked:
+        groups.join_process_group(Environment(), torch.device("cuda", 0), "gloo", timedelta(seconds=5))
+    assert asked.value.args == (bound,)

@@ -1,0 +1,98 @@
+"""A fit starts with one line: strategy, ranks, backend, precision, global batch size."""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_paral import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from tests.models.regression import FEATURES, Regression
+from tests.running import quiet_trainer
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def batches(batch_size: int | None = 4) -> DataLoader[Any]:
+    dataset = TensorDataset(torch.ones(16, FEATURES), torch.ones(16, 2))
+    return DataLoader(dataset, batch_size) if batch_size else DataLoader(dataset, batch_sampler=Ragged())
+
+
+class Ragged:
+    """A batch sampler whose batches have no common size."""
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1, 2], [3, 4], [5], [6]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Both(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def printed(strategy: Callable[[], Any], loaders: Any, several: bool = False, **options: Any) -> list[str]:
+    """Fit twice; return what the line of each fit was on this rank."""
+    logger, kept = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Kept()
+    level = logger.level
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    try:
+        for _ in range(2):
+            module = Both() if several else Regression()
+            quiet_trainer(strategy=strategy(), devices=2, max_steps=1, **options).fit(module, loaders)
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(level)
+    return [line for line in kept.lines if re.match(r"paral_\w+: \d", line)]
+
+
+def on_rank() -> dict[str, list[str]]:
+    accumulated = {"accumulate_grad_batches": 2}
+    found = {
+        "ddp": printed(ParalDDPStrategy, batches()),
+        "ring": printed(lambda: "paral_ddp_ring", batches()),
+        "global": printed(lambda: ParalDDPStrategy(split="global"), batches()),
+        "fsdp": printed(ParalFSDPStrategy, batches(), precision="bf16-mixed", **accumulated),
+        "zero": printed(lambda: ParalZeROStrategy(stage=1), batches(None)),
+        "several": printed(lambda: "paral_ddp", [batches(4), batches(2)], several=True, **accumulated),
+    }
+    assert dist.get_world_size() == 2
+    return found
+
+
+def test_line_says_what_runs(on_ranks) -> None:
+    first, second = on_ranks(2, on_rank)
+
+    lines = {case: set(said) for case, said in first.items()}
+    assert lines == {
+        "ddp": {"paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8"},
+        "ring": {"paral_ddp_ring: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8"},
+        "global": {"paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 4"},
+        "fsdp": {
+            "paral_fsdp: 2 ranks (2 shards) on 1 node, gloo, bf16-mixed, global batch size 16 "
+            "(2 batches of 8 accumulated)"
+        },
+        "zero": {"paral_zero1: 2 ranks (2 shards) on 1 node, gloo, 32-true"},
+        "several": {
+            "paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8 and 4, 2 batches accumulated"
+        },
+    }
+    assert {len(said) for said in first.values()} == {2}  # one a fit
+    assert not any(second.values())
+
+
+def test_line_of_one_process() -> None:
+    assert set(printed(ParalDPStrategy, batches())) == {"paral_dp: 2 devices, cpu, 32-true, global batch size 4"}

@@ -1,0 +1,58 @@
+"""Activation checkpointing computes the same gradients under every strategy, and keeps less."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from lightning_paral import ActivationCheckpointing
+from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
+from tests.models.blocks import Tied
+from tests.models.tokens import fit
+from tests.running import assert_same_fit
+
+NUM_BATCHES = 4
+ONE_UNIT = "paral_fsdp, one unit"
+LABELS = (*labels(case for case in with_ranks(MAIN) if case.label != "paral_zero3"), ONE_UNIT, "zero3_partitioned")
+
+
+class Deep(Tied):
+    """Counts how often its blocks compute, and what the backward pass keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+        for block in self.blocks:
+            block.down.register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.num_forwards += 1
+
+
+@cache
+def fit_in_one_process() -> Any:
+    return fit(Deep, NUM_BATCHES, 1, gradient_clip_val=0.5)
+
+
+def fit_on_rank(label: str, offload_to_cpu: bool) -> Any:
+    models = []
+
+    def make() -> Deep:
+        models.append(Deep())
+        return models[0]
+
+    options = ActivationCheckpointing(units=["Block"], offload_to_cpu=offload_to_cpu)
+    units = {"units": ["Embedding"]} if label == ONE_UNIT else {}
+    strategy = strategy_of(label.partition(",")[0], activation_checkpointing=options, **units)
+    fitted = fit(make, NUM_BATCHES, 2, gradient_clip_val=0.5, strategy=strategy)
+    assert "forward" not in vars(models[0].blocks[0])
+    return fitted, models[0].num_forwards
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_training_equals_one_process_and_blocks_compute_twice(on_ranks, label: str) -> None:
+    ranks = on_ranks(2, fit_on_rank, label, label == "paral_ddp")
+
+    assert_same_fit([fitted for fitted, _ in ranks], fit_in_one_process())
+    for _, num_forwards in ranks:
+        assert num_forwards == 2 * 4 * NUM_BATCHES

@@ -1,0 +1,70 @@
+"""Buffers and frozen parameters of dtypes that gloo does not know: every strategy shares and keeps them, or says no."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_paral import ConfigurationError
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
+
+DTYPES = [
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.int8,
+    torch.bool, torch.bfloat16, torch.float64, torch.complex32, torch.complex64,
+]  # fmt: skip
+
+
+class OfManyDtypes(Regression):
+    def __init__(self, of_rank: int, frozen: bool) -> None:
+        super().__init__()
+        for number, dtype in enumerate(DTYPES):
+            values = torch.arange(8).add(of_rank).remainder(2).to(dtype)
+            self.register_buffer(f"buffer_{number}", values)
+            self.register_buffer(f"scalar_{number}", values[0].clone())
+            if frozen:
+                self.register_parameter(f"frozen_{number}", nn.Parameter(values.clone(), requires_grad=False))
+
+
+def after_fit(strategy: str, frozen: bool) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    module = OfManyDtypes(dist.get_rank(), frozen)
+    quiet_trainer(max_steps=2, devices=dist.get_world_size(), strategy=strategy).fit(module, regression_data(2, 2))
+    rare = ("buffer", "scalar", "frozen")
+    return {key: value.detach().clone() for key, value in module.state_dict().items() if key.startswith(rare)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "frozen"),
+    [("paral_ddp", True), ("paral_fsdp", True), ("paral_zero2", False), ("paral_zero3", False)],
+)
+def test_all_ranks_keep_what_rank_zero_has(on_ranks, strategy: str, frozen: bool) -> None:
+    expected = OfManyDtypes(0, frozen).state_dict()
+    for found in on_ranks(2, after_fit, strategy, frozen):
+        assert len(found) == (3 if frozen else 2) * len(DTYPES)
+        for key, value in found.items():
+            assert value.dtype == expected[key].dtype, key
+            assert value.view(-1).view(torch.uint8).tolist() == expected[key].view(-1).view(torch.uint8).tolist(), key
+
+
+class FrozenFirst(Regression):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+
+
+def complaint(dtype: torch.dtype) -> str:
+    try:
+        quiet_trainer(max_steps=1, devices=2, strategy="paral_zero2").fit(FrozenFirst(dtype), regression_data(2, 2))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_are_not_exchanged_in_the_dtype_of_a_frozen_parameter(on_ranks) -> None:
+    for dtype in (torch.bfloat16, torch.int8):
+        for said in on_ranks(2, complaint, dtype):
+            assert "base" in said
+            assert str(dtype).removeprefix("torch.") in said
+            assert "requires_grad" in said
+    assert on_ranks(2, complaint, torch.float32) == ["", ""]

@@ -1,0 +1,259 @@
+"""Several optimizers, as GANs and actor-critics have them, train as in one process under every strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral.engines.zero.training.gradients import GradientsNotReadyError
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.options import Offload
+from tests.models.regression import Regression, regression_data
+from tests.models.several_optimizers import KINDS, ActorCritic, Fitted, Plain, Toggled, fit
+from tests.running import assert_same_fit, quiet_trainer
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+ZERO = ("paral_zero1", "paral_zero2", "paral_zero3")
+NOTHING_KEPT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+STRATEGIES = (
+    "ddp, finding unused",
+    "paral_fsdp",
+    *ZERO,
+    "zero3, nothing kept",
+    "paral_zero2_offload",
+    "paral_zero3_offload",
+)
+
+
+def strategy_of(name: str) -> Any:
+    if name == "ddp, finding unused":
+        return ParalDDPStrategy(find_unused_parameters=True)
+    return ParalZeROStrategy(stage=3, deepspeed_config=NOTHING_KEPT) if name == "zero3, nothing kept" else name
+
+
+# Training
+
+
+def fit_all(strategy: str) -> dict[str, Fitted]:
+    return {kind: fit(KINDS[kind](), 2, strategy=strategy_of(strategy)) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> dict[str, Fitted]:
+    return {kind: fit(KINDS[kind](), 1) for kind in KINDS}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_one_process(on_ranks, of_one_process, strategy: str) -> None:
+    tolerance = 1e-4 if "offload" in strategy else 1e-5
+    ranks = on_ranks(2, fit_all, strategy)
+    for kind, expected in of_one_process.items():
+        assert_same_fit([of_rank[kind] for of_rank in ranks], expected, tolerance)
+
+
+def losses_with_autocast(strategy: str) -> list[float]:
+    return fit(ActorCritic(), 2, strategy=strategy_of(strategy), precision="bf16-mixed")[0]
+
+
+def test_bf16_mixed_equals_that_of_ddp(on_ranks) -> None:
+    expected = torch.tensor(on_ranks(2, losses_with_autocast, "ddp, finding unused"))
+    for strategy in ("paral_zero2", "zero3, nothing kept"):
+        losses = torch.tensor(on_ranks(2, losses_with_autocast, strategy))
+        torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0.0)
+
+
+# Checkpoints
+
+
+def save_halfway(strategy: str, path: str, num_ranks: int) -> None:
+    torch.manual_seed(3)
+    model = Toggled()
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy_of(strategy))
+    model.on_train_end = lambda: trainer.save_checkpoint(path)  # type: ignore[method-assign]
+    trainer.fit(model, regression_data(3, num_ranks))
+
+
+def resume(strategy: str, path: str, num_ranks: int) -> Fitted:
+    torch.manual_seed(5)
+    model = Toggled()
+    trainer = quiet_trainer(max_epochs=2, devices=num_ranks, strategy=strategy_of(strategy))
+    trainer.fit(model, regression_data(3, num_ranks), ckpt_path=path)
+    return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def train_on(strategy: str) -> Fitted:
+    torch.manual_seed(3)
+    model = Toggled()
+    quiet_trainer(max_epochs=2, devices=1, strategy=strategy).fit(model, regression_data(3, 1))
+    return model.losses[6:], {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "num_ranks"),
+    [
+        ("paral_zero3", "paral_zero1", 1),
+        ("paral_zero2", "ddp, finding unused", 2),
+        ("paral_fsdp", "zero3, nothing kept", 2),
+        ("paral_zero1", "paral_fsdp", 2),
+    ],
+)
+def test_goes_on_from_a_checkpoint_under_another_strategy(
+    on_ranks, tmp_path: Path, saver: str, loader: str, num_ranks: int
+) -> None:
+    on_ranks(2, save_halfway, saver, str(tmp_path / "x.ckpt"), 2)
+    ranks = on_ranks(num_ranks, resume, loader, str(tmp_path / "x.ckpt"), num_ranks)
+    assert_same_fit(ranks, train_on("auto"))
+
+
+# What hooks and steps read
+
+
+class Reading(Plain):
+    """Writes down what it can read of one optimizer's parameters while another's are under way, and of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        of_generator = optimizer is self.trainer.optimizers[0]
+        network = self.generator if of_generator else self.discriminator
+        strategy: Any = self.trainer.strategy
+        for name, parameter in network.named_parameters():
+            key = f"{of_generator} {name}"
+            if isinstance(strategy, ParalZeROStrategy):
+                self.seen[key] = strategy.full_gradient(parameter)
+                if self.trainer.global_step > 1:
+                    self.seen[f"{key} exp_avg"] = strategy.full_optimizer_state(parameter, "exp_avg")
+                self.seen[f"{key} value"] = strategy.full_parameter(parameter)
+            else:
+                self.seen[key] = parameter.grad.clone()
+                if self.trainer.global_step > 1:
+                    self.seen[f"{key} exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+                self.seen[f"{key} value"] = parameter.detach().clone()
+        gradients = [p.grad for p in network.parameters()] if not isinstance(strategy, ParalZeROStrategy) else []
+        if gradients:
+            self.seen[f"{of_generator} norm"] = torch.nn.utils.get_total_norm(gradients)
+        else:
+            self.seen[f"{of_generator} norm"] = strategy.gradient_norm(optimizer)
+
+
+def read(strategy: str | None, num_ranks: int) -> dict[str, Tensor]:
+    model = Reading()
+    fit(model, num_ranks, 2, **({} if strategy is None else {"strategy": strategy_of(strategy)}))
+    return {name: value.detach().clone() for name, value in model.seen.items()}
+
+
+@pytest.mark.parametrize("strategy", ["paral_zero1", "zero3, nothing kept"])
+def test_gradients_and_states_are_read_by_optimizer(on_ranks, strategy: str) -> None:
+    expected = read(None, 1)
+    assert any("exp_avg" in name for name in expected)
+    for seen in on_ranks(2, read, strategy, 2):
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
+
+
+# What is refused
+
+
+class SharedParameter(Plain):
+    def configure_optimizers(self) -> Any:
+        shared = self.discriminator[0].parameters()
+        return [torch.optim.SGD(each, lr=0.1) for each in (self.discriminator.parameters(), shared)]
+
+
+class WithoutZeroGrad(Plain):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator, _ = self.optimizers()
+        self.descend(self.generator_loss(batch[0]))
+        generator.step()
+
+
+class ReadTooEarly(Plain):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.descend(self.generator_loss(batch[0]))
+        strategy: Any = self.trainer.strategy
+        strategy.gradient_norm()
+        self.descend(self.generator_loss(batch[0]))
+
+
+class NoGradients(Plain):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.gradient_norm()
+
+
+class OneWithoutZeroGrad(Regression):
+    """One optimizer, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+REFUSED: dict[Any, tuple[type[Exception], str]] = {
+    SharedParameter: (ConfigurationError, "'discriminator.0.weight' is in optimizers 0 and 1"),
+    WithoutZeroGrad: (ConfigurationError, "were not zeroed"),
+    OneWithoutZeroGrad: (ConfigurationError, "were not zeroed"),
+    ReadTooEarly: (ConfigurationError, "read and clip them after the last backward pass"),
+    NoGradients: (GradientsNotReadyError, "no gradients of any optimizer now"),
+}
+
+
+def refusals(stage: Any) -> None:
+    for kind, (error, message) in REFUSED.items():
+        with pytest.raises(error, match=message):
+            fit(kind(), 2, strategy=ParalZeROStrategy(stage=stage))
+        dist.barrier()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_would_differ_from_one_process_is_refused(on_ranks, stage: int) -> None:
+    on_ranks(2, refusals, stage)
+
+
+def on_nvme(folder: str) -> None:
+    offload = Offload("nvme", path=folder)
+    with pytest.raises(ConfigurationError, match="2 optimizers, and offload_optimizer is on NVMe"):
+        fit(Plain(), 2, strategy=ParalZeROStrategy(stage=3, offload_optimizer=offload))
+
+
+def test_nvme_is_for_one_optimizer(on_ranks, tmp_path: Path) -> None:
+    on_ranks(2, on_nvme, str(tmp_path))
+
+
+# One optimizer, several backward passes in one step
+
+
+class TwoPasses(Regression):
+    """SGD, whose steps, unlike Adam's, show the size of what the passes add up to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for factor in (0.5, 1.5):
+            self.manual_backward(factor * super().training_step(batch, batch_idx))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fit_two_passes(strategy: str) -> Fitted:
+    return fit(TwoPasses(), 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_backward_passes_in_one_training_step_add_up(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_two_passes, strategy), fit(TwoPasses(), 1))

@@ -1,0 +1,104 @@
+"""Trainers, callbacks and loaders can be pickled and copied after a run, and loaders within one."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
+
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
+
+
+def rows(loader: Any) -> list[list[float]]:
+    """First features of the batches, bare."""
+    return [getattr(batch, "batch", batch)[:, 0].tolist() for batch in loader]
+
+
+class Copies(Callback):
+    """Copies the loaders of a run while it runs."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        loader = trainer.train_dataloader
+        self.copied, self.pickled = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
+        self.evaluated = copy.deepcopy(trainer.val_dataloaders)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def run(strategy: str) -> Any:
+    data = torch.randn(10, 32, generator=torch.Generator().manual_seed(5))
+    bar, copies = TQDMProgressBar(), Copies()
+    trainer = quiet_trainer(
+        strategy=strategy, devices=2, max_epochs=1, callbacks=[bar, copies], enable_progress_bar=True
+    )
+    loaders = DataLoader(data, 2, shuffle=True), DataLoader(data, 2)
+    trainer.fit(BoringModel(), *loaders)
+    pickle.loads(pickle.dumps(bar))
+    found = [rows(loader) for loader in (trainer.train_dataloader, copies.copied, copies.pickled, copies.evaluated)]
+    kinds = {type(loader).__name__ for loader in (copies.copied, copies.pickled, copies.evaluated)}
+    trainer.validate(BoringModel(), loaders[1], verbose=False)
+    pickle.loads(pickle.dumps(bar))
+    return found, kinds, len(pickle.dumps(trainer)) > 0, copy.deepcopy(bar) is not bar
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero3"])
+def test_copies_are_as_the_originals(on_ranks, strategy: str) -> None:
+    ranks = on_ranks(2, run, strategy)
+    for found, kinds, pickled, copied in ranks:
+        train, by_copy, by_pickle, evaluated = found
+        assert kinds == {"DataLoader"}
+        assert by_copy == by_pickle
+        assert sorted(map(len, by_copy)) == sorted(map(len, train))
+        assert len(evaluated) == 3
+        assert pickled
+        assert copied
+    assert not {row for batch in ranks[0][0][1] for row in batch} & {
+        row for batch in ranks[1][0][1][:2] for row in batch
+    }
+
+
+def test_class_of_a_users_loader_survives(tmp_path: Path) -> None:
+    trainer = quiet_trainer(strategy="paral_ddp", devices=1, max_steps=1)
+    trainer.fit(BoringModel(), Own(torch.randn(4, 32), 2), Own(torch.randn(4, 32), 2))
+    again = pickle.loads(pickle.dumps(trainer.val_dataloaders))
+    assert isinstance(again, Own)
+    assert rows(again) == rows(trainer.val_dataloaders)
+
+
+class Own(DataLoader[Any]):
+    """A loader of the user's."""
+
+
+class CopiesCallbacks(Callback):
+    """Copies the callbacks of a run while it goes on."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        for copied in (
+            copy.deepcopy(trainer.checkpoint_callback),
+            pickle.loads(pickle.dumps(trainer.checkpoint_callback)),
+        ):
+            assert copied.on_exception.__self__ is copied
+        assert len(copy.deepcopy(trainer.callbacks)) == len(trainer.callbacks)  # bars hold the trainer
+
+
+def test_callbacks_are_copied_and_pickled_during_a_run(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path)
+    trainer = quiet_trainer(
+        strategy="paral_ddp",
+        max_steps=1,
+        callbacks=[saving, CopiesCallbacks()],
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+    )
+
+    trainer.fit(Regression(), regression_data(1, 2))
+
+    assert "on_exception" not in vars(saving)

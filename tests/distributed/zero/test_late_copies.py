@@ -1,0 +1,149 @@
+"""Gradients on the host are waited for before they are read or changed, and discarded with their window.
+
+On CUDA the copies are asynchronous. Here each is delayed until something waits for it.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+CLIP_VALUE = 0.01
+
+
+class LateCopy:
+    """The part of a CUDA event's interface that is used for copies."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self.target = target
+        self.source = source.clone()
+
+    def synchronize(self) -> None:
+        self.target.copy_(self.source)
+
+
+def copy_late(optimizer: Any, parameter: Tensor) -> None:
+    """`async_inplace_copy_grad_to_fp32_buffer_from_gpu` of 0.19.8, with a copy that ends only when waited for."""
+    group, source_offset, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    target = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, numel)
+    source = optimizer.get_param_gradient_attribute(parameter).view(-1).narrow(0, source_offset, numel)
+    optimizer._pending_offload_events[object()] = LateCopy(target, source)
+    optimizer.clear_grad_attribute(parameter)
+
+
+class Clipped(Regression):
+    """Clips by value, then reads a gradient and the norm, in every step."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.read: list[Any] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP_VALUE, gradient_clip_algorithm="value")
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.read.append(gradient_of(self.trainer, self.out.weight))
+        if self.automatic_optimization:
+            self.clip_gradients(optimizer, gradient_clip_val=CLIP_VALUE, gradient_clip_algorithm="value")
+            self.read.append(gradient_of(self.trainer, self.hidden.weight))
+
+
+def gradient_of(trainer: Any, parameter: Any) -> Tensor:
+    strategy = trainer.strategy
+    gradient = strategy.full_gradient(parameter) if hasattr(strategy, "full_gradient") else parameter.grad
+    return gradient.clone()
+
+
+class WideClipped(Clipped):
+    """Large enough that a copy to the host takes a while; steps are as large as gradients."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__(by_hand)
+        self.hidden = nn.Linear(FEATURES, 2**20)
+        self.out = nn.Linear(2**20, 2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1.0)
+
+
+def fit(
+    num_ranks: int, strategy: str, by_hand: bool, kind: type[Clipped] = Clipped, accelerator: str = "cpu"
+) -> tuple[Any, list[Tensor]]:
+    torch.manual_seed(3)
+    model = kind(by_hand)
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, accelerator=accelerator)
+    trainer.fit(model, regression_data(4, num_ranks))
+    return (model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}), model.read
+
+
+def fit_with_late_copies(strategy: str) -> list[Any]:
+    name = "async_inplace_copy_grad_to_fp32_buffer_from_gpu"
+    plain = getattr(DeepSpeedZeroOptimizer, name)
+    setattr(DeepSpeedZeroOptimizer, name, copy_late)
+    try:
+        return [fit(2, strategy, by_hand) for by_hand in (False, True)]
+    finally:
+        setattr(DeepSpeedZeroOptimizer, name, plain)
+
+
+@pytest.mark.parametrize("strategy", ["paral_zero1_offload", "paral_zero2_offload"])
+def test_clipping_and_reading_wait_for_copies(on_ranks, strategy: str) -> None:
+    ranks = on_ranks(2, fit_with_late_copies, strategy)
+    for by_hand, *fits in zip((False, True), *ranks, strict=True):
+        expected, read = fit(1, "auto", by_hand)
+        assert_same_fit([each for each, _ in fits], expected)
+        for _, gradients in fits:
+            torch.testing.assert_close(gradients, read, rtol=1e-4, atol=1e-6)
+
+
+class ThrownAway(Regression):
+    """Every second window is discarded, and only those use `spare`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(FEATURES, 2)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        inputs, targets = batch
+        is_kept = batch_idx % 2 == 1
+        outputs = self(inputs) if is_kept else self(inputs) + 100 * self.spare(inputs)
+        loss = nn.functional.mse_loss(outputs, targets)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        if is_kept:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1.0)  # eps=1.0: the size of gradients matters
+
+
+def fit_throwing_away(num_ranks: int, strategy: str) -> Any:
+    torch.manual_seed(3)
+    model = ThrownAway()
+    quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy).fit(model, regression_data(6, num_ranks))
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["paral_zero2_offload", "paral_zero3_offload"])
+def test_windows_thrown_away_leave_nothing_on_the_host(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_throwing_away, 2, strategy), fit_throwing_away(1, "auto"))

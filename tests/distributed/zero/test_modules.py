@@ -1,0 +1,346 @@
+"""Modules nobody wrote for ZeRO train as in one process at every stage."""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_paral import ConfigurationError, ParalZeROStrategy
+from lightning_paral.model import host_memory_check as room
+from tests.models.architectures import MODULES
+from tests.models.regression import Regression, regression_data
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted, WholeBatches, fit, token_loader
+from tests.running import assert_same_fit, quiet_trainer
+
+NUM_BATCHES = 5
+STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
+
+
+def fit_module(name: str, num_ranks: int, **options: Any) -> Any:
+    return fit(MODULES[name], NUM_BATCHES, num_ranks, gradient_clip_val=0.5, **options)
+
+
+def fit_on_rank(name: str, strategy: str) -> Any:
+    return fit_module(name, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("name", MODULES)
+def test_module_trains_as_in_one_process(on_ranks, name: str, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_on_rank, name, strategy), fit_module(name, 1))
+
+
+def fit_whole_batches(num_ranks: int, **options: Any) -> Any:
+    loader = DataLoader(WholeBatches(NUM_BATCHES, num_ranks), batch_size=None)
+    return fit(MODULES["TiedLanguageModel"], NUM_BATCHES, num_ranks, loader=loader, **options)
+
+
+def fit_whole_batches_on_rank(strategy: str) -> Any:
+    return fit_whole_batches(2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_loader_without_batch_size(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_whole_batches_on_rank, strategy), fit_whole_batches(1))
+
+
+class BuiltLate(Fitted):
+    """Everything that a `configure_model` does to first values, in the ways people do it."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "embedding"):
+            return
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.hidden = nn.Sequential(nn.Linear(LENGTH * 16, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.3)
+        nn.init.xavier_uniform_(self.hidden[0].weight)
+        self.hidden[0].bias.data.fill_(0.1)
+        with torch.no_grad():
+            self.hidden[2].weight.mul_(2.0)
+        self.hidden.apply(self.shift)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    @staticmethod
+    def shift(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.bias.data.add_(0.05)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (tokens,) = batch
+        hidden = self.hidden(self.embedding(tokens).flatten(1))
+        return nn.functional.cross_entropy(self.gain * self.head(hidden), tokens[:, 0])
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        assert len(matrices) == 3
+        assert len(others) == 3
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others}], lr=5e-3)
+
+
+def losses_of_late_model(
+    num_ranks: int, strategy: Callable[[], Any] = lambda: "auto"
+) -> tuple[list[float], list[tuple[int, ...]]]:
+    torch.manual_seed(5)
+    model = BuiltLate()
+    for _ in range(2):  # the second fit takes the parameters as the first left them
+        trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy())
+        trainer.fit(model, token_loader(NUM_BATCHES, num_ranks))
+    return model.losses, [tuple(p.shape) for p in model.parameters()]
+
+
+def losses_of_late_model_without_room() -> tuple[list[float], list[tuple[int, ...]]]:
+    available, room._available_bytes = room._available_bytes, lambda: 0
+    try:
+        return losses_of_late_model_on_rank()
+    finally:
+        room._available_bytes = available
+
+
+def losses_of_late_model_on_rank() -> tuple[list[float], list[tuple[int, ...]]]:
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    return losses_of_late_model(2, lambda: ParalZeROStrategy(stage=3, deepspeed_config=config))
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_configure_model_is_whole_after_the_run_where_there_is_room_for_it(on_ranks, has_room: bool) -> None:
+    expected, whole = losses_of_late_model(1)
+
+    ranks = on_ranks(2, losses_of_late_model_on_rank if has_room else losses_of_late_model_without_room)
+
+    losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
+    for _, shapes in ranks:
+        assert shapes == (whole if has_room else [(0,)] * len(whole))
+
+
+class Answers(Fitted):
+    """A part that returns what no tensor is in, and a `predict_step` that returns it, too."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(LENGTH, 4)
+        self.judge = Judge(answer)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.hidden(batch[0].float() / VOCABULARY)
+        self.judge(hidden)
+        return hidden.square().mean()
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.loss(batch)
+        return self.judge.answer
+
+
+class Judge(nn.Module):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+ANSWERS = (3, 1.5, "file.txt", None, [1, 2], {0: 1}, (1, "a"), frozenset({1}))
+
+
+def fit_and_predict_answers() -> tuple[list[Any], list[float]]:
+    predicted, losses = [], []
+    for answer in ANSWERS:
+        model = Answers(answer)
+        trainer = quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3")
+        predicted.append(trainer.predict(model, token_loader(1, 2)))
+        trainer.fit(model, token_loader(1, 2))
+        losses += model.losses
+    return predicted, losses
+
+
+def test_any_output_of_steps_and_modules_at_stage_3(on_ranks) -> None:
+    for predicted, losses in on_ranks(2, fit_and_predict_answers):
+        assert predicted == [[answer] for answer in ANSWERS]
+        assert len(losses) == len(ANSWERS)
+
+
+def fit_after_failed_predict() -> list[float]:
+    torch.manual_seed(5)
+    model = Answers(ValueError("no answer"))
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3")
+    with pytest.raises(ValueError, match="no answer"):
+        trainer.predict(model, token_loader(1, 2))
+    model.losses, model.judge.answer = [], None
+    trainer.fit(model, token_loader(NUM_BATCHES, 2))
+    return model.losses
+
+
+def test_fit_after_a_failed_predict_at_stage_3(on_ranks) -> None:
+    expected, _ = fit(lambda: Answers(None), NUM_BATCHES, 1)
+    losses = torch.tensor(on_ranks(2, fit_after_failed_predict)).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.arange(LENGTH * 8.0).view(LENGTH, 8) / 50).sin().t())
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * nn.functional.linear(x, self.weight)
+
+
+class Strided(Fitted):
+    """Parameters whose elements do not lie row by row, one of them built in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, (1, 2)).to(memory_format=torch.channels_last)
+        self.linear = Transposed()
+        self.frozen = Transposed().requires_grad_(False)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "late"):
+            self.late = Transposed()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = batch[0].float() / VOCABULARY
+        pictures = self.conv(x.view(-1, 2, 1, LENGTH // 2)).flatten(1)[:, :8]
+        return (pictures + self.linear(x) * self.late(x) + self.frozen(x) - 1).square().mean()
+
+
+def fit_strided_on_rank(strategy: str) -> Any:
+    return fit(Strided, NUM_BATCHES, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", *STAGES])
+def test_parameters_that_are_not_contiguous(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_strided_on_rank, strategy), fit(Strided, NUM_BATCHES, 1))
+
+
+class WithEmpty(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(LENGTH, 4)
+        self.extra = nn.Parameter(torch.empty(0, 4))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.hidden(batch[0].float() / VOCABULARY)
+        return (torch.cat([hidden, self.extra]) - 1).square().mean()
+
+
+def fit_with_empty_on_rank(strategy: str) -> Any:
+    return fit(WithEmpty, NUM_BATCHES, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2"])
+def test_parameter_without_elements(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_with_empty_on_rank, strategy), fit(WithEmpty, NUM_BATCHES, 1))
+
+
+def refusal_of_empty() -> str:
+    with pytest.raises(ConfigurationError) as refusal:
+        fit_with_empty_on_rank("paral_zero3")
+    return str(refusal.value)
+
+
+def test_parameter_without_elements_is_refused_at_stage_3(on_ranks) -> None:
+    for message in on_ranks(2, refusal_of_empty):
+        assert "'extra' has shape (0, 4)" in message
+
+
+class KeepsEngine(Callback):
+    """Keeps the engine of a fit, and lets it be collected in the next one."""
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+        self.momentum = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and not self.engines:
+            self.engines.append(trainer.strategy.model)
+            return
+        self.engines.clear()
+        gc.collect()
+        strategy: Any = trainer.strategy
+        self.momentum = float(strategy.full_optimizer_state(module.hidden.weight, "exp_avg").abs().sum())
+
+
+def collect_engine_of_an_earlier_fit(strategy: str) -> float:
+    torch.manual_seed(0)
+    module, keeps = Regression(), KeepsEngine()
+    for num_batches in (1, 2):
+        trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[keeps])
+        trainer.fit(module, regression_data(num_batches, 2))
+        assert len(keeps.engines) == 2 - num_batches
+    return keeps.momentum
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_engine_of_an_earlier_fit_takes_nothing_along_when_it_is_collected(on_ranks, strategy: str) -> None:
+    first, second = on_ranks(2, collect_engine_of_an_earlier_fit, strategy)
+    assert first == second > 0
+
+
+class Lazy(Fitted):
+    """Builds layers of a class that is defined, and decorated, when the first model is built."""
+
+    kind: Any = None
+
+    def configure_model(self) -> None:
+        if hasattr(self, "hidden"):
+            return
+        if Lazy.kind is None:
+
+            class Scaled(nn.Linear):
+                def __init__(self, *sizes: int) -> None:
+                    super().__init__(*sizes)
+
+                def forward(self, inputs: Tensor) -> Tensor:
+                    return super().forward(inputs) * self.scale
+
+            Lazy.kind = with_scale(with_scale(Scaled))
+        self.hidden = Lazy.kind(LENGTH, 16)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return (self.hidden(batch[0].float() / VOCABULARY).mean(dim=1) - 1).square().mean()
+
+
+def with_scale(kind: Any) -> Any:
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def build(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.scale = 2.0
+
+    kind.__init__ = build
+    return kind
+
+
+def fit_lazily(num_ranks: int, **options: Any) -> Any:
+    return fit(Lazy, NUM_BATCHES, num_ranks, **options)
+
+
+def fit_lazily_twice() -> tuple[Any, Any, list[bool]]:
+    Lazy.kind = None
+    fits = [fit_lazily(2, strategy="paral_zero3") for _ in range(2)]
+    plain = Lazy.kind(LENGTH, 16)
+    return *fits, [hasattr(parameter, "ds_id") for parameter in plain.parameters()]
+
+
+def test_classes_defined_in_configure_model_keep_their_decorators(on_ranks) -> None:
+    ranks = on_ranks(2, fit_lazily_twice)
+    expected = fit_lazily(1)
+    assert_same_fit([first for first, _, _ in ranks], expected)
+    assert_same_fit([second for _, second, _ in ranks], expected)
+    assert [are_partitioned for *_, are_partitioned in ranks] == [[False, False]] * 2

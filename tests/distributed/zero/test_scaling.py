@@ -1,0 +1,88 @@
+"""fp16 autocast under ZeRO: a loss scale that moves, and gradients that are clipped as they are."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_paral.engines.zero import options
+from tests.models.regression import Regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
+
+NUM_STEPS = 12
+OVERFLOWING = 5  # the batch whose loss is too large for fp16's gradients
+LARGE = 1e30
+
+
+class Overflowing(Regression):
+    """One batch has a loss of which the scaled gradient is not finite."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * LARGE**2 if batch_idx == OVERFLOWING else loss
+
+
+def fit_by_hand() -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """torch's own: autocast, `GradScaler`, AdamW, clipping of the unscaled gradients, in one process."""
+    torch.manual_seed(3)
+    model = Overflowing()
+    optimizer = model.configure_optimizers()
+    scaler = torch.amp.GradScaler("cpu")
+    scales = []
+    for index, batch in enumerate(regression_data(NUM_STEPS, 1)):
+        with torch.autocast("cpu", torch.float16):
+            loss = model.training_step(batch, index)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return model.losses, dict(model.state_dict()), scales
+
+
+def fit_in_fp16(strategy: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    # fp16 is refused on CPU, where nobody wants it; what scales losses is the same as on CUDA.
+    as_on_cuda = pytest.MonkeyPatch()
+    as_on_cuda.setattr("lightning_paral.strategies.zero.check_precision", lambda *_: None)
+    torch.manual_seed(3)
+    model = Overflowing()
+    scales: list[Any] = []
+    model.on_train_batch_end = lambda *_: scales.append(model.trainer.precision_plugin.state_dict()["scale"])  # type: ignore[assignment]
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=strategy, precision="16-mixed", gradient_clip_val=0.1)
+    trainer.fit(model, regression_data(NUM_STEPS, 2))
+    as_on_cuda.undo()
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}, scales
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("strategy", ["paral_zero1", "paral_zero2", "paral_zero3", "paral_zero2_offload"])
+def test_fp16_autocast_equals_torchs_with_its_scaler(on_ranks, strategy: str) -> None:
+    losses, weights, scales = fit_by_hand()
+    assert scales[OVERFLOWING] == scales[OVERFLOWING - 1] / 2
+
+    ranks = on_ranks(2, fit_in_fp16, strategy)
+
+    assert [seen for _, _, seen in ranks] == [scales, scales]
+    # Half precision of activations: sums over half a batch round differently.
+    assert_same_fit([(mine, kept) for mine, kept, _ in ranks], (losses, weights), tolerance=5e-3)
+
+
+def test_scale_grows_only_after_the_step_that_was_divided_by_it() -> None:
+    from lightning_paral.engines.zero.training.loss_scale import DynamicLossScale
+
+    scale = DynamicLossScale()
+    for _ in range(2000):
+        scale.grow()
+        assert scale.loss_scale == 2.0**16
+        scale.update_scale(overflow=False)
+    assert scale.loss_scale == 2.0**16
+    scale.grow()
+    assert scale.loss_scale == 2.0**17
+    resumed = DynamicLossScale()
+    resumed.load_state_dict(scale.state_dict())
+    resumed.update_scale(overflow=True)
+    assert resumed.loss_scale == 2.0**16
+    assert options.check_precision("16-mixed", torch.device("cuda", 0)) is None

@@ -1,0 +1,438 @@
+"""ZeRO behaves like every other strategy: precision, clipping, hooks, manual optimization, evaluation, clean-up."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+
+from lightning_paral import ParalZeROStrategy
+from lightning_paral.engines.zero.parameters.watched import HiddenGradientError
+from tests.benchmarks.zero_memory import bytes_by_formula, bytes_held
+from tests.benchmarks.zero_traffic import model_sizes_by_formula, model_sizes_sent_per_step
+from tests.models.regression import Regression, fit_regression, regression_data
+from tests.running import assert_same_fit, quiet_trainer
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
+WITH_OFFLOAD = (*STAGES, "paral_zero2_offload", "paral_zero3_offload")
+
+
+# Precision
+
+
+def losses_with_autocast(strategy: str) -> list[float]:
+    losses, _ = fit_regression(20, 1, 2, strategy=strategy, precision="bf16-mixed")
+    return losses
+
+
+@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
+def test_bf16_mixed_equals_that_of_ddp(on_ranks, strategy: str) -> None:
+    expected = torch.tensor(on_ranks(2, losses_with_autocast, "paral_ddp"))
+    losses = torch.tensor(on_ranks(2, losses_with_autocast, strategy))
+    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0.0)
+
+
+def fit_in_bf16(strategy: str) -> tuple[list[float], str]:
+    torch.manual_seed(3)
+    model = Regression()
+    dtypes = []
+    model.on_train_batch_start = lambda *_: dtypes.append(model.hidden.weight.dtype)  # type: ignore[assignment]
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=strategy, precision="bf16-true")
+    trainer.fit(model, regression_data(10, 2))
+    return model.losses, str(dtypes[0])
+
+
+@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
+def test_bf16_true_keeps_low_precision_weights_and_trains(on_ranks, strategy: str) -> None:
+    expected, _ = fit_regression(10, 1, 1)
+    ranks = on_ranks(2, fit_in_bf16, strategy)
+    assert all(dtype == "torch.bfloat16" for _, dtype in ranks)
+    losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=0.1, atol=0.0)
+
+
+def fit_autocast_then_fp32() -> Any:
+    losses_with_autocast("paral_zero2")
+    return fit_regression(10, 1, 2, strategy="paral_zero2")
+
+
+def test_autocast_of_one_fit_does_not_reach_the_next(on_ranks) -> None:
+    assert_same_fit(on_ranks(2, fit_autocast_then_fp32), fit_regression(10, 1, 1))
+
+
+# Accumulation, clipping, hooks
+
+
+def fit_with_schedule(num_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Regression()
+    schedule = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})
+    trainer = quiet_trainer(max_epochs=3, devices=num_ranks, callbacks=[schedule], **options)
+    trainer.fit(model, regression_data(4, num_ranks))
+    assert trainer.global_step == 4 + 2 + 2
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def fit_with_schedule_on_rank(strategy: str) -> Any:
+    return fit_with_schedule(2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_accumulation_scheduler(on_ranks, strategy: str) -> None:
+    assert_same_fit(on_ranks(2, fit_with_schedule_on_rank, strategy), fit_with_schedule(1))
+
+
+def fit_clipped_by_value(num_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Regression()
+    trainer = quiet_trainer(
+        max_epochs=1,
+        devices=num_ranks,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.02,
+        gradient_clip_algorithm="value",
+        **options,
+    )
+    trainer.fit(model, regression_data(9, num_ranks))
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def fit_clipped_by_value_on_rank(strategy: str) -> Any:
+    return fit_clipped_by_value(2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
+def test_clipping_by_value(on_ranks, strategy: str) -> None:
+    tolerance = 1e-4 if "offload" in strategy else 1e-5
+    assert_same_fit(on_ranks(2, fit_clipped_by_value_on_rank, strategy), fit_clipped_by_value(1), tolerance)
+
+
+class Hooked(Regression):
+    """Clips on its own, by value and then by norm, scales the loss, warms up, writes down what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Tensor]] = []
+        self.calls: list[str] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(2 * loss, *args, **kwargs)
+
+    def on_after_backward(self) -> None:
+        self.calls.append("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy = self.trainer.strategy
+        read = {}
+        if isinstance(strategy, ParalZeROStrategy):
+            for name, parameter in self.named_parameters():
+                read[name] = strategy.full_gradient(parameter)
+                read[f"{name} fp32"] = strategy.full_parameter(parameter)
+                if self.trainer.global_step > 0:
+                    read[f"{name} exp_avg"] = strategy.full_optimizer_state(parameter, "exp_avg")
+            read["norm"] = strategy.gradient_norm()
+        else:
+            for name, parameter in self.named_parameters():
+                read[name] = parameter.grad.clone()
+                read[f"{name} fp32"] = parameter.detach().clone()
+                if self.trainer.global_step > 0:
+                    read[f"{name} exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+            read["norm"] = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
+        self.seen.append({name: value.detach().clone() for name, value in read.items()})
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="value")
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (self.trainer.global_step + 1) / 4)
+        optimizer.step(closure=optimizer_closure)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.calls.append("lr_scheduler_step")
+
+
+def fit_hooked(num_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Hooked()
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, accumulate_grad_batches=2, **options)
+    trainer.fit(model, regression_data(7, num_ranks))
+    fitted = model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+    return fitted, model.seen, model.calls
+
+
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+
+
+IN_TURNS: dict[str, Any] = {
+    "round_robin1": {"stage": 1},
+    "round_robin2": {"stage": 2},
+    "round_robin2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+}
+
+
+def fit_hooked_on_rank(strategy: str) -> Any:
+    if strategy in IN_TURNS:
+        return fit_hooked(2, strategy=ParalZeROStrategy(deepspeed_config=ROUND_ROBIN, **IN_TURNS[strategy]))
+    return fit_hooked(2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", [*WITH_OFFLOAD, *IN_TURNS])
+def test_overridden_hooks_do_what_they_say(on_ranks, strategy: str) -> None:
+    tolerance = 1e-4 if "offload" in strategy else 1e-5
+    expected_fit, expected_seen, expected_calls = fit_hooked(1)
+    ranks = on_ranks(2, fit_hooked_on_rank, strategy)
+    assert_same_fit([fitted for fitted, _, _ in ranks], expected_fit, tolerance)
+    for _, seen, calls in ranks:
+        assert calls == expected_calls
+        torch.testing.assert_close(seen, expected_seen, rtol=1e-3 if "offload" in strategy else 1e-5, atol=tolerance)
+
+
+class ClippingByHand(Regression):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class LookingAtGradients(Regression):
+    def on_after_backward(self) -> None:
+        assert self.hidden.weight.grad is not None
+
+
+def read_hidden_gradients(strategy: str) -> list[str]:
+    messages = []
+    for kind in (ClippingByHand, LookingAtGradients):
+        model = kind()
+        with pytest.raises(HiddenGradientError) as caught:
+            quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(model, regression_data(2, 2))
+        messages.append(str(caught.value))
+        assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+        dist.barrier()
+    return messages
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_hooks_that_read_gradients_where_they_are_not_are_told_where_they_are(on_ranks, strategy: str) -> None:
+    for messages in on_ranks(2, read_hidden_gradients, strategy):
+        for message in messages:
+            assert "full_gradient(parameter)" in message
+            assert "clip_gradients" in message
+
+
+class Manual(Regression):
+    """Two backward passes per step, a scheduler stepped by hand, a pass thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        inputs, targets = batch
+        for factor in (0.5, 1.5):
+            loss = factor * torch.nn.functional.mse_loss(self(inputs), targets)
+            self.manual_backward(loss)
+            self.losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def fit_manual(num_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Manual()
+    quiet_trainer(max_epochs=1, devices=num_ranks, **options).fit(model, regression_data(6, num_ranks))
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def fit_manual_on_rank(strategy: str) -> Any:
+    return fit_manual(2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
+def test_manual_optimization(on_ranks, strategy: str) -> None:
+    tolerance = 1e-4 if "offload" in strategy else 1e-5
+    assert_same_fit(on_ranks(2, fit_manual_on_rank, strategy), fit_manual(1), tolerance)
+
+
+class Plateau(Regression):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", torch.tensor(1.0))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def fit_plateau(num_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Plateau()
+    trainer = quiet_trainer(max_epochs=4, devices=num_ranks, num_sanity_val_steps=0, **options)
+    trainer.fit(model, regression_data(3, num_ranks), regression_data(1, num_ranks))
+    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def fit_plateau_on_rank(strategy: str) -> Any:
+    return fit_plateau(2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
+def test_scheduler_on_plateau(on_ranks, strategy: str) -> None:
+    tolerance = 1e-4 if "offload" in strategy else 1e-5
+    assert_same_fit(on_ranks(2, fit_plateau_on_rank, strategy), fit_plateau(1), tolerance)
+
+
+# Evaluation, several runs, failures
+
+
+class Evaluated(Regression):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", torch.nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class WithoutOptimizer(Evaluated):
+    configure_optimizers = None  # type: ignore[assignment]
+
+
+def evaluate_in_any_order(num_ranks: int, strategy: str) -> list[float]:
+    torch.manual_seed(3)
+    model = Evaluated()
+    data = regression_data(4, num_ranks)
+    found = []
+
+    def trainer() -> Any:
+        return quiet_trainer(devices=num_ranks, strategy=strategy, max_epochs=1)
+
+    for kind in (Evaluated, WithoutOptimizer):
+        alone = kind()
+        alone.load_state_dict(model.state_dict())
+        found.append(trainer().predict(alone, data)[0].sum().item() if num_ranks == 1 else 0.0)
+        if num_ranks > 1:
+            total = trainer().predict(alone, data)[0].sum()
+            dist.all_reduce(total)
+            found[-1] = total.item()
+        found.append(trainer().validate(alone, data, verbose=False)[0]["loss"])
+    one = trainer()
+    one.validate(model, data, verbose=False)
+    one.fit(model, data, data)
+    found.append(one.test(model, data, verbose=False)[0]["loss"])
+    one.fit_loop.max_epochs = 2
+    one.fit(model, data, data)
+    found.append(one.validate(model, data, verbose=False)[0]["loss"])
+    return found
+
+
+def evaluate_in_any_order_on_rank(strategy: str) -> list[float]:
+    return evaluate_in_any_order(2, strategy)
+
+
+@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
+def test_fit_and_evaluation_in_any_order(on_ranks, strategy: str) -> None:
+    expected = evaluate_in_any_order(1, "auto")
+    for found in on_ranks(2, evaluate_in_any_order_on_rank, strategy):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Failing(Regression):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise ZeroDivisionError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+def nvme_folder() -> Path:
+    folder = Path(tempfile.gettempdir(), "lightning_paral_tests_nvme_empty")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def fit_after_failure(strategy: str) -> Any:
+    if strategy == "paral_zero3_nvme":
+        os.environ["PARAL_NVME_PATH"] = str(nvme_folder())
+    before = dict(os.environ)
+    with pytest.raises(ZeroDivisionError):
+        quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(Failing(), regression_data(5, 2))
+    # Lightning sets the number of threads wherever it is not set yet.
+    assert os.environ.keys() - before.keys() <= {"OMP_NUM_THREADS"}
+    dist.barrier()
+    return fit_regression(8, 1, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", [*STAGES, "paral_zero3_nvme"])
+def test_fit_after_a_failed_one(on_ranks, strategy: str) -> None:
+    tolerance = 1e-4 if "nvme" in strategy else 1e-5
+    assert_same_fit(on_ranks(2, fit_after_failure, strategy), fit_regression(8, 1, 1), tolerance)
+    if strategy == "paral_zero3_nvme":
+        assert list(nvme_folder().iterdir()) == []
+
+
+class FailingBetweenSteps(Regression):
+    def on_train_epoch_start(self) -> None:
+        raise ZeroDivisionError("on purpose")
+
+
+def fail_between_steps() -> int:
+    module = FailingBetweenSteps()
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, as the run failed"):
+        quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
+    return sum(value.numel() for value in module.state_dict().values())
+
+
+def test_a_module_without_its_weights_after_a_failure_is_told_of(on_ranks) -> None:
+    assert on_ranks(2, fail_between_steps) == [0, 0]
+
+
+def save_checkpoint(strategy: str, folder: str) -> list[str]:
+    model = Regression()
+    trainer = quiet_trainer(
+        max_epochs=1, devices=2, strategy=strategy, enable_checkpointing=True, default_root_dir=folder
+    )
+    trainer.fit(model, regression_data(2, 2))
+    return sorted(path.name for path in Path(trainer.checkpoint_callback.best_model_path).iterdir())
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_checkpoint_callback_saves_a_part_of_each_rank(on_ranks, tmp_path: Path, strategy: str) -> None:
+    for names in on_ranks(2, save_checkpoint, strategy, str(tmp_path)):
+        assert {"__0_0.distcp", "__1_0.distcp", "meta.pt", "manifest.json"} <= set(names)
+
+
+# Memory and traffic, counted
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_traffic_per_step_is_that_of_the_paper(on_ranks, stage: int, world_size: int) -> None:
+    ranks = on_ranks(world_size, model_sizes_sent_per_step, stage)
+    assert sum(ranks) / world_size == pytest.approx(model_sizes_by_formula(stage, world_size), rel=0.05)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_is_that_of_the_paper(on_ranks, stage: int, world_size: int) -> None:
+    for held in on_ranks(world_size, bytes_held, stage):
+        for part, expected in bytes_by_formula(stage, world_size).items():
+            assert held[part] == pytest.approx(expected, rel=0.05), part

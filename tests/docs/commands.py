@@ -1,0 +1,71 @@
+"""docs/reference/commands.md: what `paral` and each of its commands print for `--help`."""
+
+import io
+import os
+import sys
+from contextlib import redirect_stdout, suppress
+from unittest.mock import patch
+
+from lightning_paral import STRATEGIES
+from lightning_paral.cli import main
+from lightning_paral.cli.train import TRAINER_COMMANDS
+
+COMMANDS = ("strategies", "consolidate", "verify", "inspect")
+INTRODUCTION = """\
+# Commands
+
+`paral` is installed with the package. `python -m lightning_paral` is the same command, for launchers such as torchrun.
+
+<!-- Generated from the code by `python -m tests.docs --write`. -->
+"""
+OF_TRAINER = """\
+## paral fit, validate, test, predict
+
+These are LightningCLI for any `LightningModule` and `LightningDataModule`: `--model`, `--data`, `--trainer` and their
+options, `--config FILE` any number of times, `--print_config`, `--ckpt_path`, `--seed_everything`. Modules in the
+current folder can be named in a `class_path`. `paral fit --help` lists all options. See
+[YAML and the command line](../guides/command-line.md).
+"""
+STATUS = """\
+## Exit status
+
+| status | meaning |
+|---|---|
+| 0 | it worked |
+| 1 | an error; it is printed on standard error |
+| 2 | wrong arguments |
+| 130 | interrupted by Ctrl-C |
+"""
+
+
+def render_commands() -> str:
+    """Return the page."""
+    assert set(TRAINER_COMMANDS) == {"fit", "validate", "test", "predict"}
+    parts = [INTRODUCTION, _block(printed_by("--help")), OF_TRAINER]
+    for command in COMMANDS:
+        parts += [f"## paral {command}\n", _block(printed_by(command, "--help"))]
+        if command == "strategies":
+            parts += ["It prints these names, with the class and the arguments behind each:\n", _names()]
+    return "\n".join([*parts, STATUS])
+
+
+def _names() -> str:
+    rows = [f"| `{entry.name}` | {entry.description} |" for entry in STRATEGIES]
+    return "\n".join(["| name | what it does |", "|---|---|", *rows]) + "\n"
+
+
+def printed_by(*arguments: str) -> str:
+    """Return what `paral` prints for the arguments, in 80 columns."""
+    printed = io.StringIO()
+    with (
+        patch.object(sys, "argv", ["paral", *arguments]),
+        patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}),
+        redirect_stdout(printed),
+        suppress(SystemExit),
+    ):
+        main()
+    return printed.getvalue()
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```\n"

@@ -1,0 +1,224 @@
+"""docs/reference/errors.md: every error and warning that the package raises, read from its source."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import lightning_paral
+from lightning_paral import errors
+
+ROOT = Path(lightning_paral.__file__).parent
+KINDS = {
+    "ParalError": "Base of all. `except ParalError` catches every error of this package.",
+    "ConfigurationError": "Bad input. Nothing was trained yet, or the step that found it did not count. Change "
+    "what the message names. It is a `ValueError`, too.",
+    "ProcessGroupError": "The ranks could not be joined. See [Clusters](../guides/clusters.md#network).",
+    "UnusedParametersError": "Under DDP, parameters took no part in the loss. See the message for the three remedies.",
+    "CheckpointError": "A checkpoint could not be written, is damaged, or does not fit. A failed save leaves the old "
+    "checkpoint in place; a failed load changes nothing. See [Checkpoints](../guides/checkpoints.md).",
+    "MissingCheckpointError": "There is no checkpoint at the path. It is a `FileNotFoundError`, too.",
+    "StorageOptionsError": "`storage_options` were given where none are taken. It is a `TypeError`, too.",
+    "PrivateNameError": "The installed torch, Lightning or DeepSpeed is not one of the tested versions, and lacks "
+    "something. Install a tested one: see [Requirements](../index.md#requirements).",
+}
+TOPICS = {
+    "Names, options, commands": ("options", "option_names", "option_types", "registry", "other_trainers", "cli"),
+    "Ranks and process groups": ("distributed", "strategies"),
+    "Data and evaluation": ("data",),
+    "Modules": ("model",),
+    "Averages of weights": ("averaging", "callbacks"),
+    "DP": ("engines/dp", "strategies/dp"),
+    "DDP": ("engines/ddp", "strategies/ddp", "comm"),
+    "FSDP": ("engines/fsdp", "strategies/fsdp"),
+    "ZeRO": ("engines/zero", "strategies/zero"),
+    "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin"),
+    "Versions": ("compat", "tested_versions", "_version"),
+}
+"""By heading: paths of modules and folders; the longest that fits a module decides."""
+NOTES = {
+    "Ranks and process groups": "See also [Clusters](../guides/clusters.md).",
+    "Data and evaluation": "See also [Data and exact evaluation](../guides/data.md).",
+    "Modules": "See also [Your own project](../guides/own-project.md).",
+    "DP": "See also [Limits](../limits.md#dp).",
+    "DDP": "See also [Limits](../limits.md#ddp).",
+    "FSDP": "See also [Limits](../limits.md#fsdp). What FSDP refuses, `paral_ddp` usually trains.",
+    "ZeRO": "See also [Limits](../limits.md#zero). What ZeRO refuses, `paral_fsdp` or `paral_ddp` usually train.",
+    "Checkpoints": "A checkpoint that is damaged, incomplete or hostile is not loaded, and no weight has changed: take "
+    "an earlier one, or copy the named file again. `paral verify` lists all faults of a checkpoint. For what is not "
+    "trusted, see [Safe loading](../guides/checkpoints.md#safe-loading).",
+    "Versions": "Install tested versions: see [Requirements](../index.md#requirements).",
+}
+INTRODUCTION = """\
+# Errors
+
+Every error and every warning of this package, by topic. `…` stands for what the message fills in. Search this page for
+the first words of your message; what follows them says what to do. See also [A run that failed](../guides/failures.md).
+
+<!-- Generated from the code by `python -m tests.docs --write`. -->
+"""
+WARNINGS = ("rank_zero_warn", "warn")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message as it stands in the source."""
+
+    kind: str
+    topic: str
+    text: str
+
+
+def render_errors() -> str:
+    """Return the page."""
+    parts = [INTRODUCTION, "## Classes\n", "| class | what it means, and what to do |\n|---|---|"]
+    parts += [f"| `{name}` | {meaning} |" for name, meaning in KINDS.items()]
+    parts += [""]
+    by_topic: dict[str, list[Message]] = defaultdict(list)
+    for message in messages():
+        by_topic[message.topic].append(message)
+    for topic in TOPICS:
+        raised = [message for message in by_topic[topic] if message.kind not in WARNINGS]
+        warned = [message for message in by_topic[topic] if message.kind in WARNINGS]
+        if raised or warned:
+            parts += [f"## {topic}\n", *([NOTES[topic] + "\n"] if topic in NOTES else []), *_entries(raised)]
+        if warned:
+            parts += ["Warnings:\n", *_entries(warned)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+@cache
+def messages() -> list[Message]:
+    """Return all messages, each once, in the order of files."""
+    found: dict[tuple[str, str], Message] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for kind, texts in _raised_in(path):
+            for text in texts:
+                words = " ".join(re.sub(r"…[:.]?", "", text).split())
+                if len(words.split()) >= 4 and re.search(r"[.:?…)'`]$", text.strip()):
+                    found.setdefault((topic_of(path), words), Message(kind, topic_of(path), text))
+    return list(found.values())
+
+
+def topic_of(path: Path) -> str:
+    """Return the heading for messages of a module."""
+    module = path.relative_to(ROOT).with_suffix("").as_posix()
+    fitting = [
+        (len(start), topic)
+        for topic, starts in TOPICS.items()
+        for start in starts
+        if module == start or module.startswith(f"{start}/")
+    ]
+    assert fitting, f"{module}: give it a topic in {__file__}"
+    return max(fitting)[1]
+
+
+@cache
+def error_classes() -> frozenset[str]:
+    """Return the names of all classes that derive from `ParalError`."""
+    names, grown = {errors.ParalError.__name__}, True
+    while grown:
+        more = {
+            node.name
+            for node in _nodes_of_package()
+            if isinstance(node, ast.ClassDef) and names & {ast.unparse(base).split(".")[-1] for base in node.bases}
+        }
+        grown = not more <= names
+        names |= more
+    return frozenset(names)
+
+
+def _raised_in(path: Path) -> Iterator[tuple[str, list[str]]]:
+    classes = error_classes()
+    tree = ast.parse(path.read_text())
+    if path.stem == "explain_errors":
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        returned = [(node, function) for function in functions for node in ast.walk(function)]
+        yield (
+            "ConfigurationError",
+            [
+                text
+                for node, function in returned
+                if isinstance(node, ast.Return) and node.value is not None
+                for text in _templates(node.value, function)
+            ],
+        )
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and node.args:
+                name = ast.unparse(node.func).split(".")[-1]
+                if name in classes or name in WARNINGS:
+                    yield name, _templates(node.args[0], function)
+
+
+def _templates(node: ast.expr, function: ast.FunctionDef, depth: int = 0) -> list[str]:
+    """Return what an expression may be as text, with `…` for what is filled in; nothing where that is not known."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        parts = [
+            "…" if isinstance(value, ast.FormattedValue) else str(ast.literal_eval(value)) for value in node.values
+        ]
+        return ["".join(parts)]
+    if isinstance(node, ast.BinOp):
+        left, right = (_templates(side, function, depth) or ["…"] for side in (node.left, node.right))
+        return [first + second for first in left for second in right]
+    if isinstance(node, ast.IfExp):
+        return _templates(node.body, function, depth) + _templates(node.orelse, function, depth)
+    if isinstance(node, ast.Name):
+        assigned = [
+            statement.value
+            for statement in ast.walk(function)
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == node.id
+        ]
+        return [text for value in assigned if depth < 3 for text in _templates(value, function, depth + 1)]
+    if isinstance(node, ast.Call) and depth < 3:
+        called = ast.unparse(node.func).split(".")[-1]
+        return [
+            text
+            for other in _functions_of_package().get(called, ())
+            for statement in ast.walk(other)
+            if isinstance(statement, ast.Return) and statement.value is not None
+            for text in _templates(statement.value, other, depth + 1)
+        ]
+    return []
+
+
+@cache
+def _nodes_of_package() -> tuple[ast.AST, ...]:
+    return tuple(node for path in sorted(ROOT.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def _functions_of_package() -> dict[str, list[ast.FunctionDef]]:
+    found: dict[str, list[ast.FunctionDef]] = defaultdict(list)
+    for node in _nodes_of_package():
+        if isinstance(node, ast.FunctionDef):
+            found[node.name].append(node)
+    return found
+
+
+def _entries(found: list[Message]) -> Iterator[str]:
+    for message in sorted(found, key=lambda message: message.text.lstrip("…`'\" ").lower()):
+        what, remedy = split(message.text)
+        kind = "" if message.kind in ("ConfigurationError", *WARNINGS) else f" `{message.kind}`"
+        yield f"- **{_escaped(what)}**{' ' if remedy else ''}{_escaped(remedy)}{kind}"
+    yield ""
+
+
+def split(text: str) -> tuple[str, str]:
+    """Return what is wrong, the first sentence, and what to do, the rest."""
+    text = re.sub(r"…(\s*…)+", "…", " ".join(text.split()))
+    end = re.search(r"(?<=[\w)\]'\"`…])[.?] (?=[A-Z`…])", text)
+    return (text, "") if end is None else (text[: end.start() + 1], text[end.end() :])
+
+
+def _escaped(text: str) -> str:
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # unbalanced
+        parts = [text.replace("`", "'")]
+    outside = [re.sub(r"([*_<>\[\]|~^])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(part for pair in zip(outside, [*parts[1::2], ""], strict=True) for part in pair).removesuffix("`")

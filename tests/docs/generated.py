@@ -1,0 +1,54 @@
+"""The parts of the documentation that are generated, and how."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.docs.commands import render_commands
+from tests.docs.errors import render_errors
+from tests.docs.options import render_options
+from tests.docs.results_pages import blocks_of_correctness, blocks_of_measurements, correctness_chart, measured_chart
+from tests.docs.tree import blocks_of_architecture
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def filled(path: Path, blocks: dict[str, str]) -> str:
+    """Return a page with the text between `<!-- begin: NAME -->` and `<!-- end: NAME -->` made anew.
+
+    The text around the blocks is written by hand.
+    """
+    text = path.read_text()
+    places = re.findall(r"<!-- begin: (\S+) -->", text)
+    assert sorted(places) == sorted(blocks), f"{path.name}: blocks of {sorted(places)}, generated {sorted(blocks)}"
+    for name, block in blocks.items():
+        pattern = rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)"
+        shown = f"\n{block}\n\n"
+        text = re.sub(pattern, lambda match, shown=shown: match[1] + shown + match[2], text, flags=re.DOTALL)  # type: ignore[misc]
+    return text
+
+
+def _example() -> str:
+    path = ROOT / "examples" / "flat_all_reduce.py"
+    return f'```python title="{path.name}"\n{path.read_text()}```'
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "reference" / "options.md": render_options,
+    DOCS / "reference" / "commands.md": render_commands,
+    DOCS / "reference" / "errors.md": render_errors,
+    DOCS / "architecture.md": lambda: filled(DOCS / "architecture.md", blocks_of_architecture()),
+    DOCS / "guides" / "own-strategy.md": lambda: filled(DOCS / "guides" / "own-strategy.md", {"example": _example()}),
+    DOCS / "correctness.md": lambda: filled(DOCS / "correctness.md", blocks_of_correctness()),
+    DOCS / "assets" / "correctness.svg": correctness_chart,
+    DOCS / "measurements.md": lambda: filled(DOCS / "measurements.md", blocks_of_measurements()),
+    DOCS / "assets" / "measured.svg": measured_chart,
+}
+"""By path: what renders the file."""
+
+
+def write_all() -> None:
+    """Write all of them."""
+    for path, render in PAGES.items():
+        path.write_text(render())

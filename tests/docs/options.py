@@ -1,0 +1,188 @@
+"""docs/reference/options.md: every option of every strategy, by name, type, default and docstring."""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_paral
+from lightning_paral import STRATEGIES, options
+
+STRATEGY_CLASSES = tuple(dict.fromkeys(entry.strategy for entry in STRATEGIES))
+DATACLASSES = tuple(
+    value
+    for value in vars(options).values()
+    if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == options.__name__
+)
+OWN = "lightning_paral"
+INTRODUCTION = """\
+# Options
+
+Every option of every strategy and of the objects that group options. Give them by keyword in Python, and under
+`init_args` in YAML. Names and types are checked as soon as they are given.
+
+<!-- Generated from the code by `python -m tests.docs --write`. -->
+"""
+VARIABLES = """\
+## Environment variables
+
+- **`PARAL_NVME_PATH`**: the folder that `offload_optimizer="nvme"` and `offload_parameters="nvme"` use, and so the
+  strategy `paral_zero3_nvme`.
+- **`PARAL_TRACEBACK`**: `full` prints every frame and every cause of errors of this package.
+
+torch's own, such as `GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`, `MASTER_ADDR` and `MASTER_PORT`, work as ever.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a class."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+def render_options() -> str:
+    """Return the page."""
+    parts = [INTRODUCTION]
+    for cls in STRATEGY_CLASSES:
+        names = ", ".join(f"`{entry.name}`" for entry in STRATEGIES if entry.strategy is cls)
+        found = list(options_of(cls))
+        owned = [option for option in found if option.name in trainers_own(cls)]
+        parts += [f"## {cls.__name__}\n", f"{names}\n"]
+        parts += [_entry(option) for option in found if option not in owned]
+        if cls is lightning_paral.ParalDDPStrategy:
+            parts += [_ddp_options()]
+        listed = ", ".join(f"`{option.name}`" for option in owned)
+        parts += [f"The Trainer sets these, so leave them out: {listed}.\n"]
+    for dataclass in DATACLASSES:
+        name = dataclass.__name__
+        exported = name in lightning_paral.__all__
+        parts += [f"## {name}\n", _markdown(inspect.getdoc(dataclass).split("\n\n")[0]) + "\n"]
+        if not exported:
+            parts += ["Not an object of its own: every strategy with ranks takes these options directly.\n"]
+        parts += [_entry(option) for option in options_of(dataclass)]
+    return "\n".join([*parts, VARIABLES])
+
+
+def options_of(cls: type) -> Iterator[Option]:
+    """Yield the options of a class in the order of its signature, without its `**options`."""
+    docs = docs_of(cls)
+    hints = typing.get_type_hints(cls.__init__)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        annotation = hints.get(name, parameter.annotation)
+        default = "" if parameter.default is parameter.empty else _value(parameter.default)
+        yield Option(name, _type(annotation), default, docs.get(name, ""))
+
+
+def trainers_own(cls: type) -> set[str]:
+    """Return the names of the options that the Trainer fills in."""
+    found = inspect.signature(cls).parameters.values()
+    return {parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
+
+
+def docs_of(cls: type) -> dict[str, str]:
+    """Return what is written of each option: in the class, in what it inherits of ours, or of the shared options."""
+    if cls in DATACLASSES:
+        return _attribute_docs(cls)
+    docs: dict[str, str] = {}
+    for dataclass in DATACLASSES:
+        docs |= _attribute_docs(dataclass)
+    shared = [value for value in vars(options).values() if isinstance(value, type) and value not in DATACLASSES]
+    for owner in (*shared, *reversed(cls.__mro__)):
+        if owner.__module__.startswith(OWN):
+            docs |= _argument_docs(inspect.cleandoc(owner.__doc__ or ""))
+    return docs
+
+
+def _argument_docs(docstring: str) -> dict[str, str]:
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", docstring, flags=re.MULTILINE)
+    if section is None:
+        return {}
+    docs: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \S)", section[1].rstrip()):
+        names, _, text = entry.strip().partition(": ")
+        for name in names.split(", "):
+            docs[name] = " ".join(text.split())
+    return docs
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for before, node in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(node, ast.Expr):
+            docs[before.target.id] = " ".join(inspect.cleandoc(str(ast.literal_eval(node.value))).split())
+    return docs
+
+
+def _entry(option: Option) -> str:
+    default = f", default `{option.default}`" if option.default else ""
+    return f"- **`{option.name}`**: `{option.type}`{default}\n\n    {_markdown(_sentence(option.doc))}\n"
+
+
+def _ddp_options() -> str:
+    taken = set(inspect.signature(lightning_paral.ParalDDPStrategy).parameters)
+    shown = [
+        f"`{name}={_value(parameter.default)}`"
+        for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
+        if name not in {"self", "module", "device_ids", *taken}
+    ]
+    return (
+        "- **Options of `torch.nn.parallel.DistributedDataParallel`**, which torch documents:\n\n    "
+        + ", ".join(shown)
+        + "\n"
+    )
+
+
+def _sentence(text: str) -> str:
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
+def _markdown(text: str) -> str:
+    text = " ".join(text.split())
+    text = text.replace('(README, "Measured")', "([Measurements](../measurements.md#all-reduce))")
+    names = [cls.__name__ for cls in DATACLASSES]
+    return re.sub(
+        rf"([Ss]ee) `({'|'.join(names)})`",
+        lambda match: f"{match[1]} [{match[2]}](#{match[2].lower()})",
+        text,
+    )
+
+
+def _value(value: object) -> str:
+    if isinstance(value, timedelta):
+        return f"timedelta(seconds={value.total_seconds():g})"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is None or annotation is types.NoneType:
+        return "None"
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type(argument) for argument in arguments)
+    if origin is Literal:
+        return " | ".join(_value(argument) for argument in arguments)
+    if origin is Callable or origin is typing.get_origin(typing.Callable[[], Any]):
+        taken = "..." if arguments[0] is ... else f"[{', '.join(map(_type, arguments[0]))}]"
+        return f"Callable[{taken}, {_type(arguments[1])}]"
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_type, arguments))}]"
+    return getattr(annotation, "__name__", str(annotation))

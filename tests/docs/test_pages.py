@@ -1,0 +1,137 @@
+"""Pages are complete and in step with the code: navigation, links, generated parts, named files and variables."""
+
+import ast
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_paral
+from lightning_paral import STRATEGIES, errors
+from tests.benchmarks.measure import BENCHMARKS
+from tests.benchmarks.results import load
+from tests.docs.errors import KINDS, WARNINGS, messages
+from tests.docs.generated import PAGES
+from tests.docs.options import DATACLASSES, STRATEGY_CLASSES, options_of, trainers_own
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES_OF_SITE = sorted(DOCS.rglob("*.md"))
+PACKAGE = Path(lightning_paral.__file__).parent
+
+
+def names(path: Path) -> str:
+    return path.relative_to(DOCS).as_posix()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=names)
+def test_generated_parts_are_up_to_date(path: Path) -> None:
+    assert path.read_text() == PAGES[path](), "run `python -m tests.docs --write`"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def listed(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        values = entry.values() if isinstance(entry, dict) else entry
+        return [path for value in values for path in listed(value)]  # type: ignore[union-attr]
+
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+
+    assert sorted(listed(navigation)) == sorted(map(names, PAGES_OF_SITE))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Return the anchors of headings, as MkDocs makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE):
+        ascii_only = unicodedata.normalize("NFKD", heading.replace("`", "")).encode("ascii", "ignore").decode()
+        slug = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii_only).strip().lower())
+        number = 1
+        while slug in anchors:
+            slug, number = f"{slug.removesuffix(f'_{number - 1}')}_{number}", number + 1
+        anchors.add(slug)
+    return anchors
+
+
+@pytest.mark.parametrize("path", PAGES_OF_SITE, ids=names)
+def test_internal_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text()
+    if path.name in ("lightning.md", "user-code.md"):
+        text = ""  # code in their tables looks like links, and there are none
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.is_file(), target
+        if anchor:
+            assert anchor in anchors_of(there), target
+
+
+def test_every_option_is_described() -> None:
+    for cls in (*STRATEGY_CLASSES, *DATACLASSES):
+        for option in options_of(cls):
+            assert option.doc or option.name in trainers_own(cls), f"{cls.__name__}({option.name})"
+
+
+def test_environment_variables_are_those_of_the_code() -> None:
+    used = {
+        node.value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"PARAL_[A-Z_]+", node.value)
+    }
+
+    assert used == set(
+        re.findall(r"^- \*\*`(PARAL_\w+)`\*\*", (DOCS / "reference/options.md").read_text(), re.MULTILINE)
+    )
+
+
+def test_every_class_of_errors_is_explained() -> None:
+    public = {name for name, value in vars(errors).items() if isinstance(value, type)}
+
+    assert set(KINDS) == public
+
+
+def test_every_error_with_a_message_of_its_own_is_listed() -> None:
+    listed = {message.text for message in messages() if message.kind not in WARNINGS}
+
+    assert len(listed) > 200
+    assert any(text.startswith("There is no strategy named") for text in listed)
+    assert any(text.startswith("MASTER_PORT=") for text in listed)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES_OF_SITE if path.parent.name != "reference"], ids=names)
+def test_named_files_exist(path: Path) -> None:
+    text = path.read_text()
+    named = set(re.findall(r"`((?:lightning_paral|tests|configs|examples|docs)/[\w/.]*)`", text))
+    if path.name == "architecture.md":
+        rooms = "|".join(folder.name for folder in PACKAGE.iterdir() if folder.is_dir() and folder.name[0] != "_")
+        named |= {f"lightning_paral/{found}" for found in re.findall(rf"^ *((?:{rooms})/[\w/.]*)", text, re.MULTILINE)}
+
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_measured_commands_have_results() -> None:
+    results = load()
+
+    assert set(results) == {*BENCHMARKS, "correctness"}
+    for record in results.values():
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+        assert all(f"{library} " in record["with"] for library in ("Python", "torch", "lightning", "deepspeed"))
+
+
+def test_correctness_is_shown_for_every_name() -> None:
+    rows = load()["correctness"]["rows"]
+
+    assert list(rows) == ["one process", *(entry.name for entry in STRATEGIES)]
+    assert max(row["training_difference"] for row in rows.values()) < 1e-4
+    assert max(row["validation_difference"] for row in rows.values()) < 1e-4

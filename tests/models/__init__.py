@@ -1,0 +1,1 @@
+"""Modules that tests train, with their data and how they are fitted: one idea per file."""

@@ -1,0 +1,221 @@
+"""Modules made of blocks, which strategies may shard one by one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models.architectures import GPT2, T5, Contrastive, Decayed
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Tied(Fitted):
+    """Blocks that are units, one of them called twice; the embedding is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(self.scale * x)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return next_token_loss(self(batch[0]), batch[0])
+
+    def configure_optimizers(self) -> Any:
+        # Some gradients are all but zero; Adam would make steps of their rounding errors.
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class TiedBlocks(Tied):
+    """One projection in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up = self.blocks[1].up
+
+
+class FrozenEncoder(Fitted):
+    """A frozen encoder without gradients, a trained head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(LENGTH, WIDTH), Block(), Block()).requires_grad_(False)
+        self.head = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        inputs = batch[0].float() / VOCABULARY
+        with torch.no_grad():
+            encoded = self.encoder(inputs)
+        return nn.functional.mse_loss(self.head(encoded).squeeze(1), inputs.sum(dim=1))
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen layer and a trained product of two small matrices."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, layer.in_features) / 4)
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+class LoRA(Tied):
+    """Adapters in frozen blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.up, block.down = Adapter(block.up), Adapter(block.down)
+
+
+class OnTheModule(Fitted):
+    """Parameters on the LightningModule itself, one of them 0-dimensional, used in the step and not in `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens) + self.positions))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return next_token_loss(self(batch[0]) * self.temperature + self.bias, batch[0])
+
+
+class Network(nn.Module):
+    """Has methods besides `forward`, which call one another, and blocks that have them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Head() for _ in range(2))
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return sum(block.loss(self.encode(tokens), tokens) for block in self.blocks)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.out(self(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) * self.out.weight.mean()
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        penalty = self.out.weight.square().mean()
+        return next_token_loss(self.logits(x), tokens) + penalty + self.out.bias.square().mean()
+
+
+class OtherMethods(Fitted):
+    """Never calls a `forward` of its own: methods of the network, of its blocks, and of one unit from another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Network()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.model.loss(batch[0]) + self.model.blocks[1].loss(self.model.encode(batch[0]), batch[0])
+
+
+class UpdatedBuffers(Tied):
+    """Counts its steps in a buffer that the loss depends on, and keeps a running sum in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.blocks[1].register_buffer("running", torch.zeros(3))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.steps += 1
+        self.blocks[1].running.mul_(0.9).add_(self.steps)
+        return (
+            super().loss(batch) * (1 + 1 / self.steps)
+            + self.blocks[1].running.mean() * self.head.weight.square().mean()
+        )
+
+
+class GAN(Fitted):
+    """Two networks, two optimizers, manual optimization; one parameter on the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, LENGTH))
+        self.discriminator = nn.Sequential(nn.Linear(LENGTH, WIDTH), nn.Tanh(), Block(), nn.Linear(WIDTH, 1))
+        self.scale = nn.Parameter(torch.ones(LENGTH))
+
+    def generate(self, real: Tensor) -> Tensor:
+        return self.generator(real[:, :2].cos()) * self.scale
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        real = batch[0].float() / VOCABULARY
+        for_generator, for_discriminator = self.optimizers()
+
+        self.toggle_optimizer(for_generator)
+        loss = nn.functional.softplus(-self.discriminator(self.generate(real))).mean()
+        self.losses.append(loss.item())
+        for_generator.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(for_generator, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        for_generator.step()
+        self.untoggle_optimizer(for_generator)
+
+        self.toggle_optimizer(for_discriminator)
+        for_discriminator.zero_grad()
+        loss = nn.functional.softplus(-self.discriminator(real)).mean()
+        self.manual_backward(loss)
+        fake = nn.functional.softplus(self.discriminator(self.generate(real).detach())).mean()
+        self.manual_backward(fake)
+        self.losses.append((loss + fake).item())
+        for_discriminator.step()
+        self.untoggle_optimizer(for_discriminator)
+
+    def configure_optimizers(self) -> Any:
+        generator = [*self.generator.parameters(), self.scale]
+        return torch.optim.AdamW(generator, lr=5e-3), torch.optim.AdamW(self.discriminator.parameters(), lr=5e-3)
+
+
+SUITE = (Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GAN)
+MODULES = {module.__name__: module for module in (*SUITE, GPT2, T5)}

@@ -1,0 +1,62 @@
+"""A small model and its data, on which every strategy has to give the numbers of one process."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.running import quiet_trainer
+
+GLOBAL_BATCH_SIZE = 12
+FEATURES = 8
+
+
+class Regression(LightningModule):
+    """Two layers fitted to a fixed function. No parameter's gradient is truly zero, which Adam would amplify."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(FEATURES, 32)
+        self.out = nn.Linear(32, 2)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self(inputs), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
+    """`num_batches` global batches in order, of each of which this rank draws its share."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(num_batches * GLOBAL_BATCH_SIZE, FEATURES, generator=generator)
+    targets = torch.stack([inputs.sum(dim=1), inputs.prod(dim=1)], dim=1)
+    dataset = TensorDataset(inputs, targets)
+    # Already distributed, so left alone: what a rank draws stays the same, however the strategies would spread it.
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
+    return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks, sampler=sampler)
+
+
+def fit_regression(
+    num_steps: int, accumulate: int, num_ranks: int, **trainer_options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train for `num_steps` steps, the last on a partial window; return this rank's losses and the final weights."""
+    torch.manual_seed(3)
+    model = Regression()
+    num_batches = num_steps * accumulate - (1 if accumulate > 1 else 0)
+    options = {"max_epochs": 1, "gradient_clip_val": 0.1, "devices": num_ranks} | trainer_options
+    trainer = quiet_trainer(accumulate_grad_batches=accumulate, **options)
+    trainer.fit(model, regression_data(num_batches, num_ranks))
+    assert trainer.global_step == num_steps
+    return model.losses, {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}

@@ -1,0 +1,101 @@
+"""A module whose run can be stopped and resumed anywhere, and how checkpoints of it are written and resumed from."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.running import quiet_trainer
+
+GLOBAL_BATCH_SIZE = 8
+FEATURES = 5
+NUM_BATCHES = 10
+SAVED_AFTER = 4
+"""Batches trained on when the checkpoint is saved: two optimizer steps, in the midst of an epoch."""
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(GLOBAL_BATCH_SIZE, FEATURES, generator=generator)
+    return inputs, torch.stack([inputs.sum(dim=1), inputs.prod(dim=1), inputs[:, 0]], dim=1)
+
+
+class Resumable(LightningModule):
+    """Tied, frozen, 0-dimensional and buffered parts, two groups, a scheduler; a batch depends on its number only."""
+
+    def __init__(self, scalar: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 7)
+        self.norm = nn.BatchNorm1d(7, affine=False)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.second = nn.Linear(7, 7)
+        self.tied = nn.Linear(7, 7)
+        self.tied.weight = self.second.weight
+        self.out = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.tensor(1.3) if scalar else torch.tensor([1.3]))
+        self.losses: dict[int, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.norm(self.first(x))  # buffers that change, and change nothing: they differ between ranks
+        hidden = self.frozen(torch.tanh(self.first(x)))
+        return self.out(self.tied(torch.tanh(self.second(hidden)))) * self.scale
+
+    def training_step(self, _: Any, batch_idx: int) -> Tensor:
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        inputs, targets = (part[rank::world_size].to(self.device, self.dtype) for part in batch(batch_idx))
+        loss = nn.functional.mse_loss(self(inputs), targets)
+        self.losses[batch_idx] = loss.item()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3, "lr": 2e-2},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class SaveOnce(Callback):
+    """Saves after a number of batches."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == SAVED_AFTER:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(
+    strategy: Any,
+    world_size: int,
+    *,
+    save_to: str | Path | None = None,
+    resume_from: str | Path | None = None,
+    weights_only: bool | None = None,
+    num_batches: int = NUM_BATCHES,
+    module: LightningModule | None = None,
+    **trainer_options: Any,
+) -> Any:
+    """Fit; return the module."""
+    torch.manual_seed(3)
+    module = Resumable() if module is None else module
+    callbacks = trainer_options.pop("callbacks", []) + ([SaveOnce(str(save_to))] if save_to else [])
+    options = {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": callbacks} | trainer_options
+    options["use_distributed_sampler"] = False
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
+    batches: Any = range(num_batches)  # on every rank; only the number of a batch counts
+    path = None if resume_from is None else str(resume_from)
+    trainer.fit(module, DataLoader(batches), ckpt_path=path, weights_only=weights_only)
+    return module
+
+
+def mean_losses(ranks: list[dict[int, float]]) -> dict[int, float]:
+    return {number: sum(losses[number] for losses in ranks) / len(ranks) for number in ranks[0]}

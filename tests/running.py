@@ -1,0 +1,39 @@
+"""How tests run a Trainer and compare what it trained."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """A Trainer on CPU that writes and prints nothing."""
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(**({"accelerator": "cpu", "enable_model_summary": False, **silent} | options))
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint after a step of the run, in the middle of an epoch."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def assert_same_fit(
+    ranks: list[tuple[list[float], dict[str, Tensor]]],
+    expected: tuple[list[float], dict[str, Tensor]],
+    tolerance: float = 1e-5,
+) -> None:
+    """Assert that mean losses and every rank's weights are those of one process."""
+    losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
+    torch.testing.assert_close(losses, torch.tensor(expected[0]), rtol=tolerance, atol=0.0)
+    for _, weights in ranks:
+        assert weights.keys() == expected[1].keys()
+        for name, weight in weights.items():
+            assert ((weight - expected[1][name]).abs() <= tolerance).all(), name

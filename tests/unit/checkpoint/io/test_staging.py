@@ -1,0 +1,162 @@
+"""Staged copies for a save in the background: their contents, and the memory they take."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Linear, Parameter
+
+from lightning_paral.checkpoint.io import staging as module_under_test
+from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena, fresh_bytes
+from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.layout import full_chunk
+from lightning_paral.checkpoint.save_plan import WriteItem
+from lightning_paral.checkpoint.shards import NO_SHARD, LocalShard, flat, identity
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def entry_of(value: Tensor, dtype: torch.dtype | None = None) -> WriteItem:
+    part = LocalShard((full_chunk(value.shape),), partial(identity, flat(value)))
+    return WriteItem(("state_dict", "x"), tuple(value.shape), dtype or value.dtype, part)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def test_tensors_of_all_dtypes_are_copied_side_by_side_and_aligned() -> None:
+    originals = [values((3, number + 1), dtype) for number, dtype in enumerate(DTYPES)]
+    entries = [entry_of(value) for value in originals]
+    expected = [value.clone() for value in originals]
+    staging = Staging()
+
+    staging.stage(entries)
+    for value in originals:
+        value.zero_()
+
+    staged = [entry.shard.values() for entry in entries]
+    for copy, value in zip(staged, expected, strict=True):
+        assert copy.dtype == value.dtype
+        assert torch.equal(copy.view(torch.uint8), flat(value).view(torch.uint8))
+        assert copy.data_ptr() % ALIGNMENT == 0
+    assert len({copy.untyped_storage().data_ptr() for copy in staged}) == 1
+    assert staging.arena.nbytes <= sum(copy.nbytes for copy in staged) + ALIGNMENT * len(staged)
+
+
+def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
+    staging = Staging()
+    seen = []
+    for numel in (5_000_000, 5_000_000, 100, 5_000_000, 9_000_000):
+        value = torch.full((numel,), float(len(seen)))
+        entries = [entry_of(value)]
+        staging.stage(entries)
+        assert torch.equal(entries[0].shard.values(), value)
+        seen.append((entries[0].shard.values().data_ptr(), staging.arena.nbytes))
+
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert [nbytes for _, nbytes in seen[3:]] == [20_000_000, 36_000_000]
+
+
+def test_a_part_that_is_cast_on_its_way_takes_the_room_of_what_is_written() -> None:
+    staging, value = Staging(), torch.rand(1000)
+    entries = [entry_of(value, torch.bfloat16), WriteItem(("state_dict", "y"), (7,), torch.float32, NO_SHARD)]
+
+    staging.stage(entries)
+
+    assert torch.equal(entries[0].shard.values(), value.bfloat16())
+    assert staging.arena.nbytes <= 2000 + ALIGNMENT
+    assert entries[1].shard is NO_SHARD
+
+
+def test_memory_goes_when_released_but_for_what_is_still_used() -> None:
+    arena = Arena(pin=False)
+    arena.reserve(2**22)
+    taken = arena.take(2**20, torch.float32).fill_(3.0)
+
+    arena.release()
+
+    assert arena.nbytes == 0
+    assert taken.sum().item() == 3.0 * 2**20
+
+
+def test_more_than_reserved_cannot_be_taken() -> None:
+    arena = Arena(pin=False)
+    arena.reserve(128)
+    arena.take(16, torch.float32)
+    with pytest.raises(AssertionError, match="more was taken than reserved"):
+        arena.take(17, torch.float32)
+
+
+@pytest.fixture
+def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat every tensor as one on another device."""
+    monkeypatch.setattr(module_under_test._DeepcopyToHost, "is_elsewhere", lambda _, tensor: True)
+
+
+class Anything:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_copies_on_the_host_are_what_deepcopy_makes(all_elsewhere: None) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    base.note = ["an attribute", base]  # type: ignore[attr-defined]
+    parameter = Parameter(torch.ones(2), requires_grad=False)
+    tree: dict[str, Any] = {
+        "base": base,
+        "again": [base],
+        "view": base.t()[1:],
+        "object": Anything(base[0]),
+        "parameter": parameter,
+        "module": Linear(2, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "leaf": torch.zeros(2, requires_grad=True),
+        "empty": torch.empty(0, 3),
+        "plain": (1, "two", None),
+    }
+
+    copy = copied_to_host(tree)
+
+    assert copy["base"] is copy["again"][0]
+    assert copy["base"].note[1] is copy["base"]
+    assert copy["view"].stride() == tree["view"].stride()
+    assert type(copy["parameter"]) is Parameter
+    assert not copy["parameter"].requires_grad
+    assert copy["leaf"].requires_grad
+    assert torch.equal(copy["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(copy["conjugate"], tree["conjugate"])
+    assert torch.equal(copy["module"].weight, tree["module"].weight)
+    assert copy["empty"].shape == (0, 3)
+    assert copy["plain"] == tree["plain"]
+    base.zero_()  # the copies share memory with each other, but not with the original
+    assert torch.equal(copy["base"], torch.arange(12.0).view(3, 4))
+    assert torch.equal(copy["view"], copy["base"].t()[1:])
+    copy["base"].fill_(5.0)
+    assert copy["object"].tensor.tolist() == [5.0] * 4
+    assert (copy["view"] == 5.0).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_memory_to_be_pinned_is_left_out_of_forked_processes() -> None:
+    def flags(memory: Tensor) -> list[str]:
+        found = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                found = int(bounds[1], 16) <= memory.data_ptr() < int(bounds[2], 16)
+            elif found and line.startswith("VmFlags"):
+                return line.split()
+        raise AssertionError("no such memory")
+
+    ordinary, to_be_pinned = fresh_bytes(2**21), fresh_bytes(2**21, in_children=False)
+    assert "dc" not in flags(ordinary)
+    assert "dc" in flags(to_be_pinned)

@@ -1,0 +1,134 @@
+"""The bytes of tensors are read in pieces, through two buffers for tensors on a GPU."""
+
+import io
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.serialization import config
+
+from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
+from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.options import Form
+
+
+@pytest.fixture
+def through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat every tensor as one on another device, and small tensors as large ones."""
+    monkeypatch.setattr(HostBytes, "is_copied", lambda _, tensor: True)
+    monkeypatch.setattr(HostBytes, "buffer_bytes", 64)
+
+
+def tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    floats = torch.randn(301, generator=generator)
+    return [floats, floats.bfloat16(), torch.empty(0), floats > 0, torch.tensor([5]), floats.double()[:8], floats[1:17]]
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return bytes(tensor.view(-1).view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_bytes_are_read_in_order_however_they_are_cut(request: pytest.FixtureRequest, buffered: bool) -> None:
+    if buffered:
+        request.getfixturevalue("through_buffers")
+    expected = b"".join(map(bytes_of, tensors()))
+    with HostBytes(tensors()) as source:
+        found = [bytes(view) for nbytes in (1, 63, 64, 200, 1000, 7) for view in source.read(nbytes)]
+        rest = [bytes(view) for view in source.read(len(expected) - 1335)]
+
+    assert b"".join(found + rest) == expected
+    assert buffered == (max(map(len, rest)) <= 64)
+
+
+def test_what_is_on_the_host_is_not_copied() -> None:
+    value = torch.zeros(1000)
+    with HostBytes([value]) as source:
+        (view,) = source.read(4000)
+        value[3] = 1.0
+        assert torch.frombuffer(view, dtype=torch.float32)[3] == 1.0
+
+
+def test_the_next_piece_is_under_way_while_one_is_used_in_two_buffers(through_buffers: None) -> None:
+    asked: list[int] = []
+
+    def one_by_one() -> Iterator[Tensor]:
+        for number in range(5):
+            asked.append(number)
+            yield torch.full((64,), number, dtype=torch.uint8)
+
+    places = []
+    with HostBytes(one_by_one()) as source:
+        for number, view in enumerate(source.read(5 * 64)):
+            assert set(view) == {number}
+            assert asked[-1] == min(number + 1, 4)
+            places.append(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
+
+    assert len(set(places)) == 2
+
+
+def test_tensors_on_the_host_are_asked_for_one_at_a_time() -> None:
+    asked = []
+    with HostBytes(asked.append(number) or torch.zeros(8) for number in range(3)) as source:
+        for number in range(3):
+            assert len(list(source.read(32))) == 1
+            assert asked == list(range(number + 1))
+
+
+def test_nothing_is_kept_after_an_end_in_the_middle(through_buffers: None) -> None:
+    value = torch.zeros(1000)
+    of_value = weakref.ref(value)
+    source = HostBytes(iter([value]))
+    next(source.read(64))
+
+    source.close()
+
+    del value
+    assert of_value() is None
+    assert not source._buffers
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_save_through_buffers_writes_the_same_bytes(
+    request: pytest.FixtureRequest, tmp_path: Path, form: Form
+) -> None:
+    weight = torch.randn(7, 9, generator=torch.Generator().manual_seed(1))
+    states = {"weight": weight, "half": weight.t().half(), "flag": torch.tensor(True), "none": torch.empty(0, 2)}
+    states["one"] = weight[:1, 0]  # contiguous, though its stride is 9
+
+    def save(path: Path) -> None:
+        checkpoint = {"epoch": 0, "global_step": 1, "state_dict": dict(states), "callbacks": {"mean": weight[0]}}
+        SaveJob.prepare(checkpoint, path, form, RankGroup(), set(), "Test").write(RankGroup())
+
+    save(tmp_path / "plain")
+    request.getfixturevalue("through_buffers")
+    save(tmp_path / "buffered")
+
+    loaded = load(str(tmp_path / "buffered"), RankGroup(), weights_only=True)["state_dict"]
+    for name, value in states.items():
+        assert torch.equal(loaded[name].clone(), value), name
+    if form == "sharded":  # files of the full form contain names that differ
+        plain = (tmp_path / "plain" / "__0_0.distcp").read_bytes()
+        assert (tmp_path / "buffered" / "__0_0.distcp").read_bytes() == plain
+        saved = io.BytesIO()  # as `torch.save` writes one tensor
+        with config.patch({"save.compute_crc32": False}):
+            torch.save(weight, saved)
+        assert saved.getvalue() in plain
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_an_error_while_tensors_are_read_is_told(tmp_path: Path, form: Form) -> None:
+    save = SaveJob.prepare({"state_dict": {"a": torch.ones(3)}}, tmp_path / "saved", form, RankGroup(), set(), "Test")
+
+    def fail() -> Tensor:
+        raise RuntimeError("the GPU has gone")
+
+    save.items[0].shard = type(save.items[0].shard)(save.items[0].shard.chunks, fail)
+    with pytest.raises(Exception, match="the GPU has gone"):
+        save.write(RankGroup())

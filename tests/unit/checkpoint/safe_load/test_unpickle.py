@@ -1,0 +1,247 @@
+"""What a file may hold: data come back as they were, and nothing of the process changes."""
+
+import io
+import os
+import pickle
+import random
+import struct
+import zipfile
+from argparse import Namespace
+from collections import Counter, OrderedDict
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_paral import CheckpointError
+from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.load import load, peek
+from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.distributed.agreement import RankGroup
+
+
+def tagged() -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.tag = 3  # type: ignore[attr-defined]
+    return parameter
+
+
+VALUES = [
+    *(numpy.arange(3), numpy.zeros((2, 3), order="F"), numpy.array(["ä"]), numpy.array([b"ab"])),
+    *(numpy.array([1, "a", None], dtype=object), numpy.array(["2020-01-01"], dtype="M8[s]"), numpy.float64(1.5)),
+    *(numpy.zeros(2, dtype=[("a", "f4"), ("b", "i8")]), numpy.arange(3, dtype="i4"), numpy.bool_(True)),
+    *(numpy.datetime64("2026-01-02"), numpy.random.default_rng(1).bit_generator.state),
+    *(Namespace(a=1, path=Path("x/y")), Path("/x/y"), Path(), TrainerFn.FITTING, Decimal("1.20")),
+    *(datetime(2026, 1, 2, tzinfo=UTC), date(2026, 1, 2), timedelta(3), timezone(timedelta(hours=1), "a")),
+    *({1, 2}, {(1, "a")}, frozenset([2]), range(3), slice(1, 2), 1 + 2j, b"", b"ab", bytearray(b"ab"), bytearray()),
+    *(Counter("aab"), OrderedDict(b=2), 2**100, -5, None, (1, (2, (3,))), "ü", random.Random(1).getstate()),
+    *(tagged(), nn.BatchNorm1d(3).state_dict(), torch.ones(3).expand(4, 3), torch.zeros(0), torch.tensor(3)),
+    *(
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+        torch.ones(2, 2)[:, 0],
+        torch.ones(2).to(torch.bfloat16),
+    ),
+    *(torch.zeros(3, dtype=torch.float8_e4m3fn), torch.view_as_complex(torch.ones(2, 2)).conj(), torch.get_rng_state()),
+    *(torch.float32, torch.strided, torch.Size([1, 2]), torch.device("cuda", 0), torch.per_tensor_affine),
+]
+
+
+def saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save({"value": value, "again": [value]}, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_data_come_back(value: Any) -> None:
+    found = load_safely(saved(value))["value"]
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+
+
+def of_pickle(data: bytes) -> io.BytesIO:
+    file = saved(0)
+    with zipfile.ZipFile(file) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    changed = io.BytesIO()
+    with zipfile.ZipFile(changed, "w") as new:
+        for name, content in records.items():
+            new.writestr(name, data if name.endswith("data.pkl") else content)
+    changed.seek(0)
+    return changed
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def called(name: str, args: bytes) -> bytes:
+    module, _, attribute = name.rpartition(".")
+    return f"c{module}\n{attribute}\n".encode() + b"(" + args + b"tR"
+
+
+def attributes(**values: str) -> bytes:
+    return b"}" + b"".join(text(key) + text(value) + b"s" for key, value in values.items())
+
+
+SLOTS = b"N" + attributes(as_posix="evil", _raw_paths="evil") + b"\x86b"
+DTYPE = called("numpy.dtype", text("O8") + b"\x89\x88")
+PLAIN_STATE = b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+MEMBER = called("lightning.pytorch.trainer.states.TrainerFn", text("fit"))
+KIND = b"clightning.pytorch.trainer.states\nTrainerFn\n"
+FIELD = called("numpy.dtype", text("f8") + b"\x89\x88")
+FIELDS = b"(K\x03" + text("|") + b"N(" + text("a") + b"t}" + text("a") + FIELD + b"M\xa0\x0f\x86sK\x08K\x01K\x10tb"
+HOSTILE = {
+    "state of a class": b"cpathlib\nPosixPath\n" + SLOTS,
+    "state of a path": called("pathlib.PosixPath", text("x")) + SLOTS,
+    "state of a member": MEMBER + attributes(_value_="evil") + b"b",
+    "state of a member by a tensor's": called(
+        "torch._tensor._rebuild_from_type_v2", KIND + KIND + text("fit") + b"\x85" + attributes(_value_="evil")
+    ),
+    "class of an object": b"cargparse\nNamespace\n)\x81" + attributes(__class__="evil") + b"b",
+    "a new enumeration": called("lightning.pytorch.trainer.states.TrainerFn", text("A") + text("a b")),
+    "objects that are none": DTYPE + PLAIN_STATE,
+    "fields behind the end": called("numpy.dtype", text("V8") + b"\x89\x88") + FIELDS,
+    "the process's dtype": called("numpy.dtype", text("f4") + b"\x89\x89"),
+    "memory by size": called("builtins.bytearray", b"J\xff\xff\xff\x7f"),
+    "a function": called("builtins.getattr", b"cpathlib\nPosixPath\n" + text("touch")),
+}
+
+
+def state_of_the_process() -> str:
+    kinds = [sorted(f"{key} {id(value)}" for key, value in vars(kind).items()) for kind in (PosixPath, Path, TrainerFn)]
+    members = [sorted(map(str, vars(member).items())) for member in TrainerFn]
+    return repr((kinds, members, numpy.dtype("O").flags, numpy.dtype("f4")))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_file_changes_what_the_process_shares(name: str) -> None:
+    before = state_of_the_process()
+    assert load_safely(of_pickle(b"\x80\x02}.")) == {}
+    with pytest.raises(CheckpointError):
+        load_safely(of_pickle(b"\x80\x02" + HOSTILE[name] + b"."))
+    with pytest.raises(CheckpointError):
+        load_metadata(b"\x80\x02" + HOSTILE[name] + b".", ".metadata")
+    assert state_of_the_process() == before
+
+
+def test_what_the_user_has_admitted_stays_admitted() -> None:
+    with torch.serialization.safe_globals([PosixPath]):
+        load_safely(saved(Path("x")))
+        assert PosixPath in torch.serialization.get_safe_globals()
+    assert PosixPath not in torch.serialization.get_safe_globals()
+
+
+# Metadata
+
+
+def written_by_torch(folder: Path) -> bytes:
+    tensors = {"state_dict": {"a": torch.ones(3, 2), "b": [torch.zeros(2), 3]}, "c": torch.ones(()), "d": "text"}
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    return (folder / ".metadata").read_bytes()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_metadata_are_what_torch_makes_of_them(tmp_path: Path, protocol: int) -> None:
+    expected = pickle.loads(written_by_torch(tmp_path))
+    found = load_metadata(pickle.dumps(expected, protocol), ".metadata")
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.planner_data == expected.planner_data
+    assert found.storage_data == expected.storage_data
+    assert found.version == expected.version
+
+
+def test_metadata_of_other_releases(tmp_path: Path) -> None:
+    """Fields of later ones are passed over, those that earlier ones do not write have their defaults."""
+    expected = pickle.loads(written_by_torch(tmp_path))
+    older, newer = pickle.loads(pickle.dumps(expected)), pickle.loads(pickle.dumps(expected))
+    for name in ("version", "storage_meta"):
+        del older.__dict__[name]
+    for info in newer.storage_data.values():
+        info.later = {"a": (1, 2)}
+    newer.later, newer.storage_meta.later = [1], "x"
+    for changed in (older, newer):
+        found = load_metadata(pickle.dumps(changed), ".metadata")
+        assert found.storage_data.keys() == expected.storage_data.keys()
+        assert found.state_dict_metadata == expected.state_dict_metadata
+
+
+def test_what_metadata_have_no_place_for_is_named(tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(witness),)
+
+    found = pickle.loads(written_by_torch(tmp_path / "x"))
+    found.planner_data["a"] = Payload()
+    with pytest.raises(CheckpointError, match=r"\.metadata asks for posix\.mkdir"):
+        load_metadata(pickle.dumps(found), ".metadata")
+    assert not witness.exists()
+
+
+def test_compressed_tensors_are_named(tmp_path: Path) -> None:
+    found = pickle.loads(written_by_torch(tmp_path))
+    for info in found.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+    with pytest.raises(CheckpointError, match="written with transforms"):
+        load_metadata(pickle.dumps(found), ".metadata")
+
+
+# Paths
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
+    SaveJob.prepare(checkpoint, tmp_path / "x.ckpt", "sharded", RankGroup(), set(), "Test").write(RankGroup())
+    return tmp_path / "x.ckpt"
+
+
+def refused(path: Path, reason: str) -> None:
+    for read in (peek, lambda path: load(path, RankGroup())):
+        with pytest.raises(CheckpointError, match=reason):
+            read(path)
+    assert reason in " ".join(verify(path))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "meta.pt", ".metadata", "manifest.json"])
+def test_links_out_of_the_checkpoint_are_refused(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "outside")
+    (folder / name).symlink_to("../outside")
+    refused(folder, "leads out of the checkpoint")
+
+
+@pytest.mark.parametrize("name", ["", "__0_0.distcp", "meta.pt", ".metadata", "manifest.json"])
+def test_a_fifo_is_refused_at_once(folder: Path, name: str) -> None:
+    if name:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        refused(folder, "is a FIFO")
+    else:
+        os.mkfifo(folder.parent / "fifo")
+        refused(folder.parent / "fifo", "is a FIFO")
+
+
+def test_links_to_a_checkpoint_and_inside_it_are_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").symlink_to("x.ckpt")
+    (folder / "__0_0.distcp").rename(folder / "moved")
+    (folder / "__0_0.distcp").symlink_to("moved")
+    full = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
+    (tmp_path / "elsewhere").mkdir()
+    SaveJob.prepare(full, tmp_path / "elsewhere" / "y.ckpt", "full", RankGroup(), set(), "Test").write(RankGroup())
+    (tmp_path / "link.ckpt").symlink_to("elsewhere/y.ckpt")
+    for name in ("last.ckpt", "link.ckpt"):
+        assert load(tmp_path / name, RankGroup())["global_step"] == 1
+        assert verify(tmp_path / name) == []

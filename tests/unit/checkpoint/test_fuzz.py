@@ -1,0 +1,629 @@
+"""Damaged and hostile checkpoints are loaded or named by one error, in time and memory that their size bounds.
+
+All inputs run in one forked process with a limit on its address space. What it reads is kept in a folder beside a file
+that no checkpoint may lead to.
+"""
+
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_paral import CheckpointError
+from lightning_paral.checkpoint.integrity import named_tensors, verify
+from lightning_paral.checkpoint.io.files import record_bytes
+from lightning_paral.checkpoint.lazy_tensor import materialize
+from lightning_paral.checkpoint.load import peek
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.distributed.agreement import RankGroup
+
+SEED = 20
+MAX_SECONDS = 2.0
+MAX_BYTES = 200 * 2**20
+NUM_MUTATED = 230
+"""Of each file."""
+NUM_GENERATED = 300
+"""Of hypothesis, pickles and manifests each."""
+
+Input = tuple[str, Callable[[Path], Any]]
+"""The form, and what is done to a copy of it."""
+
+
+def contents() -> dict[str, Any]:
+    weights = {"a.weight": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5, dtype=torch.int64)}
+    moments = {0: {"exp_avg": torch.ones(4, 3), "step": torch.tensor(3.0)}, 1: {"exp_avg": torch.ones(5)}}
+    group = {"lr": 0.1, "params": [0, 1], "param_names": ["a.weight", "b"]}
+    callbacks = {"kept": {"array": numpy.arange(3), "path": Path("data/x"), "best": torch.tensor(0.5)}}
+    state = {"state": moments, "param_groups": [group]}
+    return {
+        "epoch": 1, "global_step": 7, "pytorch-lightning_version": "2.5.0", "state_dict": weights,
+        "optimizer_states": [state], "lr_schedulers": [], "callbacks": callbacks, "loops": {"fit_loop": {"n": 1}},
+        "hyper_parameters": {"root": Path("/data"), "width": 3},
+    }  # fmt: skip
+
+
+def make_all(folder: Path) -> None:
+    """Write a sound checkpoint of each form, of our own writers and of torch's."""
+    for form in ("full", "sharded"):
+        own = contents() | {"lightning_paral": {"frozen": [], "random_states": []}}
+        SaveJob.prepare(own, folder / form, form, RankGroup(), set(), "Test").write(RankGroup())  # type: ignore[arg-type]
+    plain = contents()
+    torch.save(plain, folder / "lightning.ckpt")
+    tensors = {"state_dict": plain.pop("state_dict"), "optimizer_0": plain.pop("optimizer_states")[0]}
+    dcp.save(tensors, checkpoint_id=folder / "dcp", no_dist=True)
+    torch.save(plain, folder / "dcp" / "meta.pt")
+    tag = folder / "deepspeed" / "checkpoint"
+    tag.mkdir(parents=True)
+    (folder / "deepspeed" / "latest").write_text("checkpoint")
+    shapes = [{"a.weight": torch.Size([4, 3])}]
+    states = {"module": {"a.weight": torch.ones(4, 3)}, "param_shapes": shapes, "buffer_names": [], "epoch": 1}
+    torch.save(states, tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    flat = {"fp32_flat_groups": [torch.ones(12)], "partition_count": 1}
+    torch.save({"optimizer_state_dict": flat}, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+FILES = [
+    *(("full", ""), ("lightning.ckpt", "")),
+    *(("sharded", name) for name in ("manifest.json", ".metadata", "meta.pt", "__0_0.distcp")),
+    *(("dcp", name) for name in (".metadata", "meta.pt", "__0_0.distcp")),
+    ("deepspeed", "latest"),
+    *(("deepspeed", f"checkpoint/zero_pp_rank_0_mp_rank_00_{kind}_states.pt") for kind in ("model", "optim")),
+]
+
+
+# Seeded mutation
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """Return `data` with a few bytes, flat_slices or numbers changed."""
+    found = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 5))):
+        place = chance.randrange(len(found) + 1) if found else 0
+        length = min(chance.choice((1, 2, 4, 8, 40)), len(found) - place)
+        kind = chance.randrange(6)
+        if kind == 0:
+            found[place : place + length] = chance.randbytes(length)
+        elif kind == 1:
+            del found[place : place + length]
+        elif kind == 2:
+            found[place:place] = found[place : place + length] * chance.choice((1, 3))
+        elif kind == 3:
+            found[place : place + 4] = struct.pack("<I", chance.choice((0, 2**31 - 1, 2**32 - 1, 2**31)))
+        elif kind == 4:
+            found[place : place + 8] = struct.pack("<Q", chance.choice((2**63 - 1, 2**64 - 1, 2**40)))
+        else:
+            del found[place:]
+    return bytes(found)
+
+
+def mutate(name: str, number: int) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        file = path / name if name else path
+        file.write_bytes(mutated(file.read_bytes(), random.Random(f"{SEED} {name} {number}")))
+        if name and number % 2 and (path / FILE_NAME).exists():
+            reseal(path)
+
+    return act
+
+
+def mutate_pickle(number: int) -> Callable[[Path], None]:
+    """Change `data.pkl` and nothing around it, so that nothing stops it first."""
+
+    def act(path: Path) -> None:
+        rezip(path, lambda data: mutated(data, random.Random(f"{SEED} pickle {number}")))
+
+    return act
+
+
+def rezip(path: Path, change: Callable[[bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """Write a file of `torch.save` again, with another pickle."""
+    with zipfile.ZipFile(path) as old:
+        records = {name: old.read(name) for name in old.namelist() if not name.endswith("lightning_paral.json")}
+    with zipfile.ZipFile(path, "w", compression) as new:
+        for name, data in records.items():
+            new.writestr(name, change(data) if name.endswith("data.pkl") else data)
+
+
+def reseal(path: Path) -> None:
+    """Give a folder a manifest that fits its files."""
+    with_files = {f.name: record_bytes(f.read_bytes()) for f in path.iterdir() if f.name != FILE_NAME}
+    about: dict[str, Any] = {"strategy": "Test", "world_size": 1, "epoch": 1, "global_step": 7}
+    (path / FILE_NAME).write_text(Manifest(form="sharded", files=with_files, **about).to_json())
+
+
+# What is made to be hostile
+
+
+def change_metadata(change: Callable[[Metadata], Any]) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        found = pickle.loads((path / ".metadata").read_bytes())
+        change(found)
+        (path / ".metadata").write_bytes(pickle.dumps(found))
+        if (path / FILE_NAME).exists():
+            reseal(path)
+
+    return act
+
+
+KEY = "state_dict.a.weight"
+
+
+def places(found: Metadata, **changed: Any) -> None:
+    for info in found.storage_data.values():
+        vars(info).update(changed)
+
+
+def shape(found: Metadata, *sizes: int) -> None:
+    stored: Any = found.state_dict_metadata[KEY]
+    stored.size = torch.Size(sizes)
+
+
+def box(found: Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    stored: Any = found.state_dict_metadata[KEY]
+    stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    found.storage_data[MetadataIndex(KEY, offsets)] = _StorageInfo("__0_0.distcp", 0, 8)
+
+
+def planned(found: Metadata, *path: Any) -> None:
+    found.planner_data[KEY] = path
+
+
+def many_boxes(found: Metadata) -> None:
+    stored: Any = found.state_dict_metadata[KEY]
+    stored.chunks *= 100_000
+
+
+def nested(found: Metadata) -> None:
+    inner: Any = ()
+    for _ in range(900):
+        inner = (inner,)
+    found.planner_data[KEY] = inner
+
+
+def column_boxes(found: Metadata) -> None:
+    """So many boxes that comparing each with each takes minutes."""
+    stored: Any = found.state_dict_metadata[KEY]
+    (place,) = (info for index, info in found.storage_data.items() if index.fqn == KEY)
+    stored.size, stored.chunks = torch.Size((1, 3_000)), []
+    for column in range(3_000):
+        stored.chunks.append(ChunkStorageMetadata(torch.Size((0, column)), torch.Size((1, 1))))
+        found.storage_data[MetadataIndex(KEY, (0, column))] = place
+
+
+OUTSIDE = ["../outside", "/etc/passwd", "a/../../outside", "", ".", "..", "\0", "x" * 5000, "__0_0.distcp/x"]
+METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
+    *(lambda m, name=name: places(m, relative_path=name) for name in OUTSIDE),  # type: ignore[misc]
+    *(lambda m, n=n: places(m, offset=n) for n in (-1, 2**31, 2**62, 2**70, 1.5, None, "0")),  # type: ignore[misc]
+    *(lambda m, n=n: places(m, length=n) for n in (-1, 0, 2**31, 2**62, 2**70, None)),  # type: ignore[misc]
+    *(lambda m, n=n: shape(m, n, 3) for n in (-4, 0, 2**40, 2**62)),  # type: ignore[misc]
+    lambda m: shape(m, *[2**31] * 9),
+    lambda m: shape(m, *[1] * 200),
+    lambda m: shape(m),
+    lambda m: box(m, (0, 0), (4, 3)),
+    lambda m: box(m, (4, 0), (2**40, 3)),
+    lambda m: box(m, (-1, 0), (1, 3)),
+    lambda m: box(m, (0,), (1,)),
+    *(lambda m, p=p: planned(m, *p) for p in (("a", 2_000_000_000), (0,), (), ("state_dict", 5, "x"), (-1,), (2**80,))),  # type: ignore[misc]
+    lambda m: planned(m, *["a"] * 5000),
+    lambda m: planned(m, {"a": 1}),
+    many_boxes,
+    column_boxes,
+    nested,
+    lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), BytesStorageMetadata())),
+    lambda m: m.state_dict_metadata.update({"optimizer_x": BytesStorageMetadata()}),
+    lambda m: m.state_dict_metadata.clear(),
+    lambda m: m.storage_data.clear(),
+    lambda m: setattr(m, "storage_data", None),
+    lambda m: setattr(m, "planner_data", [1, 2]),
+    lambda m: setattr(m, "state_dict_metadata", None),
+]
+"""Each with the sharded form, whose checksums are made to fit, and with a folder of torch's."""
+
+PROTO = b"\x80\x02"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def named(name: str) -> bytes:
+    module, _, attribute = name.rpartition(".")
+    return b"c" + f"{module}\n{attribute}\n".encode()
+
+
+def call(name: str, args: bytes) -> bytes:
+    return named(name) + b"(" + args + b"tR"
+
+
+ALIKE = 2**61 - 1
+"""Multiples of it have the same hash."""
+
+NUMBER = b"J" + struct.pack("<i", 2**31 - 1)
+DTYPE = b"X\x02\x00\x00\x00O8\x89\x88"
+STATE_OF_DTYPE = b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+PICKLES = [
+    PROTO + b"}r\xff\xff\xff\xff.",
+    PROTO + b"}j\xff\xff\xff\xff.",
+    b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
+    b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\xff.",
+    PROTO + b"X\xff\xff\xff\x7fa.",
+    PROTO + b"\x8b\xff\xff\xff\x7f.",
+    PROTO + b"\x8b\xff\xff\xff\xff.",
+    PROTO + b"]" * 60_000 + b".",
+    PROTO + b"]q\x00" + b"(h\x00h\x00e" + b".",
+    PROTO + b"]" + b"".join(b"]q%ch%ch%ce" % (n, n - 1, n - 1) for n in range(1, 40)) + b".",
+    PROTO + b"]q\x00" + b"".join(b"(h%ch%clq%c" % (n - 1, n - 1, n) for n in range(1, 120)) + b".",
+    PROTO + b"(" + b"]q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 120)) + b"t.",
+    PROTO + b"N" + b"\x85" * 200_000 + b"}(h\x00Nu.",
+    PROTO + b"}N" + b"\x85" * 150_000 + b"Ns.",
+    PROTO + b"(" * 50_000 + b".",
+    PROTO + b"t" * 100 + b".",
+    PROTO + b"}" + text("state_dict") + call("builtins.bytearray", NUMBER) + b"s.",
+    PROTO + b"}" + text("state_dict") + call("torch.storage.UntypedStorage", NUMBER) + b"s.",
+    PROTO + b"}" + text("state_dict") + call("torch.FloatStorage", NUMBER) + b"s.",
+    PROTO + b"}" + text("state_dict") + call("torch.Tensor", NUMBER) + b"s.",
+    PROTO + b"}" + text("state_dict") + call("torch.FloatTensor", NUMBER) + b"s.",
+    PROTO + b"}" + text("state_dict") + call("numpy.ndarray", b"(" + NUMBER + b"t") + b"s.",
+    PROTO + b"}" + text("a") + call("builtins.set", call("__builtin__.xrange", NUMBER)) + b"s.",
+    PROTO + b"}" + text("a") + call("builtins.frozenset", call("__builtin__.xrange", NUMBER)) + b"s.",
+    PROTO + b"}" + text("a") + call("collections.Counter", call("__builtin__.xrange", NUMBER)) + b"s.",
+    PROTO + b"}" + text("a") + call("torch.Size", call("__builtin__.xrange", NUMBER)) + b"s.",
+    PROTO + b"}" + text("a") + call("numpy.dtype", DTYPE) + STATE_OF_DTYPE + b"s.",
+    PROTO + b"}" + text("a") + call("torch.distributed.device_mesh.DeviceMesh", text("cpu") + b"(K\x00K\x01t") + b"s.",
+    PROTO + b"}" + text("a") + call("os.system", text("touch ../ran")) + b"s.",
+    PROTO + b"}" + text("a") + call("builtins.eval", text("1")) + b"s.",
+    PROTO
+    + b"}("
+    + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N" for k in range(20_000))
+    + b"u.",
+]
+
+
+def pickled(data: bytes) -> Iterator[Input]:
+    """Put a pickle in the place of each that is read."""
+    yield "lightning.ckpt", lambda path: rezip(path, lambda _: data)
+    yield "dcp", lambda path: (path / ".metadata").write_bytes(data)
+    yield "dcp", lambda path: rezip(path / "meta.pt", lambda _: data)
+
+
+def seal(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Change what a manifest says, and give it the checksum that fits."""
+    from lightning_paral.checkpoint.manifest import _checksum, _text
+
+    def act(path: Path) -> None:
+        content = json.loads((path / FILE_NAME).read_text())
+        del content["checksum"]
+        changed = change(content) or content
+        (path / FILE_NAME).write_text(_text(changed | {"checksum": _checksum(changed)}))
+
+    return act
+
+
+def file_named(content: dict[str, Any], name: str) -> None:
+    content["files"][name] = content["files"].pop("meta.pt")
+
+
+MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
+    *(lambda c, name=name: file_named(c, name) for name in OUTSIDE),  # type: ignore[misc]
+    *(lambda c, name=name: c["names"].update({".metadata": name}) for name in OUTSIDE),  # type: ignore[misc]
+    lambda c: c["files"].clear(),
+    lambda c: c.update(files=[1]),
+    lambda c: c.update(files={"meta.pt": None}),
+    lambda c: c["files"]["meta.pt"].update(blocks=[[0, 0, 0]] * 30_000),
+    lambda c: c["files"]["meta.pt"].update(blocks=[[-5, 2**62, 0]]),
+    lambda c: c["files"]["meta.pt"].update(blocks=[[0, 2**70, 0]], bytes=2**70),
+    lambda c: c["files"]["meta.pt"].update(bytes="12"),
+    lambda c: c.update(form="full"),
+    lambda c: c.update(form=["full"]),
+    lambda c: c.update(format="2"),
+    lambda c: c.update(format=10**4000),
+    lambda c: c.update(names=[]),
+    lambda c: c.update(names={"meta.pt": 5}),
+    lambda c: c.update(more=1),
+    lambda c: {"checksum": ""},
+]
+
+
+def raw_manifest(data: bytes) -> Callable[[Path], None]:
+    return lambda path: (path / FILE_NAME).write_bytes(data) and None
+
+
+def bomb(path: Path) -> None:
+    """A manifest that grows a thousandfold when it is inflated."""
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("full/lightning_paral.json", b"[" * (300 * 2**20))
+        archive.comment = b"lightning_paral %016x %016x" % (0, 0)
+
+
+def deflated(path: Path) -> None:
+    rezip(path, lambda _: PROTO + b"(" + b"N" * (300 * 2**20) + b"t.", zipfile.ZIP_DEFLATED)
+
+
+def tensor_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Callable[[Path], Any]:
+    """Replace a file by one with a tensor of few bytes and a large shape."""
+    return lambda path: torch.save({"state_dict": {"a": torch.ones(1).as_strided(shape, stride)}}, path)
+
+
+def instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        file = path / name if name else path
+        (shutil.rmtree if file.is_dir() else Path.unlink)(file)
+        make(file)
+
+    return act
+
+
+def link_out(file: Path) -> None:
+    file.symlink_to(file.parents[1] / "outside")
+
+
+def socket_at(file: Path) -> None:
+    os.mknod(file, 0o140600)
+
+
+INSTEAD: list[Callable[[Path], Any]] = [os.mkfifo, link_out, socket_at, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
+TAGS = ["../sharded", "/etc", "..", "", ".", "a\nb", "x" * 5000, "\0", "../../" * 30 + "etc", "checkpoint/.."]
+
+
+def latest(data: bytes) -> Callable[[Path], None]:
+    return lambda path: (path / "latest").write_bytes(data) and None
+
+
+def states(name: str, value: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save(value, path / f"checkpoint/zero_pp_rank_0_mp_rank_00_{name}_states.pt")
+
+
+STATES = [
+    [],
+    {},
+    3,
+    {"module": 3},
+    {"module": {}, "param_shapes": 5},
+    {"module": {}, "param_shapes": [{"a": (2**62,)}]},
+]
+OPTIMIZERS = [[], {}, {"optimizer_state_dict": 3}, {"optimizer_state_dict": {"fp32_flat_groups": []}}]
+CHECKPOINTS = [
+    *([], 3, None, {}, {"state_dict": 3}, {"state_dict": {3: 3}}, {"state_dict": {}, "optimizer_states": 3}),
+    *({"state_dict": {}, "optimizer_states": states} for states in ([3], [{}, []], [{"param_groups": 3}])),
+    {"state_dict": {}, "optimizer_states": [{"param_groups": [{}]}]},
+]
+
+
+def hostile() -> Iterator[Input]:
+    for change in METADATA_CHANGES:
+        yield "sharded", change_metadata(change)
+        yield "dcp", change_metadata(change)
+    for data in PICKLES:
+        yield from pickled(data)
+    for about in MANIFESTS:
+        yield "sharded", seal(about)
+    for text_ in (b"[" * 200_000, b'{"a":' * 100_000, b"", b"null", b"[]", b"9" * 10_000, b"\xff" * 100, b"[1," * 99):
+        yield "sharded", raw_manifest(text_)
+    yield "full", bomb
+    yield "lightning.ckpt", deflated
+    for sizes, stride in (((2**40,), (0,)), ((2**20, 2**20), (0, 0)), ((2**62, 0), (0, 1))):
+        yield "lightning.ckpt", tensor_of(sizes, stride)
+    for form, name in FILES:
+        for make in INSTEAD:
+            yield form, instead(name, make)
+    for tag in TAGS:
+        yield "deepspeed", latest(tag.encode())
+    yield "deepspeed", latest(b"\xff\xfe")
+    for value in STATES:
+        yield "deepspeed", states("model", value)
+    for value in OPTIMIZERS:
+        yield "deepspeed", states("optim", value)
+    for value in CHECKPOINTS:
+        yield "lightning.ckpt", lambda path, value=value: torch.save(value, path)  # type: ignore[misc]
+        yield "dcp", lambda path, value=value: torch.save(value, path / "meta.pt")  # type: ignore[misc]
+
+
+# Hypothesis: pickles of chosen opcodes, manifests of chosen values
+
+GLOBALS = ["builtins.bytearray", "collections.OrderedDict", "torch.Size", "pathlib.PosixPath", "argparse.Namespace",
+           "torch._utils._rebuild_tensor_v2", "torch.FloatStorage", "numpy.dtype", "datetime.datetime",
+           "torch._tensor._rebuild_from_type_v2", "torch.distributed.checkpoint.metadata.Metadata", "os.system",
+           "lightning.pytorch.trainer.states.TrainerFn"]  # fmt: skip
+OPCODES = st.one_of(
+    st.sampled_from([bytes([code]) for code in b"(.0}])tNRb\x81\x85\x86\x87\x88\x89aesuQ"]),
+    st.builds(lambda n: b"K" + bytes([n]), st.integers(0, 255)),
+    st.builds(lambda n: b"J" + struct.pack("<i", n), st.integers(-(2**31), 2**31 - 1)),
+    st.builds(lambda n: b"q" + bytes([n]), st.integers(0, 5)),
+    st.builds(lambda n: b"h" + bytes([n]), st.integers(0, 5)),
+    st.builds(lambda n: b"r" + struct.pack("<I", n), st.integers(0, 2**32 - 1)),
+    st.builds(text, st.sampled_from(["storage", "cpu", "0", "state_dict", "__class__", "i8", "latin1", ""])),
+    st.builds(named, st.sampled_from(GLOBALS)),
+)
+GENERATED = st.lists(OPCODES, min_size=1, max_size=40).map(lambda codes: PROTO + b"".join(codes) + b".")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8) | st.sampled_from(OUTSIDE),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["files", "bytes", "a"]), inner),
+    max_leaves=6,
+)
+FIELDS = st.dictionaries(st.sampled_from(["files", "names", "form", "format", "epoch", "x"]), JSON, min_size=1)
+
+
+def generated() -> list[Input]:
+    found: list[Input] = []
+
+    @seed(SEED)
+    @settings(
+        max_examples=NUM_GENERATED, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(GENERATED, FIELDS)
+    def collect(data: bytes, fields: dict[str, Any]) -> None:
+        inputs = list(pickled(data))
+        found.append(inputs[len(found) // 2 % len(inputs)])
+        found.append(("sharded", seal(lambda content: content | fields)))
+
+    collect()
+    return found
+
+
+# Running them
+
+
+def status(field: str) -> int:
+    """Return a number of bytes that Linux tells of this process."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def measure_peak_anew() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def try_one(path: Path) -> str:
+    """Load, read and verify: how it ended."""
+    try:
+        _, found = peek(path)
+        for _, tensor in named_tensors(found):
+            if tensor.device.type == "cpu":
+                materialize(tensor)
+        verify(path)
+    except CheckpointError as error:
+        said = str(error)
+    else:
+        return "loaded"
+    assert str(path) in said, f"it does not name the checkpoint: {said}"
+    assert verify(path), said
+    return "refused"
+
+
+def classes_of_the_process() -> str:
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    named_kinds = [Path, type(Path()), TensorStorageMetadata, TensorProperties, numpy.ndarray]
+    kinds = [sorted(f"{key} {id(value)}" for key, value in vars(kind).items()) for kind in named_kinds]
+    members = [(str(member), sorted(map(str, vars(member).items()))) for member in TrainerFn]
+    return repr((kinds, members, numpy.dtype("O").flags, numpy.dtype("f4").str))
+
+
+def run_all(work: Path, inputs: list[Input]) -> dict[str, Any]:
+    sound = work / "sound"
+    outside = sorted((str(path), path.read_bytes()) for path in sound.rglob("*") if path.is_file())
+    before = classes_of_the_process()
+    for form in {form for form, _ in inputs}:
+        assert try_one(sound / form) == "loaded"
+    told: dict[str, Any] = {
+        "inputs": 0,
+        "loaded": 0,
+        "refused": 0,
+        "slowest_seconds": 0.0,
+        "peak_bytes": 0,
+        "faults": [],
+    }
+    cage = work / "cage"
+    for number, (form, change) in enumerate(inputs):
+        cage.mkdir()
+        (cage / "outside").write_bytes(b"secret")
+        path = cage / form
+        (shutil.copytree if (sound / form).is_dir() else shutil.copy)(sound / form, path)
+        try:
+            change(path)
+            files = tree(cage)
+            measure_peak_anew()
+            resident = status("VmRSS")
+            resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + MAX_BYTES, resource.RLIM_INFINITY))
+            start, ended = time.process_time(), "failed"
+            try:
+                ended = try_one(path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            seconds = time.process_time() - start
+            told[ended] += 1
+            told["peak_bytes"] = max(told["peak_bytes"], status("VmHWM") - resident)
+            told["slowest_seconds"] = max(told["slowest_seconds"], seconds)
+            if seconds > MAX_SECONDS or tree(cage) != files or classes_of_the_process() != before:
+                told["faults"].append(f"input {number} ({form}): {seconds:.1f} s, or something was changed")
+        except BaseException:
+            told["faults"].append(f"input {number} ({form}): {traceback.format_exc()[-1500:]}")
+        told["inputs"] += 1
+        shutil.rmtree(cage)
+    assert outside == sorted((str(path), path.read_bytes()) for path in sound.rglob("*") if path.is_file())
+    return told
+
+
+def tree(folder: Path) -> list[Any]:
+    return sorted((str(path), path.lstat().st_mtime_ns, path.lstat().st_ino) for path in folder.rglob("*"))
+
+
+def in_a_child(work: Path, inputs: list[Input]) -> dict[str, Any]:
+    """Return what `run_all` does, run in a forked process: what crashes or hangs fails the test, not the session."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            sending.send(run_all(work, inputs))
+        except BaseException:
+            sending.send({"faults": [traceback.format_exc()]})
+
+    child = context.Process(target=run)
+    child.start()
+    sending.close()
+    try:
+        assert receiving.poll(300), "an input hangs"
+        found: dict[str, Any] = receiving.recv()
+        return found
+    except EOFError:
+        pytest.fail("an input ended the process")
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    (tmp_path / "sound").mkdir()
+    make_all(tmp_path / "sound")
+    inputs = [(form, mutate(name, number)) for form, name in FILES for number in range(NUM_MUTATED // 2)]
+    inputs += [("lightning.ckpt", mutate_pickle(number)) for number in range(NUM_MUTATED)]
+    inputs += [*hostile(), *generated()]
+    told = in_a_child(tmp_path, inputs)
+    print({key: value for key, value in told.items() if key != "faults"})
+    assert told["faults"] == []
+    assert told["inputs"] == len(inputs) >= 2000
+    assert told["loaded"] > 50
+    assert told["peak_bytes"] < MAX_BYTES
+
+
+def test_sound_ones_load_as_they_were_saved(tmp_path: Path) -> None:
+    make_all(tmp_path)
+    for form in ("full", "sharded", "lightning.ckpt", "dcp"):
+        _, found = peek(tmp_path / form)
+        assert found["hyper_parameters"] == contents()["hyper_parameters"]
+        for name, value in contents()["state_dict"].items():
+            torch.testing.assert_close(materialize(found["state_dict"][name]), value)
+    _, found = peek(tmp_path / "deepspeed")
+    torch.testing.assert_close(materialize(found["state_dict"]["a.weight"]), torch.ones(4, 3))

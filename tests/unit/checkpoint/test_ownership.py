@@ -1,0 +1,325 @@
+"""Saving and removing never delete what is not a checkpoint's."""
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
+from lightning_paral.checkpoint.io.staging import Staging
+from lightning_paral.checkpoint.io.storage import remove_at
+from lightning_paral.checkpoint.load import peek
+from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.options import Form
+
+FORMS: list[Form] = ["full", "sharded"]
+
+
+def prepared(path: object, form: Form) -> SaveJob:
+    checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
+    return SaveJob.prepare(checkpoint, path, form, RankGroup(), set(), "Test")
+
+
+def save(path: object, form: Form) -> None:
+    prepared(path, form).write(RankGroup())
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def thesis(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.tex").write_text("ten years")
+
+
+def looks_alike(path: Path) -> None:
+    """Names of a checkpoint's files, and nothing that makes it one."""
+    path.mkdir()
+    (path / "manifest.json").write_text('{"name": "an extension of a browser"}')
+    (path / "meta.pt").write_text("mine")
+
+
+def run_of_deepspeed(path: Path) -> None:
+    """Checkpoints of several steps, as DeepSpeed without Lightning leaves them."""
+    for tag in ("global_step10", "global_step20"):
+        (path / tag).mkdir(parents=True)
+        (path / tag / "mp_rank_00_model_states.pt").write_text("states")
+    (path / "latest").write_text("global_step20")
+
+
+def lone_latest(path: Path) -> None:
+    path.mkdir()
+    (path / "latest").write_text("news")
+    (path / "news").mkdir()
+
+
+def checkpoint_with(name: str) -> Any:
+    def make(path: Path) -> None:
+        save(path, "sharded")
+        file = path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+
+    return make
+
+
+def runs(path: Path) -> None:
+    """A folder of checkpoints, which is none itself."""
+    save(path / "a.ckpt", "sharded")
+    save(path / "b.ckpt", "full")
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+KEPT = [thesis, looks_alike, run_of_deepspeed, lone_latest, runs, fifo]
+KEPT += [checkpoint_with(name) for name in ("thesis.tex", "README.md", "lightning_logs/events", "__0_0.distcp.bak")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", KEPT)
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, form: Form, make: Any) -> None:
+    path = tmp_path / "results"
+    make(path)
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match="results") as raised:
+        save(path, form)
+    assert "Saving there would delete" in str(raised.value)
+    with pytest.raises(CheckpointError):  # in the background: before training goes on
+        prepared(path, form).stage(Staging())
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_to_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, form: Form) -> None:
+    thesis(tmp_path / "elsewhere")
+    (tmp_path / "results").symlink_to("elsewhere")
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        save(tmp_path / "results", form)
+    assert (tmp_path / "results").is_symlink()
+
+
+def test_a_file_that_is_no_checkpoint_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    torch.save(torch.ones(3), tmp_path / "tensor.pt")
+    for name in ("notes.txt", "tensor.pt"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(CheckpointError, match=f"a file at .*{name}"):
+            save(tmp_path / name, "sharded")
+        assert (tmp_path / name).read_bytes() == before
+        save(tmp_path / name, "full")  # as torch.save does
+
+
+def nothing(path: Path) -> None:
+    pass
+
+
+def empty(path: Path) -> None:
+    path.mkdir()
+
+
+def of_the_system(path: Path) -> None:
+    path.mkdir()
+    (path / ".DS_Store").write_text("")
+
+
+def ours(form: Form) -> Any:
+    def make(path: Path) -> None:
+        save(path, form)
+
+    return make
+
+
+def opened_on_a_mac(path: Path) -> None:
+    save(path, "sharded")
+    for name in (".DS_Store", "._meta.pt"):
+        (path / name).write_text("")
+
+
+def of_dcp(path: Path) -> None:
+    dcp.save({"state_dict": {"a": torch.ones(3)}}, checkpoint_id=path, no_dist=True)
+    torch.save({}, path / "meta.pt")
+
+
+def of_deepspeed(path: Path) -> None:
+    (path / "checkpoint").mkdir(parents=True)
+    for kind in ("model", "optim"):
+        (path / "checkpoint" / f"bf16_zero_pp_rank_0_mp_rank_00_{kind}_states.pt").write_text("states")
+    (path / "latest").write_text("checkpoint")
+    (path / "zero_to_fp32.py").write_text("")
+
+
+def of_lightning(path: Path) -> None:
+    torch.save({"state_dict": {}}, path)
+
+
+def link(path: Path) -> None:
+    save(path.with_name("newest.ckpt"), "sharded")
+    path.symlink_to("newest.ckpt")
+
+
+def incomplete(path: Path) -> None:
+    save(path, "sharded")
+    (path / ".metadata").unlink()
+    (path / "manifest.json").unlink()
+
+
+REPLACED = [nothing, empty, of_the_system, *map(ours, FORMS), opened_on_a_mac, of_dcp, of_deepspeed, of_lightning]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", [*REPLACED, link, incomplete])
+def test_checkpoints_are_replaced(tmp_path: Path, form: Form, make: Any) -> None:
+    path = tmp_path / "last.ckpt"
+    make(path)
+    save(path, form)
+    assert peek(path)[1]["global_step"] == 1
+    assert path.is_dir() == (form == "sharded")
+    assert not path.is_symlink()
+
+
+def test_what_came_there_while_it_was_written_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    saving = prepared(path, "sharded")
+    write = saving._write_folder
+
+    def write_slowly(*args: Any) -> None:
+        write(*args)
+        thesis(path)
+
+    monkeypatch.setattr(saving, "_write_folder", write_slowly)
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        saving.write(RankGroup())
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert os.listdir(path) == ["thesis.tex"]
+
+
+# Removing
+
+
+def test_removing_keeps_what_is_not_the_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "best.ckpt"
+    checkpoint_with("thesis.tex")(path)
+    with pytest.warns(UserWarning, match=r"best\.ckpt was removed but for .*: thesis\.tex"):
+        remove_at(str(path))
+    assert tree(tmp_path) == {"best.ckpt": None, "best.ckpt/thesis.tex": b"mine"}
+    with pytest.warns(UserWarning, match="It was not removed"):
+        remove_at(str(path))
+    assert (path / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize("make", [*REPLACED, link])
+def test_checkpoints_are_removed(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "x.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remove_at(str(tmp_path / "x.ckpt"))
+    assert os.listdir(tmp_path) == (["newest.ckpt"] if make is link else [])
+
+
+# Behind a URL
+
+
+@pytest.fixture
+def memory() -> Any:
+    found = fsspec.filesystem("memory")
+    if found.exists("/owned"):
+        found.rm("/owned", recursive=True)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_folders_behind_urls_are_not_replaced(memory: Any, form: Form) -> None:
+    memory.pipe({"/owned/results/thesis.tex": b"mine", "/owned/results/more/x": b"mine"})
+    with pytest.raises(CheckpointError, match=r"memory://owned/results with thesis\.tex, more in it"):
+        save("memory://owned/results", form)
+    with pytest.warns(UserWarning, match="It was not removed"):
+        remove_at("memory://owned/results")
+    assert sorted(memory.find("/owned")) == ["/owned/results/more/x", "/owned/results/thesis.tex"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_beside_a_checkpoint_behind_a_url_are_kept(memory: Any, form: Form) -> None:
+    save("memory://owned/x.ckpt", "sharded")
+    memory.pipe("/owned/x.ckpt/thesis.tex", b"mine")
+    with pytest.raises(CheckpointError, match=r"not its own: thesis\.tex"):
+        save("memory://owned/x.ckpt", form)
+    with pytest.warns(UserWarning, match=r"removed but for .*thesis\.tex"):
+        remove_at("memory://owned/x.ckpt")
+    assert memory.find("/owned") == ["/owned/x.ckpt/thesis.tex"]
+
+
+def test_checkpoints_behind_urls_are_replaced_and_removed(memory: Any) -> None:
+    for form in ("sharded", "sharded", "full", "full"):  # here, unlike in an object store, no folder replaces a file
+        save("memory://owned/x.ckpt", form)  # type: ignore[arg-type]
+        assert peek("memory://owned/x.ckpt")[1]["global_step"] == 1
+    remove_at("memory://owned/x.ckpt")
+    assert memory.find("/owned") == []
+    memory.pipe("/owned/notes.txt", b"mine")
+    with pytest.raises(CheckpointError, match=r"a file at memory://owned/notes\.txt"):
+        save("memory://owned/notes.txt", "sharded")
+
+
+# In a run
+
+
+class Elsewhere(TorchCheckpointIO):
+    """Saves beside the path that it is given."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, f"{path}.elsewhere")
+
+    def remove_checkpoint(self, path: Any) -> None:
+        super().remove_checkpoint(f"{path}.elsewhere")
+
+
+def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> list[str]:
+    callback = ModelCheckpoint(folder, save_top_k=1, monitor="step", mode="max", **options)
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=3, limit_train_batches=1, limit_val_batches=0,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[callback], plugins=plugins,
+    )  # fmt: skip
+    trainer.fit(BoringModel())
+    if dist.is_initialized():
+        dist.destroy_process_group()  # Lightning's `ddp` leaves it
+    return sorted(os.listdir(folder))
+
+
+def test_a_users_checkpoint_io_removes_what_it_saved(tmp_path: Path) -> None:
+    found = fit(tmp_path / "ours", "paral_ddp", [Elsewhere()])
+    assert found == fit(tmp_path / "theirs", "ddp", [Elsewhere()]) == ["epoch=2-step=3.ckpt.elsewhere"]
+
+
+def test_async_checkpoint_io_removes_what_it_saved(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    assert fit(tmp_path, "paral_ddp", [AsyncCheckpointIO(Elsewhere())]) == ["epoch=2-step=3.ckpt.elsewhere"]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_model_checkpoint_replaces_its_own(tmp_path: Path, in_background: bool) -> None:
+    def strategy() -> ParalDDPStrategy:
+        return ParalDDPStrategy(checkpoint=CheckpointOptions("sharded", async_save=in_background))
+
+    for _ in range(2):
+        names = fit(tmp_path, strategy(), save_last=True, enable_version_counter=False)
+        assert names == ["epoch=2-step=3.ckpt", "last.ckpt"]
+    shutil.rmtree(tmp_path / "last.ckpt")
+    thesis(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"last\.ckpt with thesis\.tex in it"):
+        fit(tmp_path, strategy(), save_last=True, enable_version_counter=False)
+    assert os.listdir(tmp_path / "last.ckpt") == ["thesis.tex"]

@@ -1,0 +1,375 @@
+"""Canaries: DeepSpeed still behaves as `compat.deepspeed` relies on, beyond having the names."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Linear
+
+from lightning_paral.compat import checks
+from lightning_paral.compat.deepspeed import (
+    backend,
+    counters,
+    forward_stack,
+    linear,
+    modules,
+    operators,
+    output_hooks,
+    parameters,
+    process_groups,
+    processor,
+    remains,
+    weight_dtype,
+    zero_init,
+)
+from lightning_paral.engines.zero.training.gradients import PartitionedGradients
+from lightning_paral.errors import PrivateNameError
+from tests.unit.compat.renaming import rename
+from tests.unit.compat.test_names import import_deepspeed
+
+
+@pytest.fixture(autouse=True)
+def _deepspeed() -> Iterator[None]:
+    import_deepspeed()
+    before = backend.current_backend()
+    yield
+    backend.use_backend(before)
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    for cell in getattr(function, "__closure__", None) or ():  # inside the wrapper of DeepSpeed's profiling
+        if inspect.isfunction(cell.cell_contents):
+            function = cell.cell_contents
+    return textwrap.dedent(inspect.getsource(function))
+
+
+# At the start of a run
+
+
+def test_names_are_checked_at_the_start_and_are_there() -> None:
+    checks.check_names.__wrapped__("deepspeed")
+
+
+def test_a_renamed_global_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime import torch_autocast
+
+    monkeypatch.delattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
+
+    with pytest.raises(PrivateNameError, match=r"TORCH_AUTOCAST_INITIALIZED to keep a later fp32 run .* no such name"):
+        checks.check_names.__wrapped__("deepspeed")
+
+
+def test_a_renamed_attribute_is_an_error_when_an_engine_is_made() -> None:
+    class Renamed:
+        __module__ = "deepspeed.runtime.engine"
+        __qualname__ = "DeepSpeedEngine"
+
+    with pytest.raises(PrivateNameError, match=r"_running_engine_backward .* instances do not have it"):
+        checks.check_instance("deepspeed", Renamed())
+
+
+def test_attributes_that_few_configurations_have_are_no_error() -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    checks.check_instance("deepspeed", object.__new__(DeepSpeedZeroOptimizer))
+
+
+@pytest.mark.parametrize("name", ["clip_grad", "overlap_comm", "round_robin_gradients", "cpu_offload"])
+def test_a_renamed_attribute_is_an_error_before_an_engine_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    rename(DeepSpeedZeroOptimizer, name, monkeypatch)
+
+    with pytest.raises(PrivateNameError, match=rf"DeepSpeedZeroOptimizer\.{name} to .* has no attribute of that name"):
+        checks.check_names.__wrapped__("deepspeed")
+
+
+def test_clipping_by_an_attribute_that_is_gone_is_an_error_when_a_fit_begins() -> None:
+    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 2, optimizer=SimpleNamespace())
+    unused: Any = None
+
+    with pytest.raises(PrivateNameError, match=r"clip_grad to clip gradients by the norm"):
+        PartitionedGradients(engine, unused, unused, unused)
+
+
+# Collectives
+
+
+class Recorder:
+    """Stands in for DeepSpeed's backend."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def record(*args: Any, **kwargs: Any) -> bool:
+            self.calls.append((name, sorted(kwargs)))
+            return True
+
+        return record
+
+
+def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> None:
+    import deepspeed.comm as dist
+
+    tensor, recorder = torch.zeros(2), Recorder()
+    backend.use_backend(recorder)
+
+    dist.reduce(tensor, 0)
+    dist.all_reduce(tensor)
+    dist.reduce_scatter_fn(tensor, tensor)
+    dist.allgather_fn(tensor, tensor)
+
+    called = [call for call in recorder.calls if not call[0].startswith(("is_", "has_", "get_"))]
+    assert called == [
+        ("reduce", ["async_op", "dst", "group", "op", "tensor"]),
+        ("all_reduce", []),
+        ("reduce_scatter_tensor", ["async_op", "group", "input_tensor", "op", "output_tensor"]),
+        ("all_gather_into_tensor", ["async_op", "group", "input_tensor", "output_tensor"]),
+    ], "DeepSpeed calls its backend in another way: GlooBackend of engines/zero/runtime/gloo.py would not be used"
+
+
+def test_shared_memory_is_left_out() -> None:
+    from deepspeed.comm.torch import build_shm_op
+
+    operators.leave_out_shared_memory()
+
+    assert build_shm_op() is None, "DeepSpeed compiles shared-memory collectives under another name"
+
+
+def test_shared_memory_all_the_same_is_an_error() -> None:
+    with pytest.raises(PrivateNameError, match=r"__compatible_ops__ to keep .* no longer leaves them out"):
+        operators.check_shared_memory_left_out(SimpleNamespace(shm_comm_op=object()))
+
+
+# What a run leaves behind
+
+
+def test_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.utils import groups
+
+    for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device"):
+        monkeypatch.setattr(groups, name, object())
+    monkeypatch.setattr(groups, "_ALL_TO_ALL_GROUP", {"local_0": object()})
+
+    process_groups.release_groups()
+
+    kept = (groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups.mesh_device)
+    assert kept == (None, None, None), "DeepSpeed keeps process groups of the last run"
+    assert groups._ALL_TO_ALL_GROUP == {}, "DeepSpeed keeps process groups of the last run"
+
+
+def test_numbers_of_modules_and_parameters_are_set() -> None:
+    before = counters.read_counters()
+
+    counters.set_counters([70, 90])
+    try:
+        assert counters.read_counters() == [70, 90]
+    finally:
+        counters.set_counters(before)
+
+
+def test_another_default_of_the_count_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    monkeypatch.setattr(DeepSpeedZeRoOffload._register_deepspeed_module, "__defaults__", (0,))
+
+    with pytest.raises(PrivateNameError, match=r"_register_deepspeed_module to let ranks .* defaults are \(0,\)"):
+        counters.read_counters()
+
+
+def test_modules_are_forgotten_or_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    remains.forget_modules()
+
+    monkeypatch.setattr(
+        PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release", lambda *_: set()
+    )
+    with pytest.raises(PrivateNameError, match=r"there is no cache behind its decorators"):
+        remains.forget_modules()
+
+
+def test_torch_gets_its_own_linear_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)  # it needs the rank
+    own = torch.nn.functional.linear
+    with linear.linear_as_before():
+        Patches._enable_mem_efficient_linear(object.__new__(Patches))
+        assert torch.nn.functional.linear is not own, "DeepSpeed no longer replaces linear: the patch can go"
+        linear.restore_linear()
+
+        assert torch.nn.functional.linear is own, "DeepSpeed no longer keeps torch's own linear in linear_bk"
+
+        Patches._enable_mem_efficient_linear(object.__new__(Patches))
+        monkeypatch.delattr(Patches, "linear_bk")
+        with pytest.raises(PrivateNameError, match=r"linear_bk to give torch its own .* torch's own is not there"):
+            linear.restore_linear()
+
+
+def test_forwards_are_known_by_the_stack() -> None:
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    root, part = Linear(1, 1), Linear(1, 1)
+    forward_stack.forget_forwards()
+    FWD_MODULE_STACK.append(root)
+    assert forward_stack.innermost_forward() is None
+
+    FWD_MODULE_STACK.append(part)
+    try:
+        assert forward_stack.innermost_forward() is part
+    finally:
+        forward_stack.forget_forwards()
+
+
+# Modules and parameters
+
+
+def test_what_deepspeed_puts_in_the_place_of_parameters_is_taken_away() -> None:
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict, _inject_parameters
+
+    module = Linear(2, 2)
+    kind, names = type(module._parameters), list(module._parameters)
+    _inject_parameters(module, ZeROOrderedDict)
+    divided: Any = module._parameters
+    divided._in_forward = True
+
+    modules.end_forward(module)
+    modules.restore_container(module, kind)
+
+    assert divided._in_forward is False, "DeepSpeed records in another way that a forward is running"
+    assert (type(module._parameters), list(module._parameters)) == (kind, names)
+
+
+def test_outputs_are_shown_as_tensors() -> None:
+    seen = []
+
+    def _post_forward_module_hook(module: Any, inputs: Any, output: Any) -> None:
+        seen.append(output)
+
+    module = Linear(1, 1)
+    module.register_forward_hook(lambda *args: _post_forward_module_hook(*args))
+
+    output_hooks.show_outputs_as(module, lambda output: "view")
+    module(torch.zeros(1, 1))
+
+    assert seen == ["view"]
+
+
+def test_a_renamed_hook_is_an_error() -> None:
+    module = Linear(1, 1)
+    module.register_forward_hook(lambda *args: None)
+
+    with pytest.raises(PrivateNameError, match=r"_post_forward_module_hook to let modules return what they like"):
+        output_hooks.show_outputs_as(module, lambda output: output)
+
+
+def test_a_parameter_that_does_not_know_its_maker_is_an_error() -> None:
+    parameter = SimpleNamespace(ds_active_sub_modules=set(), all_gather=lambda: None)
+
+    with pytest.raises(PrivateNameError, match=r"all_gather to let parameters .* no closure over the zero.Init"):
+        parameters.join_group(parameter, None)
+
+
+def test_gathering_and_releasing_go_through_methods_of_parameters() -> None:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    said = source_of(PartitionedParameterCoordinator)
+
+    for called in ("param_group[0].all_gather_coalesced(", "param.partition("):
+        assert called in said, (
+            "users' writes to stage-3 parameters would be lost: gathering and releasing goes unnoticed"
+        )
+
+
+# `zero.Init`
+
+
+def test_init_replaces_the_constructors_that_are_given_back() -> None:
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    replaced = [
+        node.targets[0].attr
+        for node in ast.walk(ast.parse(source_of(Init._add_tensor_creation_wrappers)))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute)
+        and ast.unparse(node.targets[0].value) == "torch"
+    ]
+
+    assert set(replaced) == set(zero_init.CONSTRUCTORS), "zero.Init replaces other functions of torch than CONSTRUCTORS"
+
+
+def test_init_divides_by_the_methods_that_are_replaced() -> None:
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
+        assert "self._zero_init_param(" in source_of(caller), f"{caller.__qualname__} shards by another method"
+    assert "self._post_init_method(module)" in source_of(Init.patch_init_and_builtins), (
+        "zero.Init shards modules by another method"
+    )
+
+
+def test_dtype_is_kept_as_given() -> None:
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    with weight_dtype.dtype_as_given():
+        chosen = [Patches(enabled=False, dtype=dtype).dtype for dtype in (torch.float16, torch.float32)]
+
+    assert chosen == [torch.float16, torch.float32]
+
+
+# Backward passes and steps
+
+
+def test_the_engine_asks_whether_it_runs_the_backward_pass() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    said = source_of(DeepSpeedEngine._backward_post_hook)
+
+    assert "not self._running_engine_backward" in said, "the flag no longer keeps engines from ending a backward pass"
+    assert "self._backward_epilogue()" in said, "a backward pass no longer ends with _backward_epilogue"
+
+
+def test_windows_end_by_the_method_that_reduces_what_hooks_left() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    said = source_of(DeepSpeedEngine.allreduce_gradients)
+
+    assert "self.optimizer.reduce_gradients(" in said, "stage 1 with overlap_comm would step on unreduced gradients"
+
+
+def test_losses_are_scaled_by_what_is_replaced() -> None:
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    said = source_of(ZeROOptimizer.scale_if_loss)
+
+    for name in ("torch_autocast_gradscaler", "loss_scaler"):
+        assert f"self.{name}" in said, f"ZeRO no longer scales losses by {name}"
+
+
+def test_states_are_linked_by_a_public_function() -> None:
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    names = list(inspect.signature(lazy_init_hp_params_optimizer_state).parameters)
+
+    assert names == ["lp_param_list", "flat_hp_partition", "optimizer_state"]
+
+
+def test_processor_is_read_by_the_function_that_is_replaced() -> None:
+    import cpuinfo
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    assert "from cpuinfo import get_cpu_info" in source_of(DeepSpeedCPUAdam.__init__), (
+        "DeepSpeedCPUAdam reads the processor in another way: processor_read_once has no effect"
+    )
+    plain = cpuinfo.get_cpu_info
+    with processor.processor_read_once():
+        assert cpuinfo.get_cpu_info is not plain
+    assert cpuinfo.get_cpu_info is plain

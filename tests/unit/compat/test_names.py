@@ -1,0 +1,110 @@
+"""Canaries: every private name that `lightning_paral.compat` uses exists, with the parameters it relies on."""
+
+import ast
+import importlib
+import logging
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import lightning_paral.compat
+from lightning_paral.compat.private_name import PrivateName, is_named_by
+from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
+from lightning_paral.errors import PrivateNameError
+from tests.unit.compat.test_private_names import OF_PYTHON, OWN, is_private
+
+MODULES = [
+    importlib.import_module(info.name)
+    for info in pkgutil.walk_packages(lightning_paral.compat.__path__, "lightning_paral.compat.")
+    if not info.ispkg and not info.name.endswith(".private_name")
+]
+ENTRIES = [entry for module in MODULES for entry in getattr(module, "NAMES", ())]
+
+
+def import_deepspeed() -> None:
+    """Import DeepSpeed as the strategies do on CPU, whatever devices there are, and without its messages."""
+    with quiet_deepspeed(logging.ERROR):
+        choose_accelerator(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_private_name_is_there_and_explained(entry: PrivateName) -> None:
+    if entry.name.startswith("deepspeed."):
+        import_deepspeed()
+
+    if entry.is_used:
+        entry.resolve()
+
+    assert entry.purpose.startswith("to "), entry
+    assert entry.reason, entry
+    assert entry.seen, entry
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.removeprefix("lightning_paral.compat."))
+def test_module_declares_what_it_uses(module: ModuleType) -> None:
+    declared = {part for entry in getattr(module, "NAMES", ()) for part in entry.name.split(".")}
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}
+    used |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_paral")
+        for alias in node.names
+        if any(map(is_private, [*(node.module or "").split("."), alias.name]))
+    }
+
+    assert not used - declared - OWN - OF_PYTHON, "private names without an entry in NAMES"
+
+
+def test_a_name_that_is_gone_is_an_error_that_says_for_what_it_is_needed() -> None:
+    entry = PrivateName(name="torch.nn.Module._gone", purpose="to show this", reason="none", seen="torch 2.11 to 2.13")
+
+    with pytest.raises(PrivateNameError, match=r"torch.nn.Module._gone to show this, and in torch .* no such name"):
+        entry.resolve()
+
+
+def test_other_parameters_are_an_error_that_names_them() -> None:
+    entry = PrivateName(
+        name="torch.nn.Module.register_buffer",
+        purpose="to show this",
+        reason="none",
+        seen="torch 2.11 to 2.13",
+        parameters=("name", "colour"),
+    )
+
+    with pytest.raises(PrivateNameError, match=r"takes \(self, name, tensor, persistent\), not \('name', 'colour'\)"):
+        entry.resolve()
+
+
+def test_wrappers_that_take_any_argument_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = PrivateName(
+        name="torch.nn.Module._load_from_state_dict",
+        purpose="to test this",
+        reason="none",
+        seen="torch 2.11 to 2.13",
+        parameters=("self", "state_dict"),
+    )
+    plain = torch.nn.Module._load_from_state_dict
+    monkeypatch.setattr(torch.nn.Module, "_load_from_state_dict", lambda *args, **kwargs: plain(*args, **kwargs))
+
+    entry.resolve()
+
+
+def test_attributes_are_found_in_methods_that_other_code_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs:
+        def __init__(self, given: int = 1) -> None:
+            self.kept = given
+
+    def wrapping(plain: Callable[..., None]) -> Callable[..., None]:
+        return lambda self: plain(self)
+
+    monkeypatch.setattr(Theirs, "__init__", wrapping(vars(Theirs)["__init__"]))
+
+    assert Theirs().kept == 1
+    assert is_named_by(Theirs, "kept")
+    assert not is_named_by(Theirs, "given"), "a parameter is no attribute"

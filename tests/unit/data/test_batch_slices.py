@@ -1,0 +1,126 @@
+"""Batches taken from a sampler are those that it yields, however they are sliced."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from lightning_paral.data.batch_slices import BatchSlices, BatchTaker, num_samples_in
+from lightning_paral.data.global_order import GlobalOrder, Seed
+from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
+
+
+class FromList:
+    """Hands out its list's own iterator, as `DistributedSampler` does."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Delegating(FromList):
+    """Yields one list, then others, and items of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        yield -1
+        yield from self.indices[: len(self.indices) // 2]
+        yield -2
+        yield from FromList(self.indices)
+
+
+class Own(BatchSampler):
+    """A subclass that makes other batches than torch's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            yield batch[::-1]
+
+
+SAMPLERS: list[Any] = [
+    lambda n: SequentialSampler(range(n)),
+    lambda n: RandomSampler(range(n)) if n else SequentialSampler(range(n)),
+    lambda n: RandomSampler(range(n + 1), num_samples=2 * n + 5),
+    lambda n: RandomSampler(range(n + 1), replacement=True, num_samples=n + 40),
+    lambda n: SubsetRandomSampler(range(n)),
+    lambda n: WeightedRandomSampler([1.0] * (n + 1), n + 1),
+    lambda n: FromList(list(range(n))),
+    lambda n: Delegating(list(range(n))),
+]
+
+
+@given(
+    st.sampled_from(SAMPLERS),
+    st.integers(0, 80),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([BatchSampler, Own]),
+    st.lists(st.integers(0, 12), max_size=8),
+)
+@settings(deadline=None, max_examples=150)
+def test_taken_some_at_a_time_they_are_those_of_the_sampler(make, length, batch_size, drop_last, kind, counts) -> None:
+    batches = kind(make(length), batch_size, drop_last)
+    torch.manual_seed(5)
+    plain = iter(batches)
+    expected = [list(islice(plain, count)) for count in [*counts, 1000]]
+    after = torch.rand(1)
+
+    torch.manual_seed(5)
+    taking = BatchTaker(batches)
+    found = [taking.take(count) for count in [*counts, 1000]]
+
+    assert [list(some) for some in found] == expected
+    assert torch.equal(torch.rand(1), after)  # no further random numbers were drawn
+    for some, those in zip(found, expected, strict=True):
+        assert len(some) == len(those)
+        assert num_samples_in(some[1:3]) == num_samples_in(those[1:3])
+
+
+def test_what_was_put_back_comes_next() -> None:
+    taking = BatchTaker(BatchSampler(FromList(list(range(10))), 2, False))
+    first = taking.take(3)
+    taking.put_back(first)
+    assert [list(taking.take(2)), list(taking.take(9))] == [[[0, 1], [2, 3]], [[4, 5], [6, 7], [8, 9]]]
+
+
+class Counted(list[int]):
+    """Counts how many of its items were accessed."""
+
+    taken = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        Counted.taken += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_a_rank_cuts_out_its_own_batches_only() -> None:
+    world_size, batch_size, num_steps = 64, 4, 40
+    batches = BatchSampler(FromList(Counted(range(world_size * batch_size * num_steps))), batch_size, False)
+    shard = ShardSpec(rank=3, world_size=world_size, split="batch", remainder="drop")
+    sampler = RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
+
+    Counted.taken = 0
+    steps = list(sampler)
+
+    assert steps[:2] == [[12, 13, 14, 15], [268, 269, 270, 271]]
+    assert len(steps) == num_steps
+    assert Counted.taken < 2 * num_steps * batch_size + 100  # including the first ones, which ranks compare
+
+
+def test_cut_batches_are_a_sequence() -> None:
+    batches = BatchSlices(list(range(100)), 10, 31, 5)
+    as_lists = [list(range(start, min(start + 5, 31))) for start in range(10, 31, 5)]
+    assert list(batches) == as_lists
+    assert list(batches[1:9]) == as_lists[1:]
+    assert list(batches[3:1]) == []
+    assert [batch[0] for batch in reversed(batches)] == [30, 25, 20, 15, 10]

@@ -1,0 +1,165 @@
+"""Streams: what the ranks and their workers keep of one, without any process."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_paral.data.global_order import Seed
+from lightning_paral.data.iterable import ShardedIterable, with_stream
+from lightning_paral.data.padding import MaybeUneven, PaddingBatch
+from lightning_paral.data.sampler import ShardSpec
+from lightning_paral.data.self_sharded import in_lockstep
+from lightning_paral.errors import ConfigurationError
+
+exactly = settings(deadline=None, max_examples=60)
+lengths, worlds = st.integers(0, 120), st.integers(1, 5)
+
+
+class Stream(IterableDataset[int]):
+    """Knows no length; shuffles from the global generator as it goes."""
+
+    def __init__(self, length: int, shuffle: bool = False) -> None:
+        self.length = length
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length).tolist() if self.shuffle else range(self.length)
+        for index in order:
+            if self.shuffle:
+                torch.rand(1)
+            yield index
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+def loaders(
+    dataset: Stream, batch_size: int | None, world_size: int, split: str, remainder: str, **options: object
+) -> list[DataLoader[int]]:
+    """What each rank's loader becomes."""
+    made = []
+    for rank in range(world_size):
+        loader = DataLoader(dataset, batch_size, **options)
+        shard = ShardSpec(rank=rank, world_size=world_size, split=split, remainder=remainder)
+        stream = ShardedIterable(dataset, shard, batch_size or 1, loader.drop_last, Seed(5), 0)
+        made.append(with_stream(loader, stream))
+    return made
+
+
+def counted(batches: list[object]) -> list[list[int]]:
+    kept = [
+        batch.batch if isinstance(batch, MaybeUneven) else batch
+        for batch in batches
+        if not isinstance(batch, PaddingBatch)
+    ]
+    return [batch.tolist() for batch in kept]
+
+
+@given(lengths, st.integers(1, 5), worlds, st.sampled_from(["batch", "global"]), st.booleans())
+@exactly
+def test_evaluation_reads_each_sample_once_in_equally_many_steps(length, batch_size, world_size, split, drop_last):
+    batch_size = batch_size * world_size if split == "global" else batch_size
+
+    by_rank = [
+        list(loader) for loader in loaders(Stream(length), batch_size, world_size, split, "pad", drop_last=drop_last)
+    ]
+
+    kept = length - length % batch_size if drop_last else length
+    samples = [sample for batches in by_rank for batch in counted(batches) for sample in batch]
+    assert sorted(samples) == list(range(kept))
+    assert len({len(batches) for batches in by_rank}) == 1
+
+
+@given(lengths, st.integers(1, 5), worlds, st.sampled_from(["drop", "wrap"]), st.booleans())
+@exactly
+def test_training_takes_whole_batches_in_turns_and_equal_steps(length, batch_size, world_size, remainder, shuffle):
+    made = loaders(Sized(length, shuffle), batch_size, world_size, "batch", remainder)
+    (one,) = loaders(Stream(length, shuffle), batch_size, 1, "batch", "wrap")
+    expected = [batch.tolist() for batch in one]
+    if remainder == "drop" and 0 < len(expected) < world_size:
+        with pytest.raises(ConfigurationError, match="Sized has fewer batches than there are ranks"):
+            list(made[0])
+        return
+
+    by_rank = [[batch.tolist() for batch in loader] for loader in made]
+
+    num_steps = len(made[0])
+    assert {len(batches) for batches in by_rank} == {num_steps}
+    turns = [batches[step] for step in range(num_steps) for batches in by_rank]
+    common = min(len(turns), len(expected))
+    assert turns[:common] == expected[:common]
+    assert len(expected) - common < world_size if remainder == "drop" else common == len(expected)
+
+
+@given(lengths, st.integers(1, 3), worlds)
+@exactly
+def test_parts_of_global_batches_are_equal_and_join_to_the_stream(length, multiple, world_size):
+    made = loaders(Stream(length), multiple * world_size, world_size, "global", "wrap")
+
+    by_rank = [[batch.tolist() for batch in loader] for loader in made]
+
+    assert len({tuple(map(len, batches)) for batches in by_rank}) == 1
+    assert {sample for batches in by_rank for batch in batches for sample in batch} == set(range(length))
+    assert {loader.batch_size for loader in made} == {multiple}
+
+
+def test_workers_share_the_turns_and_keep_the_order_of_one() -> None:
+    for batch_size in (3, None):
+        alone = loaders(Stream(25, shuffle=True), batch_size, 2, "batch", "wrap")
+        helped = loaders(Stream(25, shuffle=True), batch_size, 2, "batch", "wrap", num_workers=2)
+        kept = loaders(Stream(25, shuffle=True), batch_size, 2, "batch", "wrap", num_workers=2, persistent_workers=True)
+        for one, several, persistent in zip(alone, helped, kept, strict=True):
+            first = [torch.as_tensor(batch).tolist() for batch in one]
+            assert [torch.as_tensor(batch).tolist() for batch in several] == first
+            assert [torch.as_tensor(batch).tolist() for batch in persistent] == first
+            assert sorted(map(str, [torch.as_tensor(batch).tolist() for batch in persistent])) != sorted(
+                map(str, first)
+            )
+
+
+def test_stream_resumes_behind_the_samples_seen() -> None:
+    (one,) = loaders(Stream(30, shuffle=True), 4, 1, "batch", "wrap")
+    whole = [sample for batch in one for sample in batch.tolist()]
+    for world_size in (1, 2, 3):
+        resumed = loaders(Stream(30, shuffle=True), 4, world_size, "batch", "pad")
+        for loader in resumed:
+            loader.dataset.resume(0, 8)
+        samples = [sample for loader in resumed for batch in counted(list(loader)) for sample in batch]
+        assert sorted(samples) == sorted(whole[8:])
+
+
+def agreed(lengths: list[int], remainder: str) -> list[list[object]]:
+    """What ranks yield whose own streams are of these lengths; each is a thread."""
+    flags, barrier = [False] * len(lengths), threading.Barrier(len(lengths), timeout=20)
+
+    def run(rank: int) -> list[object]:
+        def all_flags(flag: bool) -> list[bool]:
+            flags[rank] = flag
+            barrier.wait()
+            seen = list(flags)
+            barrier.wait()
+            return seen
+
+        def restart() -> Iterator[int]:
+            return iter(range(lengths[rank]))
+
+        shard = ShardSpec(rank=rank, world_size=len(lengths), split="batch", remainder=remainder)
+        any_has, all_have = (lambda flag: any(all_flags(flag))), (lambda flag: all(all_flags(flag)))
+        return list(in_lockstep(restart(), restart, shard, any_has, all_have))
+
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        return list(threads.map(run, range(len(lengths))))
+
+
+def test_streams_that_shard_themselves_end_together() -> None:
+    assert agreed([3, 5], "drop") == [[0, 1, 2], [0, 1, 2]]
+    assert agreed([2, 5], "wrap") == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
+    assert agreed([1, 3], "pad") == [[0, PaddingBatch(0), PaddingBatch(0)], [0, 1, 2]]

@@ -1,0 +1,55 @@
+import pytest
+import torch
+from lightning.pytorch.accelerators import MPSAccelerator
+
+from lightning_paral import ConfigurationError, ParalDDPStrategy
+from tests.running import quiet_trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"all_reduce": "tree"}, "all_reduce='tree'.*'auto', 'ring', 'native', 'reduce_broadcast', 'all_to_all'"),
+        ({"wire_dtype": "int8"}, "wire_dtype='int8'.*None, 'bf16', 'fp16'"),
+        ({"ddp_comm_hook": print, "all_reduce": "ring"}, "one or the other"),
+        ({"find_unused_parameter": True}, "Did you mean find_unused_parameters"),
+    ],
+)
+def test_bad_option_is_refused_when_the_strategy_is_made(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ParalDDPStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("mpi", "does not have.*It has: .*gloo"),
+        ("carrier_pigeon", "does not have"),
+        ("cuda:gloo", "cannot carry tensors on 'cpu'.*'gloo'"),
+    ],
+)
+def test_backend_that_cannot_work_is_refused_when_the_trainer_is_made(backend: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer(strategy=ParalDDPStrategy(process_group_backend=backend), devices=1)
+
+
+def test_mps_is_refused() -> None:
+    strategy = ParalDDPStrategy(accelerator=MPSAccelerator(), parallel_devices=[torch.device("mps", 0)])
+
+    with pytest.raises(ConfigurationError, match=r"trains on CPU and CUDA.*'mps:0'.*accelerator='cpu'"):
+        strategy.set_world_ranks()
+
+
+def test_more_devices_than_there_are_is_refused() -> None:
+    missing = torch.cuda.device_count()
+    strategy = ParalDDPStrategy(parallel_devices=[torch.device("cuda", missing)])
+
+    with pytest.raises(ConfigurationError, match=rf"cuda:{missing}, but it sees {missing} CUDA"):
+        strategy.set_world_ranks()
+
+
+def test_more_processes_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+
+    with pytest.raises(ConfigurationError, match=r"local rank 2.*gives this host 2 device"):
+        quiet_trainer(strategy="paral_ddp", devices=2)

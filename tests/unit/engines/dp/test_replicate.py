@@ -1,0 +1,160 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torchmetrics import MeanMetric
+
+from lightning_paral.engines.dp.metrics import MetricCopies
+from lightning_paral.engines.dp.replicate import Replicas
+from tests.models.regression import FEATURES, Regression
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def replicate(module: nn.Module, num: int = 1, device: torch.device = CPU) -> Replicas:
+    return Replicas(module, [device] * num, [MetricCopies(device) for _ in range(num)], lambda: None)
+
+
+class Parts(nn.Module):
+    """Every way in which modules hold parameters, buffers and functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.same = self.first
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.factors = nn.ParameterList([nn.Parameter(torch.rand(4)) for _ in range(2)])
+        self.named = nn.ParameterDict({"gain": torch.rand(4)})
+        self.normed = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("hidden", torch.ones(4), persistent=False)
+        self.chosen = self.scale
+        self.seen: list[torch.Tensor] = []
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scalar
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x)
+        x = self.normed(self.frozen(self.tied(self.same(self.first(x)))))
+        x, _ = self.recurrent(x[:, None])
+        x = self.norm(x[:, 0]) + self.shift + self.hidden
+        penalty = sum(parameter.square().sum() for parameter in self.parameters()) - 2
+        return self.chosen(x) * self.factors[0] * self.factors[1] * self.named["gain"] + 0.01 * penalty
+
+
+def test_replica_computes_what_the_master_computes_and_gradients_add_up_in_the_master() -> None:
+    torch.manual_seed(0)
+    master, x = Parts(), torch.randn(6, 4)
+    master(x).square().sum().backward()
+    alone = {name: parameter.grad for name, parameter in master.named_parameters()}
+    master.zero_grad()
+    master.norm.reset_running_stats()
+
+    replicas = replicate(master, 2).modules
+    outputs = [module(x) for module in (master, *replicas)]
+    sum(output.square().sum() for output in outputs).backward()
+
+    for output in outputs:
+        assert torch.equal(output, outputs[0])
+    for name, parameter in master.named_parameters():
+        if name.startswith("frozen"):
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, 3 * alone[name], msg=name)
+    assert len(master.seen) == 4  # other attributes are shared
+
+
+def test_replica_has_its_own_parameters_and_buffers_under_the_same_names() -> None:
+    master = Parts()
+
+    (replica,) = replicate(master).modules
+
+    for ours, theirs in (
+        (dict(master.named_parameters()), dict(replica.named_parameters())),
+        (dict(master.named_buffers()), dict(replica.named_buffers())),
+    ):
+        assert list(ours) == list(theirs)
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name])
+            assert ours[name].data_ptr() != theirs[name].data_ptr(), name
+            assert ours[name].requires_grad == theirs[name].requires_grad
+    assert replica.tied.weight is replica.first.weight
+    assert replica.same is replica.first
+
+
+def test_what_takes_no_part_gets_no_gradient() -> None:
+    master = Regression()
+    (replica,) = replicate(master).modules
+
+    replica.hidden(torch.ones(2, FEATURES)).sum().backward()
+
+    assert master.hidden.weight.grad is not None
+    assert master.out.weight.grad is None
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    master = nn.Embedding(5, 2, sparse=True)
+    indices = torch.tensor([1, 1, 3])
+
+    for replica in replicate(master, 2).modules:
+        replica(indices).sum().backward()
+
+    assert master.weight.grad.is_sparse
+    assert master.weight.grad.to_dense().sum(dim=1).tolist() == [0, 8, 0, 4, 0]
+
+
+def test_everything_is_on_the_replicas_device() -> None:
+    class WithMetric(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.metric = MeanMetric()
+
+    (replica,) = replicate(WithMetric(), device=META).modules
+
+    assert replica.device == META
+    assert {tensor.device for tensor in [*replica.parameters(), *replica.buffers()]} == {META}
+    assert replica.metric.device == META
+    assert replica(torch.ones(3, FEATURES, device=META)).device == META
+
+
+def test_new_parameters_replace_the_old_and_follow_what_requires_gradients() -> None:
+    master = Parts()
+    replicas = replicate(master)
+    with torch.no_grad():
+        master.first.weight.fill_(3.0)
+        master.recurrent.weight_hh_l0.zero_()
+    master.scalar.requires_grad_(False)
+
+    replicas.copy_parameters()
+
+    (replica,) = replicas.modules
+    assert torch.equal(replica.first.weight, torch.full((4, 4), 3.0))
+    assert torch.equal(replica(torch.ones(2, 4)), master(torch.ones(2, 4)))
+    assert not replica.scalar.requires_grad
+
+
+def test_second_derivatives_flow_through_replicas() -> None:
+    master = nn.Linear(2, 1, bias=False)
+    (replica,) = replicate(master).modules
+
+    (gradient,) = torch.autograd.grad(replica(torch.ones(1, 2)).pow(3).sum(), master.weight, create_graph=True)
+    gradient.sum().backward()
+
+    value = master.weight.detach().sum()
+    torch.testing.assert_close(master.weight.grad, torch.full((1, 2), 12 * value.item()))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_without_gradients_replicas_require_none(inference: bool) -> None:
+    with torch.inference_mode(inference), torch.set_grad_enabled(False):
+        (replica,) = replicate(Parts()).modules
+
+    assert not any(parameter.requires_grad for parameter in replica.parameters())

@@ -1,0 +1,135 @@
+"""Which optimizers ZeRO may show flattened parts of parameters is found by trying them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_paral.engines.zero.training.elementwise import check_elementwise
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, twin_of
+from lightning_paral.errors import ConfigurationError
+from tests.models.regression import Regression
+
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                parameter.sub_(group["lr"] * torch.sign(0.9 * average + 0.1 * parameter.grad))
+                average.lerp_(parameter.grad, 0.01)
+
+
+class Lars(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                trust = parameter.norm() / parameter.grad.norm()
+                parameter.sub_(group["lr"] * trust * parameter.grad)
+
+
+class Langevin(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * (parameter.grad + torch.randn_like(parameter)))
+
+
+class Wrapping(Lion):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups)
+        self.inner = inner
+
+
+def parameters() -> list[Parameter]:
+    return [Parameter(torch.ones(2, 3))]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("lr", [0.1, 1e-6, 0.0])  # 0: a warm-up has begun
+def test_elementwise_optimizers_pass_and_stay_as_they_are(name: str, lr: float) -> None:
+    ours = parameters()
+    optimizer = getattr(torch.optim, name)(ours, lr=lr)
+    before, random = {key: dict(value) for key, value in optimizer.state.items()}, torch.get_rng_state()
+    check_elementwise(optimizer)
+    assert torch.equal(ours[0], torch.ones(2, 3))
+    assert ours[0].grad is None
+    assert {key: dict(value) for key, value in optimizer.state.items()} == before
+    assert optimizer.param_groups[0]["lr"] == lr
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
+    check_elementwise(Lion(parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (torch.optim.Adafactor, "Adafactor is not elementwise"),
+        (torch.optim.Muon, "Muon cannot step on flat tensors"),
+        (Lars, "Lars is not elementwise.*paral_ddp.*trust_optimizer=True"),
+        (lambda ours: Lars(ours, lr=1e-9), "Lars is not elementwise"),
+        (Langevin, "Langevin is not elementwise"),
+        (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping holds another optimizer.*'inner'"),
+    ],
+)
+def test_others_are_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_elementwise(make(parameters()))
+
+
+def test_twin_follows_the_users_groups_and_shares_neither_state_nor_step() -> None:
+    module = Regression()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    users = UsersOptimizer(optimizer, module)
+    twin = twin_of(optimizer, users.busy_groups())
+    flat = Parameter(torch.zeros(4))
+    twin.param_groups[0]["params"] = [flat]
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda ours, *_: seen.append(ours))
+    optimizer.register_step_post_hook(lambda ours, *_: seen.append(ours))
+    users.before_step()
+    flat.grad = torch.ones(4)
+    twin.step()
+    users.after_step()
+    scheduler.step()
+    users.before_step()
+    assert twin.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert optimizer.param_groups[0]["params"] == list(module.parameters())
+    assert seen[:2] == [optimizer, optimizer]
+    assert list(twin.state) == [flat]
+    assert not optimizer.state
+
+
+def test_group_added_during_the_run() -> None:
+    module = Regression()
+    optimizer = torch.optim.SGD(module.hidden.parameters(), lr=0.5)
+    users = UsersOptimizer(optimizer, module)
+    users.busy_groups()
+    optimizer.add_param_group({"params": module.out.parameters()})
+    with pytest.raises(ConfigurationError, match="had 1 parameter groups when the run began, and has 2"):
+        users.before_step()
+
+
+def test_state_of_the_users_optimizer_raises_while_it_is_elsewhere() -> None:
+    module = Regression()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    users = UsersOptimizer(optimizer, module)
+    users.hide_state(lambda set_to_none=True: None)
+    weight: Tensor = module.out.weight
+    with pytest.raises(RuntimeError, match="full_optimizer_state"):
+        optimizer.state[weight]
+    users.show_state()
+    assert not optimizer.state[weight]

@@ -1,0 +1,264 @@
+"""Bad input to the ZeRO strategies: one error each, before anything is launched, with the remedy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
+from lightning_paral.engines.zero.options import check_precision
+from lightning_paral.engines.zero.runtime import config as settings
+from lightning_paral.engines.zero.runtime import deepspeed as runtime
+from lightning_paral.engines.zero.runtime.nvme import check_free_space
+from lightning_paral.engines.zero.runtime.operators import load_operator
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
+from lightning_paral.tested_versions import TESTED_VERSIONS
+from tests.models.regression import Regression
+from tests.running import quiet_trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage=4 is not one of ZeRO's"),
+        ({"stage": 2, "offload_parameters": Offload("cpu")}, "offload_parameters needs stage=3, but stage=2"),
+        ({"stage": 2, "offload_optimizer": Offload("nvme", path="/x")}, "needs stage=3, but stage=2. Use 'cpu'"),
+        ({"stage": 2, "offload_optimizer": Offload(ratio=0.5)}, r"Offload\(ratio=0.5\) needs stage=3"),
+        ({"deepspeed_config": {"gradient_accumulation_steps": 4}}, r"gradient_accumulation_steps=4.*accumulate_grad"),
+        ({"deepspeed_config": {"gradient_clipping": 1.0}}, r"gradient_clipping=1.0.*gradient_clip_val"),
+        ({"deepspeed_config": {"train_batch_size": 8}}, r"train_batch_size=8.*dataloader"),
+        ({"deepspeed_config": {"train_micro_batch_size_per_gpu": 8}}, "train_micro_batch_size_per_gpu=8"),
+        ({"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers"),
+        (
+            {"deepspeed_config": {"zero_optimization": {"compute_grad_norm": False}}},
+            r"compute_grad_norm=False.*clip",
+        ),
+        ({"stage": 2, "deepspeed_config": {"zero_optimization": {"stage": 3}}}, r"stage=3.*say 2"),
+        (
+            {"reduce_bucket_numel": 10, "deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 20}}},
+            "reduce_bucket_size=20.*say 10",
+        ),
+        ({"deepspeed_config": "missing.json"}, "'missing.json' is not a file"),
+        ({"deepspeed_config": 3}, "dict or a JSON file"),
+    ],
+)
+def test_contradictory_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ParalZeROStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "disk"}, "device='disk'.* is not known"),
+        ({"device": "nvme"}, "PARAL_NVME_PATH"),
+        ({"ratio": 1.5}, "not between 0"),
+        ({"ratio": -0.1}, "not between 0"),
+        ({"buffer_count": 0}, "at least 1"),
+    ],
+)
+def test_offload_is_checked_at_birth(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Offload(**arguments)
+
+
+def test_nvme_by_name_needs_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARAL_NVME_PATH", raising=False)
+    with pytest.raises(ConfigurationError, match="PARAL_NVME_PATH"):
+        Trainer(strategy="paral_zero3_nvme", accelerator="cpu", devices=2)
+
+
+def nvme_trainer(path: Path) -> Trainer:
+    return quiet_trainer(strategy=ParalZeROStrategy(stage=3, offload_optimizer=Offload("nvme", path=path)), devices=2)
+
+
+def test_nvme_folder_has_to_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no such folder"):
+        nvme_trainer(tmp_path / "missing")
+
+
+def test_nvme_folder_has_to_do_direct_io() -> None:
+    with pytest.raises(ConfigurationError, match=r"direct I/O|cannot be written"):
+        nvme_trainer(Path("/proc"))
+
+
+def test_nvme_space_is_compared_with_the_need(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"1000000.00 GB there, and [\d.]+ GB are free"):
+        check_free_space(tmp_path, 10**15)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_fp16_on_cpu(precision: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"precision='{precision}'.*bf16-"):
+        quiet_trainer(strategy="paral_zero2", devices=2, precision=precision)
+
+
+def test_fp16_on_cuda() -> None:
+    for precision in ("16-mixed", "16-true"):
+        check_precision(precision, torch.device("cuda", 0))
+
+
+def test_deepspeed_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED_VERSIONS, "deepspeed", ">=99.0,<100")
+    with pytest.raises(ConfigurationError, match=r"99\.0 or later, but .* is installed: pip install"):
+        ParalZeROStrategy()
+
+
+def test_deepspeed_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise runtime.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(runtime.metadata, "version", version)
+    with pytest.raises(ConfigurationError, match="not installed: pip install"):
+        ParalZeROStrategy()
+
+
+def test_deepspeed_settled_on_another_accelerator() -> None:
+    program = (
+        "import os, torch; os.environ['DS_ACCELERATOR'] = 'cpu'\n"
+        "import deepspeed; deepspeed.accelerator.get_accelerator()\n"
+        "from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator\n"
+        "choose_accelerator(torch.device('cpu'))\n"
+        "try: choose_accelerator(torch.device('cuda', 0))\n"
+        "except ValueError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "has settled on 'cpu'" in result.stdout
+    assert "DS_ACCELERATOR=cuda" in result.stdout
+
+
+def test_configuration_from_a_file_is_merged(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    zero = {"round_robin_gradients": True, "reduce_bucket_size": "auto", "overlap_comm": "auto"}
+    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
+    ours = {"zero_optimization": {"stage": 2}}
+    config = settings.complete(ours, settings.load_config(path))
+    assert config["zero_optimization"] == {"stage": 2, "round_robin_gradients": True}
+    assert "train_batch_size" not in config
+
+
+@pytest.mark.parametrize(
+    ("device_type", "num_ranks", "stage", "others"),
+    [
+        ("cuda", 2, 1, {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"}),
+        ("cuda", 2, 2, {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"}),
+        ("cuda", 1, 2, {"reduce_bucket_size", "allgather_bucket_size"}),
+        ("cuda", 2, 3, {"reduce_bucket_size"}),
+        ("cpu", 2, 1, {"reduce_bucket_size", "allgather_bucket_size", "use_multi_rank_bucket_allreduce"}),
+        ("cpu", 2, 2, {"reduce_bucket_size", "allgather_bucket_size", "use_multi_rank_bucket_allreduce"}),
+        ("cpu", 2, 3, {"reduce_bucket_size", "prefetch_bucket_size", "max_reuse_distance"}),
+    ],
+)
+def test_only_sizes_differ_from_deepspeeds_defaults_but_for_gloo(
+    device_type: str, num_ranks: int, stage: int, others: set[str]
+) -> None:
+    runtime.choose_accelerator(torch.device("cpu"))
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    def config_of(section: dict[str, Any]) -> dict[str, Any]:
+        return DeepSpeedZeroConfig(**section).model_dump()
+
+    theirs = config_of({"stage": stage})
+    filled = settings.fill_in({"stage": stage}, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    ours = config_of(filled)
+    assert {key for key in ours if ours[key] != theirs[key]} == others
+
+    said = {"stage": stage, "overlap_comm": False, "use_multi_rank_bucket_allreduce": True, "reduce_bucket_size": 8}
+    said |= {"stage3_max_reuse_distance": 5}
+    filled = settings.fill_in(said, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    assert filled | said == filled
+
+
+def test_what_only_a_report_needs_is_measured_for_a_report_only() -> None:
+    unseen = {"throughput": {"enabled": False}}
+    assert settings.complete({}, {})["timers"] == unseen
+    assert "timers" not in settings.complete({}, {"steps_per_print": 10})
+    measured = {"throughput": {"enabled": True, "synchronized": False}}
+    assert settings.complete({}, settings.load_config({"timers": measured}))["timers"] == measured
+
+
+def test_precision_in_the_configuration_may_not_contradict_the_trainer() -> None:
+    with pytest.raises(ConfigurationError, match=r"bf16\.enabled=False.*say True"):
+        settings.complete(settings.precision_section("bf16-true"), {"bf16": {"enabled": False}})
+
+
+class Optimized(Regression):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self)
+
+
+def test_no_optimizer_and_lbfgs() -> None:
+    module = Regression()
+    with pytest.raises(ConfigurationError, match="LBFGS"):
+        check_kind([torch.optim.LBFGS(module.parameters())], module)
+    with pytest.raises(ConfigurationError, match="returned object, which is not"):
+        check_kind([object()], module)
+
+
+def test_nothing_to_train() -> None:
+    module = Regression().requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="nothing to train"):
+        UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).busy_groups()
+
+
+def test_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runtime.choose_accelerator(torch.device("cpu"))
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(ConfigurationError, match=r"ninja.* no CUDA toolkit. Mend what.*leave out offload_optimizer"):
+        load_operator("cpu_adam", "offload_optimizer")
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+def test_offload_carries_every_hyper_parameter() -> None:
+    load_operator("cpu_adam", "the test")
+    runtime.choose_accelerator(torch.device("cpu"))
+    module = Regression()
+    optimizer = torch.optim.Adam(
+        [
+            {"params": module.hidden.parameters(), "lr": 0.5, "weight_decay": 0.3},
+            {"params": module.out.parameters(), "betas": (0.7, 0.8), "eps": 1e-3},
+        ],
+        lr=0.25,
+    )
+    users = UsersOptimizer(optimizer, module)
+    replacement: Any = engines_optimizer(users, offload=True, trust=False)
+    assert replacement.adam_w_mode is False
+    for ours, theirs in zip(replacement.param_groups, optimizer.param_groups, strict=True):
+        assert {key: ours[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
+            key: theirs[key] for key in ("lr", "betas", "eps", "weight_decay")
+        }
+    torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1).step()
+    users.before_step()
+    assert [group["lr"] for group in replacement.param_groups] == pytest.approx([0.05, 0.025])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            "SGD cannot be offloaded. Those that can: torch.optim",
+        ),
+        (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), "amsgrad=True"),
+        (lambda parameters: torch.optim.AdamW(parameters, maximize=True), "maximize=True"),
+    ],
+)
+def test_optimizer_that_cannot_be_offloaded(make: Any, message: str) -> None:
+    runtime.choose_accelerator(torch.device("cpu"))
+    module = Regression()
+    users = UsersOptimizer(make(module.parameters()), module)
+    with pytest.raises(ConfigurationError, match=message):
+        engines_optimizer(users, offload=True, trust=False)

@@ -1,0 +1,143 @@
+"""Which submodules become units."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_paral import ActivationCheckpointing, ConfigurationError
+from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
+from tests.models.architectures import GPT2, T5, Contrastive
+from tests.models.blocks import GAN, Block, LoRA, Tied, TiedBlocks
+
+
+def names(units: Units) -> list[str]:
+    return [unit.name for unit in units.inner]
+
+
+def test_blocks_repeated_in_a_list_are_units_and_the_rest_is_the_roots() -> None:
+    model = Tied()
+
+    units = choose_units(model)
+
+    assert names(units) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert units.root.parameters == (model.embedding.weight,)
+    assert units.bottom_up[-1] is units.root
+
+
+@pytest.mark.parametrize("model", [Tied, TiedBlocks, LoRA, Contrastive, GAN, GPT2, T5])
+@pytest.mark.parametrize("choice", [{}, {"units": ["Linear"]}, {"units": nn.Module}, {"min_params": 40}])
+def test_every_parameter_is_in_exactly_one_unit(model: type[nn.Module], choice: dict) -> None:
+    module = model()
+    if choice == {"units": nn.Module}:
+        choice = {"units": lambda name, part: not isinstance(part, nn.ModuleList)}
+    if model in (GPT2,) and choice == {"units": ["Linear"]}:
+        choice = {"units": ["Conv1D"]}
+
+    units = choose_units(module, **choice)
+
+    held = [parameter for unit in units.bottom_up for parameter in unit.parameters]
+    assert len(held) == len(set(held))
+    assert set(held) == set(module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (GPT2, ["model.transformer.h.0", "model.transformer.h.1"]),
+        (T5, ["model.encoder.block.0", "model.decoder.block.0"]),
+    ],
+)
+def test_transformers_say_what_must_not_be_split(model: type[nn.Module], expected: list[str]) -> None:
+    assert names(choose_units(model())) == expected
+
+
+def test_layers_inside_a_block_and_norms_are_no_blocks() -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.ReLU())
+
+    assert names(choose_units(layers())) == ["0", "2"]
+    assert names(choose_units(nn.Sequential(layers(), layers()))) == ["0", "1"]
+
+
+def test_tied_blocks_make_one_unit_of_their_nearest_ancestor_that_is_called() -> None:
+    model = nn.Module()
+    model.trunk = nn.Sequential(*(Block() for _ in range(3)))
+    model.trunk[2].up = model.trunk[0].up
+
+    units = choose_units(model)
+
+    assert names(units) == ["trunk", "trunk.1"]
+    assert set(units.inner[0].parameters) == {*model.trunk[0].parameters(), *model.trunk[2].parameters()}
+    assert names(choose_units(TiedBlocks())) == ["blocks.0"]
+
+
+def test_module_used_twice_is_one_unit() -> None:
+    block = Block()
+
+    assert names(choose_units(nn.Sequential(block, Block(), block))) == ["0", "1"]
+
+
+def test_classes_are_meant_with_their_subclasses_by_name_or_as_such() -> None:
+    class Special(Block):
+        pass
+
+    model = nn.ModuleList([Block(), Special()])
+
+    assert names(choose_units(model, "Block")) == names(choose_units(model, Block)) == ["0", "1"]
+    assert names(choose_units(model, [Special])) == ["1"]
+    assert names(choose_units(model, lambda name, module: name == "1.up")) == ["1.up"]
+
+
+def test_min_params_takes_the_smallest_submodules_that_are_large_enough() -> None:
+    model = Tied()
+
+    assert names(choose_units(model, min_params=1000)) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names(choose_units(model, min_params=800)) == [
+        f"blocks.{block}{part}" for block in range(3) for part in ("", ".up")
+    ]
+
+
+def test_networks_of_the_root_are_units_where_asked_for() -> None:
+    inside = ["generator.0", "generator.2", "discriminator.0", "discriminator.3"]
+
+    assert names(choose_units(GAN())) == inside
+    assert names(choose_units(GAN(), children=True)) == [*inside[:2], "discriminator", *inside[2:]]
+
+
+def test_meta_tensors_have_units_too() -> None:
+    with torch.device("meta"):
+        assert names(choose_units(Tied())) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_tree_shows_alike_neighbours_in_one_line() -> None:
+    model = Tied()
+    model.blocks.append(nn.Linear(16, 16))
+
+    assert as_tree(choose_units(model, [Block, "Linear"])).splitlines()[:2] == [
+        "Tied (the root): 320 parameters, 0.0 MB",
+        "├─ blocks.0 (Block): 32 parameters, 0.0 MB",
+    ]
+    assert as_tree(choose_units(model)).splitlines() == [
+        "Tied (the root): 592 parameters, 0.0 MB",
+        "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 0.0 MB",
+    ]
+
+
+def test_single_unit_is_explained_with_classes_to_choose() -> None:
+    message = explain_single_unit(choose_units(Contrastive()))
+
+    assert "225 parameters" in message
+    assert "units=['Linear']" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"units": []}, "units is empty"),
+        ({"min_params": 0}, "at least 1"),
+        ({"units": "A", "min_params": 1}, "Give units"),
+    ],
+)
+def test_options_of_activation_checkpointing_are_checked_at_birth(options: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ActivationCheckpointing(**options)

@@ -1,0 +1,88 @@
+"""CONTRIBUTING, the glossary and the metadata files agree with the repository."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_paral
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lightning_paral"
+CI = (ROOT / ".ci/run").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+COMMANDS = [
+    command.strip()
+    for block in re.findall(r"^```bash\n(.*?)^```", CONTRIBUTING, flags=re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+    for command in line.split("&&")
+]
+CHECKS = ["ruff check .", "ruff format --check .", "mypy", "codespell"]
+SET_UP = {
+    "python3.11 -m venv .venv",
+    "source .venv/bin/activate",
+    "pip install -c constraints.txt -e '.[test]'",
+    "pip install pre-commit",
+    "pre-commit install",
+}
+PATHS = re.findall(r"`([\w./-]+(?:/|\.py|\.md|\.toml|\.txt|\.yaml))`", CONTRIBUTING)
+
+
+def test_every_command_of_contributing_is_accounted_for() -> None:
+    tests = {command for command in COMMANDS if command.split()[0] == "pytest"}
+
+    assert set(COMMANDS) == SET_UP | set(CHECKS) | tests | {".ci/run"}
+
+
+def test_checks_are_those_of_ci_and_of_pre_commit() -> None:
+    assert [line for line in CI.splitlines() if line in CHECKS] == CHECKS
+    assert [shlex.split(hook["entry"])[0] for hook in HOOKS] == [shlex.split(check)[0] for check in CHECKS]
+    for command in SET_UP:
+        assert "constraints" not in command or command.removeprefix("pip install ") in CI
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pytest")])
+def test_test_command_names_what_exists(command: str) -> None:
+    _, *arguments = shlex.split(command)
+    if arguments[:1] == ["-m"]:
+        registered = {entry.partition(":")[0] for entry in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+        assert set(re.findall(r"\w+", arguments[1])) - {"and", "not", "or"} <= registered
+        arguments = arguments[2:]
+    for path in arguments:
+        assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS)))
+def test_path_in_contributing_exists(path: str) -> None:
+    if path == "configs/strategies/NAME.yaml":
+        path = "configs/strategies"
+    bases = (ROOT, PACKAGE, PACKAGE / "checkpoint", PACKAGE / "engines", PACKAGE / "strategies")
+
+    assert any((base / path).exists() for base in bases)
+
+
+def test_every_folder_of_the_package_is_described() -> None:
+    folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+
+    assert folders <= set(PATHS)
+
+
+def test_glossary_is_sorted_and_defines_each_term_once() -> None:
+    glossary = (ROOT / "docs/glossary.md").read_text()
+    terms = [term.lower() for term in re.findall(r"^- \*\*(.+?)\*\*", glossary, flags=re.MULTILINE)]
+
+    assert terms == sorted(set(terms))
+    assert len(terms) > 40
+
+
+def test_citation_and_security_name_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    version = lightning_paral.__version__
+
+    assert (citation["version"], citation["license"]) == (version, PYPROJECT["project"]["license"])
+    assert f"| {version.rpartition('.')[0]} | yes |" in (ROOT / "SECURITY.md").read_text()
