@@ -55,7 +55,7 @@ class Collectives(StrategyDescription):
     _is_reported: bool = False
 
     def _begin_run(self) -> None:
-        """Agree on a name of the run, by which ranks find each other after an exception. *Collective* over the world."""
+        """Agree on a name of the run, by which ranks find each other after an exception. *Collective*."""
         self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
