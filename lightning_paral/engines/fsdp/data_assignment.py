@@ -59,7 +59,7 @@ def _assign(param: Any, value: Any) -> None:
         rows = own_rows(target)
         if rows is None:
             raise ConfigurationError(
-                f"{name_of(param)}.data was assigned a whole tensor, but its layout {target.placements} is your "
+                f"{name_of(param)}.data was assigned a full tensor, but its layout {target.placements} is your "
                 "own. Assign a DTensor of that layout."
             )
         set_local(value, value[rows].clone())

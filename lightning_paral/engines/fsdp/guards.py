@@ -25,7 +25,7 @@ def check_module(module: Module) -> None:
     """Raise a `ConfigurationError` if FSDP1 wraps a submodule, or if an earlier run left `module` sharded."""
     if hasattr(module, LEFT_SHARDED):
         raise ConfigurationError(
-            f"{type(module).__name__} was left sharded by an earlier run, which could not bring it together: "
+            f"{type(module).__name__} was left sharded by an earlier run, which could not gather it: "
             f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
         )
     for name, part in module.named_modules():
@@ -60,8 +60,8 @@ def check_pruning(callbacks: Iterable[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
-                f"{type(callback).__name__} puts weight_orig and weight_mask in the place of weights during the run, "
-                "and FSDP cannot shard anew. Train with paral_ddp, or prune in __init__ with torch.nn.utils.prune."
+                f"{type(callback).__name__} replaces weights by weight_orig and weight_mask during the run, and FSDP "
+                "cannot shard them again. Train with paral_ddp, or prune in __init__ with torch.nn.utils.prune."
             )
 
 

@@ -75,7 +75,7 @@ def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _by_default(operation, args, kwargs)
     raise ConfigurationError(
         f"{operation} on a sharded tensor (a DTensor) would draw other numbers than one process. Draw in the step, "
-        "where what belongs to the root is whole, or draw with torch.rand_like or torch.randn_like and apply that."
+        "where the root's parameters are unsharded, or draw with torch.rand_like or torch.randn_like and apply that."
     )
 
 

@@ -49,7 +49,7 @@ class UnshardedParameter(Parameter):
     def data(self, value: Tensor) -> None:
         if isinstance(value, DTensor):
             raise ConfigurationError(
-                f"{self._name}.data was assigned a sharded tensor (a DTensor) where the parameter is gathered: in a "
+                f"{self._name}.data was assigned a sharded tensor (a DTensor) where the parameter is unsharded: in a "
                 "step, or in a method of its unit. Do it in a hook such as on_train_batch_end, where both are sharded."
             )
         check_assigned(self._name, self, value)
@@ -194,8 +194,8 @@ def _copy_own_shard(param: Any, whole: UnshardedParameter) -> None:
 def _too_narrow(param: Any) -> str:
     kind = str(param.param_dtype).removeprefix("torch.")
     return (
-        f"{fsdp_param.name_of(param)} was changed where it is gathered, in a step or in a method of its unit. There "
-        f"it is a copy in {kind}, from which its {str(param.orig_dtype).removeprefix('torch.')} values cannot be had. "
+        f"{fsdp_param.name_of(param)} was changed where it is unsharded, in a step or in a method of its unit. There "
+        f"it is a copy in {kind}, which lacks digits of its {str(param.orig_dtype).removeprefix('torch.')} values. "
         "Change it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and "
         "exact, or train with precision='32-true' or 'bf16-true'."
     )

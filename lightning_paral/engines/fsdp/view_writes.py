@@ -74,7 +74,7 @@ class GatheredView(DTensor):
         chunk = own_chunk(origin)
         if chunk is None or not is_replicated(self):
             raise ConfigurationError(
-                "A part of a sharded parameter was changed in place, which cannot be brought back to it. Assign to "
+                "A view of a sharded parameter was changed in place, which cannot be written to its shards. Assign to "
                 "the parameter by index instead: parameter.data[...] = value."
             )
         with torch.no_grad():
