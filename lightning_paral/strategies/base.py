@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,9 +40,6 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
 
     sampling: Sampling = Sampling()
     """How samples are spread over the ranks."""
-
-    timeout: timedelta
-    """How long ranks wait for each other, when joining and in every collective."""
 
     _data: RunData
     _averages: RunAverages | None = None
@@ -96,11 +92,9 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
 
     def checkpoint_activations(self) -> None:
         """Make units recompute their activations in the backward pass, if the user asked for it, until teardown."""
-        if self._activation_checkpointing is not None:
-            assert self.lightning_module is not None
-            self._undo_activation_checkpointing = checkpoint_units(
-                self.lightning_module, self._activation_checkpointing
-            )
+        module, options = self.lightning_module, self._activation_checkpointing
+        if module is not None and options is not None:
+            self._undo_activation_checkpointing = checkpoint_units(module, options)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, weighted by this rank's number of samples where ranks have different numbers."""

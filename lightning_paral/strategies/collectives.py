@@ -51,6 +51,7 @@ class Collectives(StrategyDescription):
     """The name of the run, the same on all ranks; empty outside of runs."""
     _reached: ReachableRanks | None = None
     timeout: timedelta
+    """How long ranks wait for each other, when joining and in every collective."""
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
 
