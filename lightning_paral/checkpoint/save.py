@@ -80,7 +80,7 @@ class SaveJob:
             replicated: addresses of the storages of weights that are the same on all ranks that hold them.
             strategy: name of the strategy, for the manifest.
             averages_later: whether the ranks train apart and average their weights from time to time.
-            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if all hold the same tensors.
+            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if there is one.
 
         Raises:
             CheckpointError: ranks hold different tensors, or a value cannot be saved; on all ranks.

@@ -3,11 +3,11 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
@@ -30,7 +30,7 @@ from lightning_paral.strategies.start_line import print_start_line
 log = logging.getLogger(__name__)
 
 
-class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
+class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrategy):
     """Mixin, placed before the Lightning base: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
     `CheckedLaunch` has what a strategy states about itself, and checks; `Collectives` has barrier, broadcast and
@@ -40,9 +40,6 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
 
     sampling: Sampling = Sampling()
     """How samples are spread over the ranks."""
-
-    timeout: timedelta
-    """How long ranks wait for each other, when joining and in every collective."""
 
     _data: RunData
     _averages: RunAverages | None = None
@@ -95,11 +92,9 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin):
 
     def checkpoint_activations(self) -> None:
         """Make units recompute their activations in the backward pass, if the user asked for it, until teardown."""
-        if self._activation_checkpointing is not None:
-            assert self.lightning_module is not None
-            self._undo_activation_checkpointing = checkpoint_units(
-                self.lightning_module, self._activation_checkpointing
-            )
+        module, options = self.lightning_module, self._activation_checkpointing
+        if module is not None and options is not None:
+            self._undo_activation_checkpointing = checkpoint_units(module, options)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, weighted by this rank's number of samples where ranks have different numbers."""

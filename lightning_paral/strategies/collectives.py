@@ -1,4 +1,4 @@
-"""Collectives of a run, which must not wait after an exception: some ranks may never join them."""
+"""Collectives of a run. After an exception they do not wait for ranks that may never join."""
 
 import logging
 import warnings
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class _OnException:
-    """A callback's `on_exception` during a run. A copy of the callback has the one of its class."""
+    """Replaces `on_exception` of one callback during a run. A copy of the callback gets the method of its class."""
 
     def __init__(self, save: Callable[..., None], callback: Callback) -> None:
         self._save = save
         self._callback = callback
 
     def __call__(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the callback save, if that is possible."""
+        """Let the callback save, if all ranks failed."""
         self._save(self._callback, trainer, pl_module, exception)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -40,21 +40,23 @@ class _OnException:
 
 
 class Collectives(StrategyDescription):
-    """Mixin, placed before the Lightning base.
+    """Mixin, placed before the Lightning base: barrier, broadcast and reduction, during a run and after an exception.
 
-    After an exception, a rank finds out once whether all ranks failed, when it first needs the others. If all did, they
-    go on in a new process group, so that callbacks can save. If not, no rank waits for others, and nothing is written.
+    After an exception, each rank finds out once whether all ranks failed, when it first needs the others. If so, they
+    continue in a new process group, in which callbacks can save. If not, no rank waits for another, and nothing is
+    written.
     """
 
     _run: str = ""
-    """The name of the run, from its beginning to its end."""
+    """The name of the run, the same on all ranks; empty outside of runs."""
     _reached: ReachableRanks | None = None
     timeout: timedelta
+    """How long ranks wait for each other, when joining and in every collective."""
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
 
     def _begin_run(self) -> None:
-        """Agree on a name for the run, by which ranks meet after an exception. *Collective* over the world."""
+        """Agree on a name of the run, by which ranks find each other after an exception. *Collective*."""
         self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
@@ -65,7 +67,7 @@ class Collectives(StrategyDescription):
                 vars(callback)["on_exception"] = _OnException(self._save_on_exception, callback)
 
     def _end_run(self) -> None:
-        """End the run, and after a failure with several ranks the process group, too: they may be in any collective."""
+        """End the run; after a failure with several ranks, which may be in any collective, the process group, too."""
         self._end_watch()
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
@@ -77,7 +79,7 @@ class Collectives(StrategyDescription):
 
     @property
     def _is_failing(self) -> bool:
-        """Whether an exception has ended the run, which is not torn down yet."""
+        """Whether an exception has ended the run, and the teardown has not ended."""
         trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
@@ -100,7 +102,7 @@ class Collectives(StrategyDescription):
     def _save_on_exception(
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
     ) -> None:
-        """Let `callback` save, if that is possible. The exception that is raised stays the one that ended the run."""
+        """Let `callback` save if all ranks failed. If it cannot, warn: the exception to raise is the one of the run."""
         self._report(exception)
         try:
             if self._reachable_ranks().all_reachable:
@@ -111,7 +113,7 @@ class Collectives(StrategyDescription):
             rank_zero_warn(f"{type(callback).__name__} could not save on {type(exception).__name__}: {error}")
 
     def _warn_of_others(self, what: str) -> None:
-        # Not by rank 0 only: it may be elsewhere.
+        # On every rank: rank 0 may not be here.
         warnings.warn(
             f"{what} on rank {self.global_rank}: the run failed on some of its {self.world_size} ranks only, and all "
             "of them have to save together.",
@@ -134,7 +136,7 @@ class Collectives(StrategyDescription):
         dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s `obj`. *Collective*; returns `obj` itself if only some ranks failed."""
+        """Return the `obj` of rank `src`. *Collective*; returns `obj` itself if only some ranks failed."""
         reachable = self._reachable()
         if reachable is None:
             return obj
@@ -143,11 +145,18 @@ class Collectives(StrategyDescription):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce `tensor` over the ranks, in place, and return it; anything but a tensor is returned as it is.
+        """Reduce `tensor` over the ranks, in place, and return it. *Collective* over `group`.
 
-        *Collective* over `group` (all data ranks if `None`). Unlike Lightning's, it also averages CPU tensors in a CUDA
-        run, and waits for no extra barrier. The average of integers is a new, floating-point tensor: Lightning counts
-        with it the samples behind what is logged. If only some ranks failed, `tensor` stays as it is.
+        Unlike Lightning's, this also averages CPU tensors in a CUDA run, and has no extra barrier.
+
+        Args:
+            tensor: of any dtype, on the host or this rank's device; anything but a tensor is returned unchanged.
+            group: the ranks; `None` means all data ranks.
+            reduce_op: `"mean"`, or a `ReduceOp` or its name.
+
+        Returns:
+            Any: `tensor`; for the mean of integers a new, floating-point tensor, with which Lightning counts the
+                samples behind what is logged. If only some ranks failed, `tensor` is unchanged.
         """
         reachable = self._reachable() if isinstance(tensor, Tensor) else None
         if reachable is None:
@@ -177,7 +186,7 @@ class Collectives(StrategyDescription):
         return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the timeout in the message of a collective that timed out; wait for no rank that may not come."""
+        """Name the option `timeout` in the error of a timed out collective; abort NCCL if only some ranks failed."""
         super().on_exception(exception)
         name_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
@@ -196,11 +205,11 @@ class Collectives(StrategyDescription):
 
     @property
     def _may_hang(self) -> bool:
-        """Whether ranks wait for each other on a device, a wait that no exception ends."""
+        """Whether ranks may wait for each other on a device, which no exception interrupts."""
         return self.world_size > 1 and bool(nccl_backends())
 
     def _report(self, exception: BaseException) -> None:
-        """Log an exception early: the teardown, which runs before it is raised, may hang or be killed by a launcher."""
+        """Log an exception now. The teardown, which runs before it is raised, may hang, or a launcher may kill it."""
         if self._may_hang and not self._is_reported and isinstance(exception, Exception):
             self._is_reported = True
             log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)

@@ -69,8 +69,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self.num_nodes = 1
-        self._dp: DPRun | None = None
-        """Of one run."""
+        self._dp: DPRun | None = None  # of one run
 
     # Process group: none. There is one process.
 
@@ -110,11 +109,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         return tensor
 
     def setup_environment(self) -> None:
-        """Set up the device; release the process group that an earlier run of several ranks has left.
-
-        Raises:
-            ConfigurationError: as `set_world_ranks`.
-        """
+        """Set up the device; release the process group that an earlier run of several ranks has left."""
         self.set_world_ranks()
         group = made_group()
         if group is not None and group.size() > 1:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
@@ -20,10 +20,10 @@ from lightning_paral.compat.lightning.strategies import layer_sync_of, set_devic
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.distributed.process_group import check_carries_host_tensors
 from lightning_paral.engines.fsdp.construction import has_mapped_weights, recording
+from lightning_paral.engines.fsdp.guards import check_module
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import ReduceDtype, check_precision, sharded_precision
 from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
-from lightning_paral.engines.fsdp.shard import check_module
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
@@ -33,26 +33,28 @@ from lightning_paral.strategies.base import ParalStrategy
 
 
 class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
-    """One process per device, each with a part of every parameter; a unit's parameters are gathered while it computes.
+    """One process per device, each with a shard of every parameter; a unit is unsharded while it computes.
 
     Selected by name, `Trainer(strategy="paral_fsdp")`, or as an object where options are wanted,
     `Trainer(strategy=ParalFSDPStrategy(units=["Block"]))`. Follows Zhao et al., "PyTorch FSDP: Experiences on Scaling
-    Fully Sharded Data Parallel", arXiv:2304.11277, on torch's `fully_shard`. The module needs no change; what it
-    shards in `configure_model` by itself is left alone.
+    Fully Sharded Data Parallel", arXiv:2304.11277, on torch's `fully_shard`. The module needs no change. What it
+    shards itself in `configure_model` stays as it is.
 
-    `precision="bf16-mixed"` keeps fp32 shards, gathers in bf16, computes under autocast and reduces in fp32.
+    `precision="bf16-mixed"` keeps fp32 shards, all-gathers in bf16, computes under autocast and reduces in fp32.
 
     Args:
-        units: which submodules are gathered together: `"auto"` finds repeated blocks; or classes, their names, or a
-            predicate of a submodule's dotted name and itself. The rest belongs to the root, gathered for a whole step.
-        min_params: instead of `units`, the smallest submodules with at least so many parameters.
-        replicate: hybrid sharding: so many copies of the model, each sharded over world size / `replicate` ranks.
-        reshard_after_forward: let a unit's parameters go between forward and backward. `None`: all but the root's.
-            `False`: never, one gathering less for more memory. A number: keep them sharded over so many ranks.
-        accumulate: in backward passes that accumulate, reduce gradients at once and hold a part (`"sharded"`), or hold
-            them whole and reduce once (`"unsharded"`): memory against traffic. Replicas are averaged once either way.
-        prefetch: units gathered ahead, forward and backward. `None`: FSDP2's own choice.
-        offload: keep parameters, gradients and optimizer state on the host, and update there.
+        units: submodules, each of which is sharded and unsharded as one: `"auto"` finds repeated blocks; or classes,
+            their names, or a predicate of a submodule's dotted name and itself. All other parameters belong to the
+            root, which is unsharded during a step.
+        min_params: instead of `units`, the smallest submodules with at least this number of parameters.
+        replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
+        reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
+            root. `False` uses more memory, and saves an all-gather. A number: reshard over this number of ranks.
+        accumulate: in backward passes that accumulate, reduce-scatter gradients each time (`"sharded"`), or keep full
+            gradients and reduce them once (`"unsharded"`), for less traffic and more memory. Replicas are averaged once
+            in both cases.
+        prefetch: number of units that are unsharded ahead of use, in forward and backward. `None`: FSDP2's own choice.
+        offload: keep parameters, gradients and optimizer state on the host, and update them there.
         reduce_dtype: gradients are reduced as `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed precision, else
             the dtype of the weights.
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
@@ -163,9 +165,9 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         Raises:
             ConfigurationError: the module cannot be sharded, or an optimizer cannot update shards.
         """
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
         module, is_fit = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None
+        assert self.accelerator is not None
         self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         evaluate_without_inference_mode(trainer)
@@ -176,36 +178,25 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         if is_fit:
             self.checkpoint_activations()
-        self._shard()
+        self._shard(module)
         if is_fit:
-            self._setup_fit(trainer)
+            self._buffers = RankZeroBuffers(module, self._options.broadcast_buffers, self.dims)
+            self._engine.start_fit(self.timeout)
+            self.setup_optimizers(trainer)
+            self._engine.add_optimizers(self.optimizers)
+            self._attach_averages(self._sharded_state.weight_shards, self._options.broadcast_buffers)
         self.setup_precision_plugin()
         self.barrier()
 
-    def _shard(self) -> None:
-        assert self.lightning_module is not None
-        self._fsdp = FSDPRun(
-            self.lightning_module,
-            self._options,
-            self.dims,
-            mesh=self.device_mesh,
-            device=self.root_device,
-            precision=self.precision_plugin,
-            deferred=self._deferred,
-        )
+    def _shard(self, module: LightningModule) -> None:
+        precision = self.precision_plugin
+        run = FSDPRun(module, self._options, self.dims, self.device_mesh, self.root_device, precision, self._deferred)
         if not self._has_printed_units:
-            self._fsdp.print_units()
+            run.print_units()
             self._has_printed_units = True
-        self._fsdp.shard()
+        self._fsdp = run  # from here on, the teardown restores the module
+        run.shard()
         self._deferred = None
-
-    def _setup_fit(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        self._buffers = RankZeroBuffers(self.lightning_module, self._options.broadcast_buffers, self.dims)
-        self._engine.start_fit(self.timeout)
-        self.setup_optimizers(trainer)
-        self._engine.add_optimizers(self.optimizers)
-        self._attach_averages(self._sharded_state.weight_shards, self._options.broadcast_buffers)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -259,14 +250,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
     def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(
-            run,
-            self.optimizers,
-            self._ended,
-            is_failing=self._is_failing,
-            reachable_ranks=self._reachable_ranks,
-            ranks_per_host=self.num_processes,
-        )
+        return FSDPState(run, self.optimizers, self._ended, self._is_failing, self._reachable_ranks, self.num_processes)
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None

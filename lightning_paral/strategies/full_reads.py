@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -11,7 +11,7 @@ from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
 
 
-class FullTensorReaders(Strategy):
+class FullTensorReaders(ParallelStrategy):
     """Mixin: read gradients, parameters and optimizer states in full. All ranks that read get the same values.
 
     The strategies of engines that shard override `_sharded_state`.

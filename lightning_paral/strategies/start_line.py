@@ -13,9 +13,9 @@ from lightning_paral.data.sampler import RankBatchSampler
 
 
 def print_start_line(trainer: Trainer, strategy: Any) -> None:
-    """Print the line on rank 0 as soon as the run has its training loaders; before the first progress bar of training.
+    """Print the line on rank 0 as soon as the fit has its training loaders, before the first progress bar.
 
-    Called when the run begins. Does nothing outside of a fit.
+    Called when a run begins. Does nothing in evaluation.
     """
     if trainer.state.fn != TrainerFn.FITTING:
         return
@@ -33,7 +33,7 @@ def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
     Args:
         trainer: of the run.
         strategy: one of ours; its process group exists.
-        loaders: the training loaders of this rank. Without one whose batch size is known, nothing is said of it.
+        loaders: the training loaders of this rank. If the batch size of one is unknown, the line has no batch size.
     """
     device, dims = strategy.root_device.type, strategy.dims
     if dist.is_initialized() and dims.num_ranks > 1:
@@ -62,7 +62,7 @@ def _written(sizes: list[int | None], num_accumulated: int) -> str:
 
 
 def _global_batch_size(loader: Any, data_size: int) -> int | None:
-    """Return how many samples all ranks together draw in a step, if the loader says so."""
+    """Return how many samples all ranks together draw in a step, `None` if the loader does not say."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, RankBatchSampler):
         size = getattr(sampler.order.batches, "batch_size", None)

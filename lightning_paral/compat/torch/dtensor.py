@@ -15,7 +15,7 @@ NAMES = (
     PrivateName(
         name="torch.distributed.tensor.DTensor._local_tensor",
         purpose="to write to this rank's shard",
-        reason="with gradients enabled, to_local() returns another tensor, and our class Part would gather first",
+        reason="with gradients enabled, to_local() returns another tensor, and our GatheredView would gather first",
         seen=_SEEN,
     ),
     PrivateName(

@@ -1,4 +1,4 @@
-"""`parameter.data = value` on shards, which torch (2.13) accepts and forgets."""
+"""`parameter.data = value` on shards, which torch (2.13) accepts without effect."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from lightning_paral.compat.torch.dtensor import adopt, local_of, set_local
 from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
 from lightning_paral.engines.fsdp.local_rows import own_rows
-from lightning_paral.engines.fsdp.view_writes import Part
+from lightning_paral.engines.fsdp.view_writes import GatheredView
 from lightning_paral.errors import ConfigurationError
 
 _DATA: Any = Tensor.data
 
 
-class ShardedData:
-    """What `data` is on DTensors while a module is sharded: a descriptor.
+class DataDescriptor:
+    """The descriptor `DTensor.data` while a module is sharded: assignment takes effect.
 
     Args:
         param_of: returns the `FSDPParam` of a sharded parameter, and `None` for any other DTensor.
@@ -59,7 +59,7 @@ def _assign(param: Any, value: Any) -> None:
         rows = own_rows(target)
         if rows is None:
             raise ConfigurationError(
-                f"{name_of(param)}.data was assigned a whole tensor, but its layout {target.placements} is your "
+                f"{name_of(param)}.data was assigned a full tensor, but its layout {target.placements} is your "
                 "own. Assign a DTensor of that layout."
             )
         set_local(value, value[rows].clone())
@@ -69,7 +69,7 @@ def _assign(param: Any, value: Any) -> None:
 
 
 def _rebind(param: Any, value: Any) -> None:
-    """Let `param` hold the memory of `value`, as assignment does, and FSDP gather from there."""
+    """Let `param` hold the memory of `value`, as assignment does, and FSDP2 all-gather from there."""
     local = local_of(value)
     if local.numel() == 0:
         return
@@ -81,14 +81,14 @@ def _rebind(param: Any, value: Any) -> None:
             memory = memory.pin_memory()
         memory.narrow(dim, 0, local.size(dim)).copy_(local)
         padded = memory.view(-1)
-        # What is written to the value later is written to the parameter.
+        # The value shares this memory, so what is written to the value later is written to the parameter.
         local = memory.narrow(dim, 0, local.size(dim))
         set_local(value, local)
     gather_from(param, padded, local)
 
 
 def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
-    """Return the memory of `local` as FSDP gathers it, with what fills up the last shards; `None` if it has less."""
+    """Return the memory of `local` with the padding that FSDP2 all-gathers; `None` if there is no padding behind it."""
     storage = local.untyped_storage()
     fits = storage.nbytes() == num_elements * local.element_size()
     if not fits or not local.is_contiguous() or local.storage_offset() != 0:
@@ -97,8 +97,8 @@ def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
 
 
 def _assign_to_any(tensor: Any, value: Any) -> None:
-    if isinstance(tensor, Part):
-        tensor.__class__ = DTensor  # type: ignore[assignment]  # with other memory it is no view any more
+    if isinstance(tensor, GatheredView):
+        tensor.__class__ = DTensor  # type: ignore[assignment]  # in other memory, it is no longer a view
     if not isinstance(value, DTensor):
         check_assigned("A sharded tensor", tensor, value)
         with torch.no_grad():

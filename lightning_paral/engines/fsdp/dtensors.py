@@ -1,4 +1,4 @@
-"""What DTensors do otherwise while a module is sharded, so that user code written for whole tensors stays right."""
+"""Changes to DTensors while a module is sharded, so that user code written for plain tensors stays correct."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,16 @@ from torch.nn import Parameter
 from lightning_paral.compat.torch.dtensor import operation_handlers
 from lightning_paral.compat.torch.fsdp_param import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.engines.fsdp.data_assignment import ShardedData
+from lightning_paral.engines.fsdp.data_assignment import DataDescriptor
 from lightning_paral.engines.fsdp.gathered_ops import CONVERSIONS
 from lightning_paral.engines.fsdp.guards import refuse_hook
-from lightning_paral.engines.fsdp.muon import WholeNewtonSchulz
+from lightning_paral.engines.fsdp.muon import FullNewtonSchulz
 from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.engines.fsdp.sharded_ops import handlers, set_items
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy with memory of its own, for `copy.deepcopy(self.state_dict())`, which torch 2.13 cannot do."""
+    """Return a deep copy in memory of its own, for `copy.deepcopy(self.state_dict())`, which fails in torch 2.13."""
     if id(tensor) not in memo:
         if not tensor.is_leaf:
             raise RuntimeError(
@@ -34,18 +34,22 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 class DTensorSemantics:
-    """Installed from when a module is sharded to when it is given back.
+    """Changes the operations of DTensors, from when a module is sharded to when it is restored.
 
-    While installed, on any DTensor: `tensor.data = value` arrives; random operations draw what one process draws;
-    writing by index, `copy_` of a whole tensor, and in-place operations on parts (`p.data[0].zero_()`) arrive in the
-    part that this rank holds; numbers are read from all ranks' parts, and outside of steps operations take whole
-    tensors beside DTensors. Hooks on sharded parameters are called as under DDP, or refused, and Muon orthogonalises
-    whole matrices.
+    On any DTensor, in the meantime:
+
+    - `tensor.data = value`, writing by index, `copy_` from a full tensor, and in-place operations on views
+      (`p.data[0].zero_()`) change the shard of this rank.
+    - Random operations draw the numbers that one process draws.
+    - Numbers, such as `float(tensor.norm())`, are computed from the shards of all ranks.
+    - Outside of steps, operations take full tensors next to DTensors.
+    - Hooks on sharded parameters are called as under DDP, or refused.
+    - Muon orthogonalizes full matrices.
 
     Args:
         params: the `FSDPParam`s.
         in_step: whether a step is running.
-        hooks: takes the hooks of sharded parameters.
+        hooks: keeps the hooks of sharded parameters.
     """
 
     def __init__(self, params: list[Any], in_step: Callable[[], bool], hooks: ParameterHooks) -> None:
@@ -56,20 +60,24 @@ class DTensorSemantics:
         self._ours = handlers(in_step)
         self._others = {operation: registered[operation] for operation in self._ours if operation in registered}
         registered.update(self._ours)
-        attributes = {"data": ShardedData(self._param_of), "__setitem__": set_items, "__deepcopy__": _deepcopy}
+        attributes = {
+            "data": DataDescriptor(self._param_of),
+            "__setitem__": set_items,
+            "__deepcopy__": _deepcopy,
+        }
         attributes |= CONVERSIONS
         attributes["register_hook"] = self._registering(DTensor.register_hook)
         kind = "register_post_accumulate_grad_hook"
         attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
         self._end_attributes = replace_attributes(DTensor, attributes)
-        self._newton_schulz = WholeNewtonSchulz()
+        self._newton_schulz = FullNewtonSchulz()
 
     def _param_of(self, tensor: Any) -> Any:
         for _ in range(2):
             param = self._by_id.get(id(tensor))
             if param is not None and param.sharded_param is tensor:
                 return param
-            # FSDP2 may have put other objects in their places.
+            # FSDP2 may have replaced the sharded parameters.
             self._by_id = {id(param.sharded_param): param for param in self._params}
         return None
 
@@ -90,7 +98,7 @@ class DTensorSemantics:
         return refuse_for_parameters
 
     def remove(self) -> None:
-        """Give DTensors back as they were."""
+        """Restore the operations of DTensors."""
         registered = operation_handlers()
         for operation in self._ours:
             registered.pop(operation, None)

@@ -1,4 +1,4 @@
-"""torch's errors about sharded tensors, in words of what to do."""
+"""Explanations of torch's errors about DTensors: what the user's code did, and what to do instead."""
 
 from lightning_paral.model.units import Units
 
@@ -11,23 +11,29 @@ _TWICE = "storage of size 0"
 
 
 def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | None:
-    """Return what `error` means for a module that is sharded by `units`; `None` if it is about something else."""
+    """Return what `error` means, and what to do, for a module sharded by `units`; `None` if it is of another kind.
+
+    Args:
+        error: of torch.
+        units: of the module.
+        in_step: whether it was raised inside a step, not in a hook.
+    """
     said = str(error)
     names = [unit.name for unit in units.inner]
     listed = f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}" if names else "none but the root"
     if MIXED in said and in_step:
         return (
-            "A weight was used outside of the unit it belongs to, where it is sharded (a DTensor), together with whole "
-            f"tensors. Units: {listed}. Use it in a method of its unit, or choose units=[...] that leave it to the "
-            "root, which is whole for all of a step. Make modules in __init__ or configure_model: what is made or "
-            "copied from sharded modules later is not gathered."
+            "A weight was used outside of its unit, where it is sharded (a DTensor), together with plain tensors. "
+            f"Units: {listed}. Use it in a method of its unit, or choose units=[...] that leave it to the root, which "
+            "is unsharded for all of a step. Create modules in __init__ or configure_model: modules that are created "
+            "later, or copied from sharded ones, are not unsharded."
         )
     if MIXED in said:
         return (
-            "Sharded tensors (DTensors) and whole ones met in one operation. In hooks parameters, gradients and "
-            "optimizer state are sharded. parameter.copy_(whole), parameter.data = whole, load_state_dict and writing "
-            "by index take whole tensors; for others, bring the sharded one together with tensor.full_tensor() on all "
-            "ranks, or do it in a step."
+            "Sharded tensors (DTensors) and plain tensors were mixed in one operation. In hooks, parameters, gradients "
+            "and optimizer state are sharded. parameter.copy_(full), parameter.data = full, load_state_dict and "
+            "writing by index take full tensors. For other operations, gather the sharded tensor with "
+            "tensor.full_tensor() on all ranks, or do it in a step."
         )
     if all(part in said for part in _IN_PLACE):
         return (
@@ -37,9 +43,9 @@ def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | N
         )
     if _TWICE in said:
         return (
-            "A weight was used after it had been let go. FSDP gathers weights for the forward and for one backward "
-            "pass of their unit: what torch.autograd.grad(create_graph=True) leaves for another, as gradient penalties "
-            "do, comes too late. Train with paral_ddp or paral_zero2."
+            "A weight was used after it had been resharded. FSDP unshards the weights of a unit for its forward pass "
+            "and for one backward pass. A second backward pass, which torch.autograd.grad(create_graph=True) in a "
+            "gradient penalty makes necessary, comes too late. Train with paral_ddp or paral_zero2."
         )
     if any(pattern in said for pattern in _DEEPCOPY):
         return (
@@ -48,8 +54,8 @@ def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | N
         )
     if any(part in said for part in _NO_RULE):
         return (
-            "torch cannot do this operation on a sharded tensor (a DTensor). In hooks parameters, gradients and "
+            "torch cannot do this operation on a sharded tensor (a DTensor). In hooks, parameters, gradients and "
             "optimizer state are sharded. Do it on tensor.full_tensor(), on all ranks, and write the result back with "
-            "parameter.copy_(result), or do it in a step, where the root's parameters are whole."
+            "parameter.copy_(result), or do it in a step, where the root's parameters are unsharded."
         )
     return None

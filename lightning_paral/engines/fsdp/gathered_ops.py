@@ -1,8 +1,8 @@
-"""Operations for which sharded tensors (DTensors) are gathered first: torch refuses them, or reads one rank's part.
+"""Operations for which DTensors are gathered first, because torch refuses them, or computes with one rank's shard.
 
-Code that was written for one process mixes both kinds, `average.lerp_(parameter, 0.1)`, and reads numbers,
-`float(parameter.norm())`. Outside of steps, that has the result of one process: *collective*, as all reading of
-sharded tensors is. In a step a whole tensor holds a rank's own samples, and mixing stays an error.
+Code written for one process mixes DTensors with plain tensors, `average.lerp_(parameter, 0.1)`, and reads numbers,
+`float(parameter.norm())`. Outside of steps, the result is that of one process. This is *collective*, as all reading of
+shards is. Inside a step, a plain tensor has this rank's own samples, and mixing remains an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.sharding_strategies import has_strategy
 from lightning_paral.engines.fsdp.local_rows import (
-    as_whole,
+    as_full,
     in_place_of,
     is_replicated,
     leaves_ranks_empty,
@@ -28,7 +28,7 @@ from lightning_paral.engines.fsdp.local_rows import (
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
 
-# All that write in place are elementwise: each rank does its own rows.
+# Those that write in place are elementwise, so each rank computes its own rows.
 MIXED = (
     "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "pow", "pow_", "lerp", "lerp_",
     "addcmul", "addcmul_", "addcdiv", "addcdiv_", "maximum", "minimum", "fmax", "fmin", "clamp", "clamp_",
@@ -40,14 +40,14 @@ MIXED = (
     "_foreach_addcmul_", "_foreach_addcdiv_", "atan2_", "hypot_", "fmod_", "remainder_", "xlogy_", "floor_divide_",
     "smooth_l1_loss", "huber_loss", "baddbmm", "_cdist_forward",
 )  # fmt: skip
-"""Operations that are done on whole values where they are given both kinds."""
+"""Operations that run on full values when they are given DTensors and plain tensors."""
 
 GATHERED = (
     "equal.default", "allclose.default", "histc.default", "_unique2.default", "nonzero.default", "index.Tensor",
     "masked_select.default", "gather.default", "index_select.default", "_is_all_true.default", "_is_any_true.default",
     "unique_consecutive.default", "bucketize.Tensor", "searchsorted.Tensor", "take.default",
 )  # fmt: skip
-"""Operations that torch (2.13) refuses for DTensors, or does on a rank's part: done on whole values outside steps."""
+"""Operations that torch (2.13) refuses for DTensors, or runs on one shard: outside steps they run on full values."""
 
 MISTAKEN = (
     "argmax.default", "argmin.default", "max.dim", "min.dim", "mse_loss.default", "smooth_l1_loss.default",
@@ -60,10 +60,10 @@ OF_MEANS = (
     "mse_loss_backward.default", "smooth_l1_loss_backward.default", "huber_loss_backward.default",
     "binary_cross_entropy_backward.default", "soft_margin_loss_backward.default",
 )  # fmt: skip
-"""Gradients that torch (2.13) divides by the number of elements of a shard, where a mean has those of the whole."""
+"""Gradients of means that torch (2.13) divides by the number of elements of the shard instead of the full tensor."""
 
 CUMULATIVE = ("cumsum.default", "cumprod.default", "logcumsumexp.default")
-"""Operations that torch (2.13) does on each shard by itself where their dimension is given as a negative number."""
+"""Operations that torch (2.13) runs on each shard separately if their dimension is given as a negative number."""
 
 LATER = (
     "median.default", "median.dim", "nanmedian.default", "nanmedian.dim", "mode.default", "kthvalue.default",
@@ -81,28 +81,28 @@ WITHOUT_IDENTITY = (
     "max.default", "min.default", "amax.default", "amin.default", "aminmax.default", "linalg_vector_norm.default",
     "_foreach_norm.Scalar", "_foreach_max.default",
 )  # fmt: skip
-"""Reductions that fail on a rank that holds no element: done on whole values where some rank holds none."""
+"""Reductions that fail on an empty shard: they run on full values if some rank has one."""
 
 
 def read_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the element of a tensor of one element: torch (2.13) reads it from this rank's part of a sum or norm."""
+    """Return the element of a tensor of one element; torch (2.13) returns this rank's part of a sum or norm."""
     return operation(args[0].full_tensor())
 
 
-def on_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do the operation on whole tensors."""
-    return operation(*map(as_whole, args), **{key: as_whole(value) for key, value in kwargs.items()})
+def on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operation on full tensors. *Collective*."""
+    return operation(*map(as_full, args), **{key: as_full(value) for key, value in kwargs.items()})
 
 
 def _like_second(by_default: Handler) -> Handler:
-    """Return a handler that does operations on whole tensors, and lays the result out like their second argument."""
+    """Return a handler that runs operations on full tensors, and shards the result like their second argument."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = args[1]
         chunk = own_chunk(model) if isinstance(model, DTensor) else None
         if chunk is None and isinstance(model, DTensor):
             return by_default(operation, args, kwargs)
-        whole = on_whole(operation, args, kwargs)
+        whole = on_full(operation, args, kwargs)
         return whole if chunk is None else like(model, whole, chunk)
 
     return handle
@@ -128,21 +128,21 @@ def without_identity(otherwise: Handler) -> Handler:
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_identity = "norm" in str(operation) and abs(args[1] if len(args) > 1 else 2) != torch.inf
         some_rank_is_empty = any(leaves_ranks_empty(tensor) for tensor in _tensors(args) if isinstance(tensor, DTensor))
-        chosen = on_whole if some_rank_is_empty and not has_identity else otherwise
+        chosen = on_full if some_rank_is_empty and not has_identity else otherwise
         return chosen(operation, args, kwargs)
 
     return handle
 
 
 def for_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handler]:
-    """Return what makes a handler of in-place operations take whole targets beside DTensors, outside of steps."""
+    """Return a decorator of handlers of in-place operations: outside of steps, they take plain targets and DTensors."""
 
     def around(handler: Handler) -> Handler:
         def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(args[0], DTensor) or in_step():
                 return handler(operation, args, kwargs)
             target, *others = args
-            return operation(target, *map(as_whole, others), **{key: as_whole(value) for key, value in kwargs.items()})
+            return operation(target, *map(as_full, others), **{key: as_full(value) for key, value in kwargs.items()})
 
         return handle
 
@@ -150,7 +150,7 @@ def for_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handle
 
 
 def read_norm(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
-    """Return a handler that gives the norm of all of a tensor as one number, ready to be stacked with others."""
+    """Return a handler that returns the norm of a full tensor as a plain 0-dimensional tensor."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         norm = by_default(operation, args, kwargs)
@@ -161,7 +161,7 @@ def read_norm(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
 
 
 def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
-    """Return a handler that does operations on whole values where they are given both kinds, outside of steps."""
+    """Return a handler that runs operations on full values if both kinds of tensors are given, outside of steps."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, *others = args
@@ -171,7 +171,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
         if not _are_mixed(args, kwargs, 0 if joined or into_plain else 1) or in_step():
             return by_default(operation, args, kwargs)
         if not in_place:
-            return on_whole(operation, args, kwargs)
+            return on_full(operation, args, kwargs)
         if isinstance(target, list | tuple):  # torch's _foreach operations
             for number, tensor in enumerate(target):
                 _write(operation, [tensor], [_nth(other, number) for other in others], kwargs)
@@ -184,7 +184,7 @@ def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
 
 def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any]) -> None:
     [tensor] = target if isinstance(target, list) else [target]
-    others, kwargs = as_whole(others), {key: as_whole(value) for key, value in kwargs.items()}
+    others, kwargs = as_full(others), {key: as_full(value) for key, value in kwargs.items()}
     if not isinstance(tensor, DTensor):
         operation(target, *others, **kwargs)
         return
@@ -201,7 +201,7 @@ def _nth(other: Any, number: int) -> Any:
 
 
 def _are_mixed(args: tuple[Any, ...], kwargs: dict[str, Any], min_dim: int) -> bool:
-    """Whether there are DTensors among the arguments, and tensors of at least `min_dim` dimensions that are none."""
+    """Whether the arguments have DTensors and plain tensors of at least `min_dim` dimensions."""
     sharded = plain = False
     for tensor in _tensors((*args, *kwargs.values())):
         if isinstance(tensor, DTensor):
@@ -231,7 +231,7 @@ def _tolist(tensor: Any) -> Any:
 
 def _numpy(tensor: Any, **options: Any) -> Any:
     array = tensor.full_tensor().numpy(**options)
-    array.flags.writeable = False  # what is written to a copy would be lost
+    array.flags.writeable = False  # it is a copy: writes to it would be lost
     return array
 
 
@@ -262,7 +262,7 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
     handle = mixed(by_default, in_step)
     found[aten.linalg_vector_norm.default] = read_norm(by_default, in_step)
     for operation in _overloads(GATHERED):
-        found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
+        found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
     for operation in _overloads(WITHOUT_IDENTITY):
         found[operation] = without_identity(found.get(operation, by_default))
     for name in MIXED:
@@ -270,13 +270,13 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 found[getattr(packet, overload)] = handle
-    found |= dict.fromkeys(_overloads(MISTAKEN), on_whole)  # in steps, too
+    found |= dict.fromkeys(_overloads(MISTAKEN), on_full)  # in steps, too
     for operation in _overloads(LATER):
         if not has_strategy(operation):
-            found[operation] = lambda *called: (by_default if in_step() else on_whole)(*called)
+            found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
     found |= dict.fromkeys(_overloads(OF_MEANS), _like_second(by_default))
     found |= {operation: _with_positive_dim(found.get(operation, by_default)) for operation in _overloads(CUMULATIVE)}
-    if not has_strategy(aten.detach_.default):  # part of autograd's work, with nothing to do for shards
+    if not has_strategy(aten.detach_.default):  # called by autograd, with nothing to do for shards
         found[aten.detach_.default] = lambda operation, args, kwargs: args[0]
     return found
 

@@ -10,19 +10,19 @@ from lightning_paral.comm.reduce_scatter import direct_reduce_scatter
 
 
 class DirectReduceScatter:
-    """A reduce-scatter for gloo, whose own is an all-reduce that discards most of its result.
+    """A reduce-scatter for gloo, whose own is an all-reduce that then discards most of the result.
 
     It implements the interface that `FSDPModule.set_custom_reduce_scatter` takes, which has no public name.
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for input or output."""
+        """Return uninitialized memory for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write this rank's part of the sum or average of `input_tensor` to `output_tensor`. *Collective*."""
+        """Write this rank's shard of the sum or average of `input_tensor` to `output_tensor`. *Collective*."""
         direct_reduce_scatter(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(dist.get_world_size(group))

@@ -1,4 +1,4 @@
-"""Clipping of gradients of which each rank holds some rows."""
+"""Clipping of sharded gradients."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ from lightning_paral.model.full_tensors import gradient_norm
 def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     """Scale all gradients down, in place, so that their common norm is at most `max_norm`; return the norm before.
 
-    *Collective*, as `gradient_norm`. Equals `torch.nn.utils.clip_grad_norm_` of the whole gradients.
+    *Collective* like `gradient_norm`. The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters)
@@ -36,7 +36,7 @@ def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
-    """Return what this rank holds of the gradients that there are."""
+    """Return this rank's shards of the gradients, and unsharded gradients in full."""
     return [_local(gradient) for gradient in _gradients(parameters)]
 
 

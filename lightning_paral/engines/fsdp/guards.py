@@ -1,15 +1,17 @@
-"""What FSDP2 would drop without a word: hooks on parameters, and parameters that come or go while it runs."""
+"""Refusals: of modules that cannot be sharded, and of hooks and parameters that FSDP2 would silently ignore."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import ModelPruning
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.fsdp_param import is_form_of, places_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensor_hooks import accumulated_hooks, gradient_hooks
+from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED
 from lightning_paral.errors import ConfigurationError
 
 _INSTEAD = (
@@ -19,8 +21,23 @@ _INSTEAD = (
 )
 
 
+def check_module(module: Module) -> None:
+    """Raise a `ConfigurationError` if FSDP1 wraps a submodule, or if an earlier run left `module` sharded."""
+    if hasattr(module, LEFT_SHARDED):
+        raise ConfigurationError(
+            f"{type(module).__name__} was left sharded by an earlier run, which could not gather it: "
+            f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise ConfigurationError(
+                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which does "
+                "not mix with FSDP2. Leave the module unwrapped, the strategy shards it; or use fully_shard."
+            )
+
+
 def check_user_hooks(module: Module) -> None:
-    """Raise a `ConfigurationError` if a parameter of `module` has hooks that cannot be called."""
+    """Raise a `ConfigurationError` if a parameter of `module` has hooks that FSDP2 would not call."""
     for name, parameter in module.named_parameters():
         kinds = {"register_post_accumulate_grad_hook": accumulated_hooks(parameter)}
         if isinstance(parameter, DTensor):
@@ -39,19 +56,19 @@ def refuse_hook(name: str, kind: str) -> NoReturn:
 
 
 def check_pruning(callbacks: Iterable[Any]) -> None:
-    """Raise a `ConfigurationError` for callbacks that prune: they put other parameters in the place of sharded ones."""
+    """Raise a `ConfigurationError` for callbacks that prune: they replace parameters, which are sharded by then."""
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
-                f"{type(callback).__name__} puts weight_orig and weight_mask in the place of weights during the run, "
-                "and FSDP cannot shard anew. Train with paral_ddp, or prune in __init__ with torch.nn.utils.prune."
+                f"{type(callback).__name__} replaces weights by weight_orig and weight_mask during the run, and FSDP "
+                "cannot shard them again. Train with paral_ddp, or prune in __init__ with torch.nn.utils.prune."
             )
 
 
 class Registrations:
     """Refuses parameters that are registered in a module while it is sharded.
 
-    They would be neither sharded nor trained, and what stood in their place would come back at the next gathering.
+    They would be neither sharded nor trained, and FSDP2 would restore those that they replace at the next unshard.
 
     Args:
         root: the whole module.
@@ -78,12 +95,12 @@ class Registrations:
         self._undo = replace_attributes(Module, {"register_parameter": register_parameter, "__delattr__": delete})
 
     def remove(self) -> None:
-        """Refuse no more."""
+        """Stop refusing."""
         self._undo()
 
     def _check(self, module: Module, module_name: str, name: str, param: Parameter | None) -> None:
         place = self._places.get((module, name))
-        # FSDP2 itself comes here in modules with a `__setattr__` of their own.
+        # FSDP2 itself gets here with modules that define `__setattr__`.
         if param is None if place is None else is_form_of(param, place):
             return
         where = module_name or type(module).__name__

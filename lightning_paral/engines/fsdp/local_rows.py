@@ -1,4 +1,4 @@
-"""Which rows of a DTensor this rank holds, or which chunk of one divided otherwise."""
+"""Which rows, or which chunk, of a DTensor this rank holds."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 
 Chunk = slice | tuple[slice, ...]
-"""An index of the elements that a rank holds: of rows, or of every dimension."""
+"""Indexes the elements that a rank holds: by rows, or by every dimension."""
 
 
 def own_rows(tensor: Any) -> slice | None:
-    """Return the rows that this rank holds of `tensor`, a DTensor: all of one that is replicated.
+    """Return the rows that this rank holds of `tensor`, a DTensor; all rows if it is replicated.
 
-    `None` if it is divided otherwise than by rows over one dimension of its mesh, as a user's own layout may be.
+    `None` if it is not sharded by rows over one dimension of its mesh, as in layouts chosen by the user.
     """
     sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not sharded:
@@ -31,9 +31,9 @@ def own_rows(tensor: Any) -> slice | None:
 
 
 def own_chunk(tensor: Any) -> tuple[slice, ...] | None:
-    """Return the chunk that this rank holds of `tensor`, a DTensor, as an index into the whole one.
+    """Return the chunk that this rank holds of `tensor`, a DTensor, as an index into the full tensor.
 
-    `None` if there is none: of partial sums, or where FSDP divides again what tensor parallelism has divided.
+    `None` if there is no such chunk: of partial sums, or where FSDP shards what tensor parallelism has sharded.
     """
     if any(type(placement) is not Shard and not placement.is_replicate() for placement in tensor.placements):
         return None
@@ -42,7 +42,7 @@ def own_chunk(tensor: Any) -> tuple[slice, ...] | None:
 
 
 def leaves_ranks_empty(tensor: Any) -> bool:
-    """Whether some rank holds nothing of `tensor`, a DTensor: known from its shape, and so on all ranks."""
+    """Whether some rank has an empty shard of `tensor`, a DTensor. The answer is the same on all ranks."""
     for number, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             num_ranks, num_rows = tensor.device_mesh.size(number), tensor.shape[placement.dim]
@@ -57,9 +57,14 @@ def is_replicated(tensor: Any) -> bool:
 
 
 def in_place_of(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
-    """Return a plain tensor of shape and strides of `tensor`, of which only this rank's `chunk` has its values, if any.
+    """Return a plain tensor of the full shape and strides of `tensor`, in which only this rank's `chunk` has values.
 
-    For operations of which each element of the result depends on the same element alone: they need no gathering.
+    Operations whose results depend on the same element only can be done on it, without gathering.
+
+    Args:
+        tensor: a DTensor.
+        chunk: what this rank holds of it.
+        filled: `False` leaves all values undefined.
     """
     local = local_of(tensor)
     # With the strides: random numbers are drawn in the order of memory.
@@ -71,7 +76,7 @@ def in_place_of(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
 
 
 def like(tensor: Any, whole: Tensor, chunk: Chunk) -> Tensor:
-    """Return this rank's `chunk` of `whole` as a DTensor laid out like `tensor`. No collective."""
+    """Return `whole`, a full tensor, as a DTensor laid out like `tensor`, with this rank's `chunk`. No collective."""
     made: Tensor = DTensor.from_local(
         whole[chunk].clone(),
         tensor.device_mesh,
@@ -83,10 +88,10 @@ def like(tensor: Any, whole: Tensor, chunk: Chunk) -> Tensor:
     return made
 
 
-def as_whole(value: Any) -> Any:
-    """Replace DTensors in `value`, also in lists and tuples, by whole tensors of their strides.
+def as_full(value: Any) -> Any:
+    """Replace DTensors in `value`, also in lists and tuples, by full tensors with the same strides.
 
-    *Collective* where there are any.
+    *Collective* if there are any.
     """
     if isinstance(value, DTensor):
         whole = value.full_tensor()
@@ -94,5 +99,5 @@ def as_whole(value: Any) -> Any:
             return whole
         return torch.empty_strided(whole.shape, value.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
     if isinstance(value, list | tuple):
-        return type(value)(map(as_whole, value))
+        return type(value)(map(as_full, value))
     return value

@@ -1,4 +1,4 @@
-"""Muon on whole matrices."""
+"""Muon on full matrices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,23 +9,23 @@ from lightning_paral.compat.torch.muon import replace_newton_schulz
 from lightning_paral.engines.fsdp.local_rows import like, own_rows
 
 
-class WholeNewtonSchulz:
-    """Lets `torch.optim.Muon` orthogonalise whole matrices, as it does in one process, until it is removed.
+class FullNewtonSchulz:
+    """Makes `torch.optim.Muon` orthogonalize full matrices, as it does in one process, until `remove` is called.
 
-    DTensor would multiply shards, and round partial sums to bfloat16 before it adds them (torch 2.13): another update,
-    by 1e-2 of it. Gathering the matrix once is less traffic, too, than five iterations on shards.
+    DTensor would multiply shards, and round partial sums to bfloat16 before it adds them (torch 2.13), which changes
+    the update by a hundredth. Gathering the matrix once is also less traffic than five iterations on shards.
     """
 
     def __init__(self) -> None:
-        self.remove = replace_newton_schulz(_of_whole)
+        self.remove = replace_newton_schulz(_on_full_matrix)
         """Restores torch's function."""
 
 
-def _of_whole(orthogonalise: Callable[..., Any]) -> Callable[..., Any]:
-    def orthogonalise_whole(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_full_matrix(orthogonalise: Callable[..., Any]) -> Callable[..., Any]:
+    def orthogonalise_full(gradient: Any, *args: Any, **kwargs: Any) -> Any:
         rows = own_rows(gradient) if isinstance(gradient, DTensor) else None
         if rows is None:
             return orthogonalise(gradient, *args, **kwargs)
         return like(gradient, orthogonalise(gradient.full_tensor(), *args, **kwargs), rows)
 
-    return orthogonalise_whole
+    return orthogonalise_full

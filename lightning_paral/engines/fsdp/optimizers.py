@@ -1,4 +1,4 @@
-"""Optimizers have to hold what is trained, the shards, and be able to update them."""
+"""Checks of optimizers: they have to hold the shards, and be able to update DTensors."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -18,15 +18,16 @@ _CANNOT = {
     "Adafactor": "it changes means over rows in place, which shards do not have",
 }
 _NO_KERNEL = {"fused": ("SGD", "Adagrad"), "foreach": ("Rprop",)}
-"""Kernels of which torch (2.13) has no sharded version."""
+"""Kernels that torch (2.13) does not have for DTensors."""
 
 
 def check_optimizers(
     optimizers: Iterable[Optimizer], module: Module, sharded: ShardedModule, device: torch.device
 ) -> None:
-    """Raise a `ConfigurationError` if an optimizer was made before `module` was sharded, or cannot update all of it.
+    """Check `optimizers`, and let errors of their steps about DTensors name the optimizer.
 
-    From then on, what torch says of an operation that shards do not have is said with the optimizer's name.
+    Raises:
+        ConfigurationError: an optimizer was created before `module` was sharded, or cannot update all its parameters.
     """
     current = set(module.parameters())
     for optimizer in optimizers:

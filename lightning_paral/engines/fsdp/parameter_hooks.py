@@ -1,4 +1,4 @@
-"""`parameter.register_hook` under FSDP2: hooks see the gradient of this rank's batch, whole, as under DDP."""
+"""`parameter.register_hook` under FSDP2: hooks get the full gradient of this rank's batch, as under DDP."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -15,14 +15,14 @@ from lightning_paral.engines.fsdp.guards import refuse_hook
 
 
 class ParameterHooks:
-    """Keeps hooks on the original parameters, and calls them when the gathered parameters get their gradients.
+    """Keeps hooks on the original parameters, and calls them when the unsharded parameters get their gradients.
 
-    So hooks that were registered before the run are called during it, hooks registered during the run stay on the
-    parameters after it, and handles remove them at any time.
+    So hooks registered before the run are called during it, hooks registered during it stay after it, and their
+    handles remove them at any time.
 
     Args:
-        originals: of each `FSDPParam`, the parameter that it was made of.
-        lost: parameters that have been replaced since the user's code could reach them, by name.
+        originals: the parameter that each `FSDPParam` was made of.
+        lost: names and parameters that user code could reach before, and that have been replaced since.
     """
 
     def __init__(self, originals: dict[Any, Parameter], lost: Iterable[tuple[str, Parameter]]) -> None:
@@ -43,23 +43,23 @@ class ParameterHooks:
         return handle
 
     def attach(self, param: Any) -> None:
-        """Make the hooks of `param`, if it has any, be called, once it has been gathered for the first time."""
-        whole: Tensor | None = gathered(param)
+        """Have the hooks of `param` called, if it has any, once it has been unsharded for the first time."""
+        unsharded: Tensor | None = gathered(param)
         original = self._originals[param]
-        if whole is None or param in self._attached or not gradient_hooks(original):
+        if unsharded is None or param in self._attached or not gradient_hooks(original):
             return
-        if not isinstance(whole, Parameter) or isinstance(original, DTensor) or whole.is_inference():
+        if not isinstance(unsharded, Parameter) or isinstance(original, DTensor) or unsharded.is_inference():
             refuse_hook(str(name_of(param)), "register_hook")
         self._attached.add(param)
-        trained = whole.requires_grad
-        whole.requires_grad_(True)
-        Tensor.register_hook(whole, partial(_call, original))  # type: ignore[no-untyped-call]
-        whole.requires_grad_(trained)
+        trained = unsharded.requires_grad
+        unsharded.requires_grad_(True)
+        Tensor.register_hook(unsharded, partial(_call, original))  # type: ignore[no-untyped-call]
+        unsharded.requires_grad_(trained)
 
 
 def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
     hooks = gradient_hooks(original)
-    seen = gradient.to(original.dtype)  # a parameter that is gathered in 16 bits gets a 16-bit gradient
+    seen = gradient.to(original.dtype)  # parameters unsharded in 16 bits get 16-bit gradients
     changed = False
     for hook in tuple(hooks.values()):
         result = hook(seen)
@@ -69,5 +69,5 @@ def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
 
 
 def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
-    """Return what `params`, `FSDPParam`s, were made of; `original(module, name)` tells."""
+    """Return the parameter that each `FSDPParam` was made of, which `original(module, name)` returns."""
     return {param: original(*places_of(param)[0]) for param in params}

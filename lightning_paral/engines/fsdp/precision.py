@@ -1,4 +1,4 @@
-"""Precision under FSDP2: what is gathered, computed with and reduced; clipping and loss scaling over shards."""
+"""Precision under FSDP2: dtypes of unsharded parameters and of reductions; clipping and loss scaling over shards."""
 
 from typing import Any, Literal
 
@@ -22,9 +22,9 @@ _COMPUTED_IN = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedScaler(UnscalingGradScaler):
-    """A gradient scaler for shards: where one rank's part is not finite, all ranks skip the step.
+    """A gradient scaler for shards: if one rank's shards are not finite, all ranks skip the step.
 
-    torch's own looks at each rank's gradients alone, or refuses shards beside whole tensors.
+    torch's own checks only the rank's own gradients, or refuses DTensors next to plain tensors.
     """
 
     def unscale_gradients(
@@ -45,7 +45,7 @@ class ShardedScaler(UnscalingGradScaler):
 
 
 class _ShardedClipping(Precision):
-    """Mixin: clips gradients of which each rank holds some rows."""
+    """Mixin: clips gradients that are sharded."""
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all ranks. *Collective*."""
@@ -69,15 +69,15 @@ class FSDPDoublePrecision(_ShardedClipping, DoublePrecision):
 
 
 class FSDPMixedPrecision(_ShardedClipping, MixedPrecision):
-    """`"bf16-mixed"` and `"16-mixed"`: fp32 shards, gathered in 16 bits, computed with under autocast.
+    """`"bf16-mixed"` and `"16-mixed"`: fp32 shards, unsharded in 16 bits, computation under autocast.
 
-    Gathering in 16 bits alone would run everything in 16 bits, the loss included; autocast keeps what needs fp32
-    (softmax, losses, sums) as it is under DDP.
+    Without autocast, all of the computation would be in 16 bits. Autocast keeps in fp32 what it keeps under DDP:
+    softmax, losses, sums.
     """
 
 
 def sharded_precision(plugin: Precision) -> Precision:
-    """Return the plugin that does under FSDP2 what `plugin` does elsewhere.
+    """Return the plugin for FSDP2 of the same precision as `plugin`.
 
     Raises:
         ConfigurationError: a precision that has no such plugin.
@@ -108,7 +108,7 @@ def check_precision(plugin: Precision, device: torch.device) -> None:
 
 
 def sharding_policy(plugin: Precision, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return in which dtypes parameters are gathered and gradients reduced.
+    """Return the dtypes in which parameters are unsharded and gradients reduced.
 
     Args:
         plugin: one of this module.
@@ -117,12 +117,12 @@ def sharding_policy(plugin: Precision, reduce_dtype: torch.dtype | None) -> Mixe
     computed_in = _COMPUTED_IN.get(str(plugin.precision))
     if computed_in is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
-    # Inputs are autocast's business: cast here, a batch's targets would lose precision, too.
+    # Autocast casts inputs. FSDP2 would cast all of a batch, and its targets would lose precision, too.
     return MixedPrecisionPolicy(param_dtype=computed_in, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 def match_inputs(module: Module) -> None:
-    """Cast inputs of layers that, on CPU, refuse any that are wider than their 16-bit weights."""
+    """Cast the inputs of layers that on CPU refuse inputs wider than their 16-bit weights."""
     for part in module.modules():
         if isinstance(part, LayerNorm | GroupNorm | Bilinear) and next(part.parameters(), None) is not None:
             part.register_forward_pre_hook(_cast_to_weight)

@@ -1,4 +1,4 @@
-"""Tensors every rank holds whole: parameters FSDP2 cannot shard, and buffers."""
+"""Parameters that FSDP2 cannot shard, which every rank holds in full; and broadcasting a unit before it is sharded."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,9 +20,9 @@ _DATA: Any = Tensor.data
 
 
 def unshardable(module: Module) -> list[Parameter]:
-    """Return the parameters of `module` that cannot be sharded: those without dimensions or elements.
+    """Return the parameters of `module` that cannot be sharded: 0-dimensional and empty ones.
 
-    Before torch 2.12, integer parameters are included.
+    Before torch 2.12, also integer ones.
     """
 
     def cannot_be(parameter: Parameter) -> bool:
@@ -33,7 +33,7 @@ def unshardable(module: Module) -> list[Parameter]:
 
 
 class ReplicatedParameter(Parameter):
-    """A parameter that is not sharded: what is assigned to its `data` may be."""
+    """A parameter that is not sharded, but whose `data` may be assigned a DTensor."""
 
     @property
     def data(self) -> Tensor:
@@ -48,7 +48,7 @@ class ReplicatedParameter(Parameter):
 
 
 def watch_assignments(parameters: Iterable[Parameter]) -> Callable[[], None]:
-    """Let whole parameters take values of DTensors; return what ends it."""
+    """Let DTensors be assigned to the `data` of `parameters`; return a function that ends this."""
     watched = [parameter for parameter in parameters if type(parameter) is Parameter]
     for parameter in watched:
         parameter.__class__ = ReplicatedParameter
@@ -61,10 +61,9 @@ def watch_assignments(parameters: Iterable[Parameter]) -> Callable[[], None]:
 
 
 class AveragedGradients:
-    """Averages the gradients of replicated parameters over all ranks at the end of every backward pass.
+    """Averages the gradients of replicated parameters over all ranks at the end of each backward pass.
 
-    All of them in one all-reduce. The average of averages that are the same everywhere is itself, so accumulation may
-    average as often as it likes.
+    One all-reduce per dtype. Accumulating steps average, too: averaging equal values again changes nothing.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -74,7 +73,7 @@ class AveragedGradients:
         self._handles = [_on_gradient(parameter, self._gradient_came) for parameter in parameters]
 
     def remove(self) -> None:
-        """Average no more."""
+        """Stop averaging."""
         for handle in self._handles:
             handle.remove()
 
@@ -105,7 +104,7 @@ def _on_gradient(parameter: Parameter, hook: object) -> torch.utils.hooks.Remova
 def share_on(device: torch.device, tensors: Iterable[Tensor]) -> None:
     """Broadcast rank 0's values of a unit's `tensors` on `device`, before the unit is sharded there. *Collective*.
 
-    This uses the devices' network, and no more memory than FSDP2 needs for the unit anyway.
+    This uses the network of the devices, and no more memory than FSDP2 needs for the unit in any case.
     """
     tensors = list(tensors)
     make_room_on(device, tensors, is_source=dist.get_rank() == 0)

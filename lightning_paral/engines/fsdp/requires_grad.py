@@ -1,4 +1,4 @@
-"""`requires_grad` under FSDP2: of shards between steps, of gathered parameters inside them, the same on all ranks."""
+"""`requires_grad` under FSDP2: set on shards between steps and on unsharded parameters inside them."""
 
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,15 +15,15 @@ from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgree
 
 
 class TrainedShards:
-    """Lets parameters be frozen and unfrozen during a fit.
+    """Lets users freeze and unfreeze parameters during a fit, and checks that all ranks do the same.
 
-    FSDP2 gives a parameter `requires_grad` of its shard whenever it gathers it, so what a training step sets on the
-    root's parameters, gathered for all of it, would be forgotten.
+    FSDP2 copies `requires_grad` from the shard whenever it unshards a parameter. What a training step sets on the
+    root's parameters, which are unsharded for all of the step, would be lost: `carry_over` copies it to the shards.
 
     Args:
-        root: the sharded LightningModule, of which nothing is gathered now.
-        timeout: how long other ranks are waited for.
-        undo: takes what ends the watch over `requires_grad`.
+        root: the sharded LightningModule, all of it resharded.
+        timeout: how long to wait for other ranks.
+        undo: closing it ends the watch.
     """
 
     def __init__(self, root: Module, timeout: timedelta, undo: ExitStack) -> None:
@@ -35,7 +35,7 @@ class TrainedShards:
         self._at_start: list[bool] = []
 
     def before_batch(self, epoch: int, batch_idx: int) -> None:
-        """Check that all ranks train the same. *Collective* in the first step of an epoch, and where that changed.
+        """Check that all ranks train the same parameters. *Collective* in an epoch's first step, and after changes.
 
         Raises:
             ConfigurationError: the ranks disagree, or a parameter is new and not sharded; names the parameters.
@@ -43,7 +43,7 @@ class TrainedShards:
         if not self._agreement.update(epoch, batch_idx):
             return
         parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
-        # What an evaluation gathered may stay so: reshard_after_forward=False.
+        # With reshard_after_forward=False, an evaluation leaves parameters unsharded.
         known = self._known.union(gathered(each) for part in parts for each in _sharded_params(part))
         new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
         if new:
@@ -53,11 +53,11 @@ class TrainedShards:
             )
 
     def before_step(self) -> None:
-        """Note what is trained when a step begins."""
+        """Record which of the root's parameters are trained when a step begins."""
         self._at_start = [each.sharded_param.requires_grad for each in self._of_root]
 
     def carry_over(self) -> None:
-        """Give the root's shards `requires_grad` that the step has set on them while they were gathered."""
+        """Copy `requires_grad` to the root's shards where the step has changed it on the unsharded parameters."""
         for number, each in enumerate(self._of_root):
             now = gathered(each)
             if now is not None and now.requires_grad != self._at_start[number]:
@@ -66,5 +66,5 @@ class TrainedShards:
 
 
 def _sharded_params(module: Any) -> list[Any]:
-    """Return FSDP2's records of the parameters that are gathered with `module`."""
+    """Return the `FSDPParam`s of the parameters that are unsharded together with `module`."""
     return [param for group in groups_of(module) for param in group.fsdp_params]

@@ -64,7 +64,6 @@ class FSDPRun:
         module: LightningModule,
         options: FSDPOptions,
         dims: ParallelDims,
-        *,
         mesh: DeviceMesh,
         device: torch.device,
         precision: Precision,
@@ -105,6 +104,7 @@ class FSDPRun:
             ConfigurationError: a unit has trained parameters of several dtypes.
         """
         self.sharded.shard()
+        log.info("FSDP: sharded %s, %d bytes of parameters.", type(self.module).__name__, self.sharded.num_bytes)
 
     # Training
 
@@ -140,8 +140,8 @@ class FSDPRun:
     def training_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
         assert self._trained is not None
-        calls = self.sharded.calls
-        run = calls.training_step if self.module.automatic_optimization else calls.manual_step
+        root = self.sharded.root_unshard
+        run = root.training_step if self.module.automatic_optimization else root.manual_step
         self._trained.before_step()
         with self._explained(in_step=True):
             output = run(step, args, kwargs)
@@ -151,16 +151,16 @@ class FSDPRun:
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
         with self._explained(in_step=True):
-            return self.sharded.calls.evaluation_step(step, args, kwargs)
+            return self.sharded.root_unshard.evaluation_step(step, args, kwargs)
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return `backward(loss, *args, **kwargs)`, which leaves the gradients in the shards. *Collective*."""
         assert self._trained is not None
         self._trained.carry_over()
-        self.sharded.calls.before_backward(loss)
+        self.sharded.root_unshard.before_backward(loss)
         with self._explained(in_step=False):  # hooks run inside, too
             result = backward(loss, *args, **kwargs)
-        self.sharded.calls.after_backward()
+        self.sharded.root_unshard.after_backward()
         return result
 
     @contextmanager
@@ -175,9 +175,9 @@ class FSDPRun:
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Run an optimizer's step inside the block; in manual optimization the root is unsharded again after it."""
-        self.sharded.calls.before_optimizer()
+        self.sharded.root_unshard.before_optimizer()
         yield
-        self.sharded.calls.after_optimizer()
+        self.sharded.root_unshard.after_optimizer()
 
     # Errors, and the end of the run
 

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -29,7 +28,6 @@ from lightning_paral.compat.torch.normalization import BatchNorm, InstanceNorm
 from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
 from lightning_paral.engines.fsdp.gather import GatherToHost
-from lightning_paral.engines.fsdp.gathered_writes import WatchedGroup
 from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
 from lightning_paral.engines.fsdp.guards import Registrations
 from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, originals_of
@@ -40,8 +38,9 @@ from lightning_paral.engines.fsdp.replicated_tensors import (
     unshardable,
     watch_assignments,
 )
-from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, ModuleSnapshot
+from lightning_paral.engines.fsdp.snapshot import ModuleSnapshot
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
+from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
@@ -49,7 +48,7 @@ from lightning_paral.model.units import Unit, Units
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How units are sharded."""
+    """How each unit is sharded: arguments of `fully_shard`, and units to prefetch."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -60,12 +59,12 @@ class Sharding:
 
 
 class ShardedModule:
-    """A module from before it is sharded until it is given back.
+    """Shards a module in place, and restores it.
 
     Args:
-        units: the module's.
-        sharding: how.
-        deferred: where values come from that the module does not have yet.
+        units: of the module.
+        sharding: how the units are sharded.
+        deferred: computes the values of parameters that have none yet; `None` if all have values.
     """
 
     def __init__(self, units: Units, sharding: Sharding, deferred: DeferredConstruction | None) -> None:
@@ -97,7 +96,7 @@ class ShardedModule:
         names = {parameter: name for name, parameter in self._originals}
         for unit in units.bottom_up:
             _check_dtypes(unit, names)
-        self._fill_what_is_sharded()
+        self._compute_values_of_sharded()
         for unit in units.bottom_up:
             if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
                 self._sharded.append(unit.module)
@@ -108,43 +107,44 @@ class ShardedModule:
         self.replicated = unshardable(self.root)
         if dist.get_world_size() > 1:
             self._averaged = AveragedGradients(self.replicated)
-        _move_what_is_no_parameter(self.root, sharding.device)
+        _move_metrics(self.root, sharding.device)
         self._install_communication()
         inner = {unit.module for unit in units.inner}
         calls = [UnitUnshard(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         initialize(self.root)
         for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
             keep_dtype(param)
-        self.calls = RootUnshard(self._sharded[-1], calls, inner)
+        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner)
         self._watch_writes()
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield names and parameters as they were before; while the module is sharded, they hold nothing."""
+        """Yield the names and parameters before sharding; while the module is sharded, these parameters are empty."""
         yield from self._originals
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, whole."""
+        """Bytes of all parameters, unsharded."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.root.parameters())
 
     def set_gradient_sync(self, reduce: bool, all_reduce: bool) -> None:
-        """Let the coming backward passes reduce gradients inside the shard group, and across replicas, or not."""
+        """Set whether backward passes reduce gradients over the shard group, and then over the replicas."""
         root: Any = self.root
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(all_reduce)
 
     def reshard(self) -> None:
-        """Reshard what a failed step has left gathered."""
+        """Reshard what a failed step has left unsharded."""
         if isinstance(self.root, FSDPModule):
             reset_iteration(self.root)
 
     def restore(self, gather: GatherToHost | str) -> dict[Parameter, Parameter]:
-        """Give the module back as it was. *Collective* over the group of `gather`.
+        """Restore the module as it was before `shard`. *Collective* over the group of `gather`.
 
-        A string in place of it says why that cannot be; the module stays sharded.
+        Args:
+            gather: gathers full parameters; or the reason why that cannot be, and parameters stay sharded.
 
         Returns:
-            dict[Parameter, Parameter]: by sharded parameter, the module's own.
+            dict[Parameter, Parameter]: the module's own parameter by sharded parameter; empty if they stay sharded.
         """
         if self._averaged is not None:
             self._averaged.remove()
@@ -157,7 +157,7 @@ class ShardedModule:
         return self._snapshot.restore(gather)
 
     def _watch_writes(self) -> None:
-        """Let what user code writes to parameters arrive, sharded or gathered."""
+        """Make user code that writes to parameters change the shards, also while parameters are unsharded."""
         groups = [group for module in self._sharded for group in groups_of(module)]
         watched: list[WatchedGroup] = []
 
@@ -168,13 +168,15 @@ class ShardedModule:
         originals = originals_of(params, self._snapshot.original)
         present = {*originals.values(), *self.root.parameters()}
         hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
-        watched += [WatchedGroup(group, is_of_another, lambda: self.calls.await_backward, hooks) for group in groups]
+        watched += [
+            WatchedGroup(group, is_of_another, lambda: self.root_unshard.await_backward, hooks) for group in groups
+        ]
         self._end_assignments = watch_assignments(self.replicated)
-        self._semantics = DTensorSemantics(params, lambda: self.calls.are_running, hooks)
+        self._semantics = DTensorSemantics(params, lambda: self.root_unshard.are_running, hooks)
         self._registrations = Registrations(self.root, params)
 
-    def _fill_what_is_sharded(self) -> None:
-        """Give what the user sharded in `configure_model` its values, module by module."""
+    def _compute_values_of_sharded(self) -> None:
+        """Compute the values of what the user sharded in `configure_model`, module by module."""
         if self._deferred is None:
             return
         for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
@@ -232,31 +234,16 @@ class ShardedModule:
                 module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
 
 
-def check_module(module: Module) -> None:
-    """Raise a `ConfigurationError` if something in `module` was wrapped by FSDP1, or is left from an earlier run."""
-    if hasattr(module, LEFT_SHARDED):
-        raise ConfigurationError(
-            f"{type(module).__name__} was left sharded by an earlier run, which could not bring it together: "
-            f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
-        )
-    for name, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
-            raise ConfigurationError(
-                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which does "
-                "not mix with FSDP2. Leave the module unwrapped, the strategy shards it; or use fully_shard."
-            )
-
-
 def _normalizes_in_full(module: Module) -> bool:
-    """Whether the kernels of `module` need parameters of the dtype of running statistics and of full-precision inputs.
+    """Whether the parameters of `module` stay fp32 under mixed precision, like its running statistics.
 
-    Autocast does not cast their parameters: under DDP these are fp32.
+    Autocast does not cast them, so they are fp32 under DDP, too.
     """
     return isinstance(module, BatchNorm | InstanceNorm)
 
 
-def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
-    """Let `root.device` and the states of metrics be on `device`; `root.to` would move offloaded shards as well."""
+def _move_metrics(root: Module, device: torch.device) -> None:
+    """Set `root.device` and move the states of metrics to `device`; `root.to` would also move offloaded shards."""
     set_device_everywhere(root, device)
     for part in root.modules():
         if isinstance(part, Metric):
@@ -264,7 +251,7 @@ def _move_what_is_no_parameter(root: Module, device: torch.device) -> None:
 
 
 def _own_parts(module: Module) -> list[Module]:
-    """Return `module` and what is in it, without what has been sharded already and what is in that."""
+    """Return `module` and its submodules, without those that are sharded already and their submodules."""
     parts: dict[Module, None] = {}
 
     def visit(part: Module) -> None:

@@ -1,4 +1,4 @@
-"""Operations on shards that torch does otherwise than on one tensor, or not at all: as `aten` operation and handler."""
+"""Operations that torch runs on shards with other results than on plain tensors, or not at all, and their handlers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of, operation_handlers
-from lightning_paral.engines.fsdp import gathered_ops as whole_values
-from lightning_paral.engines.fsdp.local_rows import as_whole, in_place_of, is_replicated, like, own_chunk
-from lightning_paral.engines.fsdp.view_writes import Part, mark_parts
+from lightning_paral.engines.fsdp import gathered_ops
+from lightning_paral.engines.fsdp.local_rows import as_full, in_place_of, is_replicated, like, own_chunk
+from lightning_paral.engines.fsdp.view_writes import GatheredView, mark_gathered
 from lightning_paral.errors import ConfigurationError
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _by_default(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what torch does."""
+    """Run the operation as torch does."""
     handlers = operation_handlers()
     ours = handlers.pop(operation)
     try:
@@ -32,18 +32,18 @@ def _chunk(tensor: Any) -> tuple[slice, ...] | None:
     return own_chunk(tensor) if isinstance(tensor, DTensor) else None
 
 
-def _whole_values(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: as_whole(value) for key, value in kwargs.items()}
+def _full_values(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: as_full(value) for key, value in kwargs.items()}
 
 
 def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw what one process would, of which a rank keeps its own part; torch lets each rank draw its own (2.13)."""
+    """Draw what one process draws, and keep this rank's chunk; in torch (2.13) each rank draws numbers of its own."""
     target, *others = args
     chunk = _chunk(target)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
     whole = in_place_of(target, chunk, filled=False)
-    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    operation(whole, *map(as_full, others), **_full_values(kwargs))
     local_of(target).copy_(whole[chunk])
     return target
 
@@ -54,16 +54,16 @@ def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
     whole = in_place_of(model, chunk, filled=False)
-    return like(model, operation(whole, *map(as_whole, others), **_whole_values(kwargs)), chunk)
+    return like(model, operation(whole, *map(as_full, others), **_full_values(kwargs)), chunk)
 
 
 def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw with probabilities, means or other numbers that are sharded themselves. *Collective*."""
+    """Draw with sharded probabilities, means or other numbers. *Collective*."""
     model = next(value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
     chunk = own_chunk(model)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
-    whole = operation(*map(as_whole, args), **_whole_values(kwargs))
+    whole = operation(*map(as_full, args), **_full_values(kwargs))
     if whole.shape == model.shape:
         return like(model, whole, chunk)
     mesh = model.device_mesh
@@ -75,12 +75,12 @@ def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _by_default(operation, args, kwargs)
     raise ConfigurationError(
         f"{operation} on a sharded tensor (a DTensor) would draw other numbers than one process. Draw in the step, "
-        "where what belongs to the root is whole, or draw with torch.rand_like or torch.randn_like and apply that."
+        "where the root's parameters are unsharded, or draw with torch.rand_like or torch.randn_like and apply that."
     )
 
 
 def _refuse_where_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse what draws in training only, or with a probability above 0 only."""
+    """Refuse operations that draw, unless a flag of training or a probability says that this call does not."""
     arguments = schema_of(operation).arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     switches = {argument.name: argument.default_value for argument in arguments if argument.name in _SWITCHES}
@@ -92,19 +92,19 @@ _SWITCHES = ("train", "training", "dropout_p")
 
 
 def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write elements at given places: each rank those it holds. *Collective* where values or indices are sharded."""
+    """Write elements at given indices, each rank its own. *Collective* if values or indices are sharded."""
     target, *others = args
     chunk = _chunk(target)
     if chunk is None:
         return _by_default(operation, args, kwargs)
     whole = in_place_of(target, chunk)
-    operation(whole, *map(as_whole, others), **_whole_values(kwargs))
+    operation(whole, *map(as_full, others), **_full_values(kwargs))
     local_of(target).copy_(whole[chunk])
     return target
 
 
 def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy a whole tensor, of which a rank needs its own part."""
+    """Copy this rank's chunk of a full tensor."""
     target, source = args[:2]
     chunk = _chunk(target)
     if chunk is None or isinstance(source, DTensor):
@@ -119,13 +119,13 @@ def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if chunk is None:
         return _by_default(operation, args, kwargs)
     whole = in_place_of(target, chunk, filled=False)
-    operation(*map(as_whole, args), **_whole_values({**kwargs, "out": whole}))
+    operation(*map(as_full, args), **_full_values({**kwargs, "out": whole}))
     local_of(target).copy_(whole[chunk])
     return target
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor. One rank's part of a sum has the number, the others nothing: torch (2.13) adds up all of them."""
+    """Fill a tensor. Of a partial sum, one rank gets the number and the others 0; torch (2.13) adds up all."""
     target, value = args
     sums = [number for number, placement in enumerate(target.placements) if placement.is_partial("sum")]
     is_first = all(target.device_mesh.get_local_rank(number) == 0 for number in sums)
@@ -134,11 +134,11 @@ def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _by_default(operation, args, kwargs)
-    return mark_parts(result, operation, args, kwargs)
+    return mark_gathered(result, operation, args, kwargs)
 
 
 def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View a tensor in another shape; gathered where torch (2.13) cannot do it on uneven parts. *Collective* then."""
+    """View a tensor in another shape. If torch (2.13) cannot do it on uneven shards, gather it: *collective* then."""
     try:
         return _by_default(operation, args, kwargs)
     except RuntimeError as error:
@@ -146,7 +146,7 @@ def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             raise
     origin, *others = args
     whole = origin.redistribute(placements=[Replicate()] * origin.device_mesh.ndim)
-    return mark_parts(_by_default(operation, (whole, *others), kwargs), operation, args, kwargs)
+    return mark_gathered(_by_default(operation, (whole, *others), kwargs), operation, args, kwargs)
 
 
 _NAMES: dict[Handler, tuple[str, ...]] = {
@@ -203,8 +203,8 @@ _WRITES = (_write_at_indices, _copy)
 
 def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
     """Return the handlers by operation; `in_step` says whether a step is running."""
-    found = whole_values.handlers(_by_default, in_step)
-    takes_plain = whole_values.for_plain_targets(in_step)
+    found = gathered_ops.handlers(_by_default, in_step)
+    takes_plain = gathered_ops.for_plain_targets(in_step)
     for handler, names in _NAMES.items():
         for name in names:
             operation, overload = name.split(".")
@@ -215,16 +215,15 @@ def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
 
 
 def set_items(target: Any, index: Any, value: Any) -> None:
-    """Do `target[index] = value` on a DTensor: each rank writes what it holds.
+    """Run `target[index] = value` on a DTensor: each rank writes to its shard.
 
-    *Collective* where `index` or `value` is sharded, unless `index` is a mask laid out like `target` and `value` a
-    number.
+    *Collective* if `index` or `value` is sharded, unless `index` is a mask laid out like `target` and `value` a number.
     """
     chunk = own_chunk(target)
     if chunk is None or (torch.is_grad_enabled() and target.requires_grad):
         torch.Tensor.__setitem__(target, index, value)
         return
-    if isinstance(target, Part):
+    if isinstance(target, GatheredView):
         target.refresh()
     local = local_of(target)
     with torch.no_grad():
@@ -233,8 +232,8 @@ def set_items(target: Any, index: Any, value: Any) -> None:
             local[local_of(index)] = value
         else:
             whole = in_place_of(target, chunk)
-            whole[as_whole(index)] = as_whole(value)
+            whole[as_full(index)] = as_full(value)
             local.copy_(whole[chunk])
     torch.autograd.graph.increment_version(target)
-    if isinstance(target, Part):
+    if isinstance(target, GatheredView):
         target.write_back()

@@ -29,7 +29,7 @@ class FSDPState(TensorState):
         optimizers: of the fit; those of an earlier one where the run is an evaluation.
         ended: the optimizers of past runs.
         is_failing: whether an exception has ended the run, perhaps in the middle of a step.
-        meet: after an exception, waits for the other ranks and returns whether all of them failed.
+        reachable_ranks: after an exception, waits for the other ranks, and returns whether all of them failed.
         ranks_per_host: how many ranks share the memory of a host.
     """
 
@@ -38,7 +38,6 @@ class FSDPState(TensorState):
         run: FSDPRun,
         optimizers: Sequence[Optimizer],
         ended: EndedOptimizers,
-        *,
         is_failing: bool,
         reachable_ranks: Callable[[], ReachableRanks],
         ranks_per_host: int,

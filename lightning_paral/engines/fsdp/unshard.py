@@ -1,4 +1,4 @@
-"""Where parameters are gathered: around the outermost call of a unit's methods, and around each step of the root."""
+"""When parameters are unsharded: around the outermost call of a unit's methods, and, of the root, around each step."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,9 +17,13 @@ _NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
 
 
 class UnitUnshard:
-    """Lets any public method of a sharded unit be called, as `forward` can.
+    """Unshards a unit around any public method, not around `forward` only.
 
-    FSDP2 gathers around `forward` alone, and lets go as soon as a nested call ends. Here the outermost call counts.
+    FSDP2 unshards around `forward`, and reshards as soon as a nested call ends. Here the outermost call counts.
+
+    Args:
+        module: a unit.
+        methods: names of its public methods.
     """
 
     def __init__(self, module: Any, methods: list[str]) -> None:
@@ -33,7 +37,7 @@ class UnitUnshard:
             setattr(self._module, name, self._around(getattr(self._module, name)))
 
     def reset(self) -> None:
-        """Forget calls that an exception ended."""
+        """Forget calls that ended by an exception."""
         self._entered, self._in_forward = False, 0
 
     def _before_forward(self, module: Module, args: Any, kwargs: Any) -> Any:
@@ -66,7 +70,7 @@ class UnitUnshard:
 
 
 def public_methods(module: Module) -> list[str]:
-    """Return the names of the methods, `forward` aside, that the author of `module` gave it to be called."""
+    """Return the names of the public methods that the class of `module`, or a base class of the user's, defines."""
     names: dict[str, None] = {}
     for base in type(module).__mro__:
         if base.__module__.partition(".")[0] in _NOT_THE_USERS or base is object:
@@ -79,9 +83,14 @@ def public_methods(module: Module) -> list[str]:
 
 
 class RootUnshard:
-    """Gathers what belongs to the root while a step runs, and while the module is called outside of steps.
+    """Unshards the root's parameters while a step runs, and while the module is called outside of steps.
 
-    Between calls, every parameter is sharded: what hooks and callbacks see and change is what is trained.
+    Otherwise every parameter is sharded, so that what hooks and callbacks read and change is what is trained.
+
+    Args:
+        root: the sharded LightningModule.
+        units: of the other units.
+        inner: the modules of the other units; direct children of the root that are none belong to the root.
     """
 
     def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module]) -> None:
@@ -91,12 +100,12 @@ class RootUnshard:
         self._depth = 0
         self._in_manual_step = False
         self.await_backward = False
-        """Whether a step of automatic optimization has ended whose backward pass is to come."""
+        """Whether a step of automatic optimization has ended and its backward pass has not begun."""
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
         for name in ("toggle_optimizer", "untoggle_optimizer"):
-            setattr(self._root, name, self._then_gather_anew(getattr(self._root, name)))
+            setattr(self._root, name, self._then_unshard_again(getattr(self._root, name)))
 
     @property
     def are_running(self) -> bool:
@@ -104,7 +113,7 @@ class RootUnshard:
         return self._depth > 0
 
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a training step of automatic optimization: its backward pass comes after it."""
+        """Run a training step of automatic optimization, whose backward pass follows it."""
         self._enter()
         pre_forward(self._hooks.state, self._root)
         output = step(*args, **kwargs)
@@ -118,7 +127,7 @@ class RootUnshard:
         return output
 
     def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a training step that itself calls backward passes and optimizers."""
+        """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
         self._enter()
         self._in_manual_step = True
         self._root.unshard()
@@ -138,7 +147,7 @@ class RootUnshard:
         return output
 
     def before_backward(self, loss: Tensor) -> None:
-        """In a manual step, see to it that the root's gradients are reduced though no unit has a part in `loss`."""
+        """In a manual step, have the root's gradients reduced even if `loss` was computed by no unit."""
         if loss.requires_grad:
             loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         if self._in_manual_step:
@@ -148,26 +157,26 @@ class RootUnshard:
         self.await_backward = False
 
     def after_backward(self) -> None:
-        """In a manual step, gather anew what the backward pass let go: the step goes on."""
+        """In a manual step, unshard again what the backward pass resharded: the step continues."""
         if self._in_manual_step:
             self._root.unshard()
 
     def before_optimizer(self) -> None:
-        """Let go what the optimizer is about to change."""
+        """In a manual step, reshard what the optimizer is about to change."""
         if self._in_manual_step:
             self._root.reshard()
 
     after_optimizer = after_backward
 
-    def _then_gather_anew(self, toggle: Callable[..., None]) -> Callable[..., None]:
-        """Let what is gathered for the step follow `requires_grad` of the shards, which optimizers hold."""
+    def _then_unshard_again(self, toggle: Callable[..., None]) -> Callable[..., None]:
+        """Give unsharded parameters the `requires_grad` that `toggle` sets on the shards, which the optimizers hold."""
 
-        def toggle_then_gather(*args: Any, **kwargs: Any) -> None:
+        def toggle_then_unshard(*args: Any, **kwargs: Any) -> None:
             toggle(*args, **kwargs)
             self.before_optimizer()
             self.after_optimizer()
 
-        return toggle_then_gather
+        return toggle_then_unshard
 
     def _enter(self) -> None:
         self._depth = 1
@@ -178,7 +187,7 @@ class RootUnshard:
         if self._depth == 0:
             pre_forward(self._hooks.state, self._root)
         elif not all(group.is_unsharded for group in groups_of(self._root)):
-            self._root.unshard()  # `state_dict` and `load_state_dict` in a step let go
+            self._root.unshard()  # `state_dict` and `load_state_dict` in a step reshard
         self._depth += 1
 
     def _after_call(self, module: Module, args: Any, output: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Parts of sharded tensors that torch gathers where one tensor gives a view: what is written to them is written back.
+"""Views of sharded tensors for which torch gathers a copy: what is written to the copy is written to the shards.
 
-`p.data[0].zero_()` would otherwise change a copy, and nothing would say so.
+Otherwise `p.data[0].zero_()` would silently change a copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,16 +18,15 @@ from lightning_paral.engines.fsdp.local_rows import in_place_of, is_replicated, 
 from lightning_paral.errors import ConfigurationError
 
 
-class Part(DTensor):
-    """A gathered copy of some elements of a sharded tensor, or a view of such a copy.
+class GatheredView(DTensor):
+    """A gathered copy of some elements of a sharded tensor, its origin, or a view of such a copy.
 
-    Whatever uses it gathers it anew, as a view shows what its tensor holds now, and whatever writes to it writes to
-    where the elements come from. *Collective*.
+    It behaves like a view: each use gathers the current elements, and each write changes the origin. *Collective*.
     """
 
     _origin: Any
     _take: Callable[[Any], Any] | None
-    """Takes the elements from the origin, or from a whole tensor of its shape; `None` for a view of the origin."""
+    """Selects the elements from the origin, or from a full tensor of its shape; `None` for a view of the origin."""
 
     @classmethod
     def __torch_function__(
@@ -36,13 +35,13 @@ class Part(DTensor):
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             name = func.__name__
-            parts = [] if name in _HARMLESS else list(_parts_in((*args, *kwargs.values())))
+            parts = [] if name in _HARMLESS else list(_views_in((*args, *kwargs.values())))
             if name != "__get__":
                 for part in parts:
                     part.refresh()
             before = [version_of(part) for part in parts]
             result = func(*args, **kwargs)
-            written = list(_parts_in(args[:1])) if writes_in_place(name) else []
+            written = list(_views_in(args[:1])) if writes_in_place(name) else []
             written += [part for part, version in zip(parts, before, strict=True) if version_of(part) != version]
             for part in written:
                 part.write_back()
@@ -57,17 +56,17 @@ class Part(DTensor):
         return whole
 
     def refresh(self) -> None:
-        """Gather the elements anew."""
+        """Gather the current elements. *Collective*."""
         if self._take is None:
             self._origin.refresh()
         else:
-            if isinstance(self._origin, Part):
+            if isinstance(self._origin, GatheredView):
                 self._origin.refresh()
             with torch.no_grad():
                 local_of(self).copy_(local_of(self._take(self._origin)))
 
     def write_back(self) -> None:
-        """Write the elements to where they come from: each rank those it holds."""
+        """Write the elements to the origin: each rank those of its own shard."""
         origin = self._origin
         if self._take is None:
             origin.write_back()
@@ -75,7 +74,7 @@ class Part(DTensor):
         chunk = own_chunk(origin)
         if chunk is None or not is_replicated(self):
             raise ConfigurationError(
-                "A part of a sharded parameter was changed in place, which cannot be brought back to it. Assign to "
+                "A view of a sharded parameter was changed in place, which cannot be written to its shards. Assign to "
                 "the parameter by index instead: parameter.data[...] = value."
             )
         with torch.no_grad():
@@ -83,7 +82,7 @@ class Part(DTensor):
             self._take(whole).copy_(local_of(self))
             local_of(origin).copy_(whole[chunk])
         torch.autograd.graph.increment_version(origin)
-        if isinstance(origin, Part):
+        if isinstance(origin, GatheredView):
             origin.write_back()
 
 
@@ -93,19 +92,19 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-def _parts_in(values: Any) -> Iterator[Part]:
+def _views_in(values: Any) -> Iterator[GatheredView]:
     for value in values:
-        if isinstance(value, Part):
+        if isinstance(value, GatheredView):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _parts_in(value)
+            yield from _views_in(value)
 
 
-def _mark_views(result: Any, part: Part) -> None:
-    """Let what shows the memory of `part` know it."""
+def _mark_views(result: Any, part: GatheredView) -> None:
+    """Make the tensors in `result` that share the memory of `part` views of it."""
     for value in result if isinstance(result, list | tuple) else [result]:
         if type(value) is DTensor and _memory(value) == _memory(part):
-            value.__class__ = Part
+            value.__class__ = GatheredView
             value._origin, value._take = part, None  # type: ignore[attr-defined]
 
 
@@ -114,8 +113,8 @@ def _memory(tensor: Any) -> int:
     return pointer
 
 
-def mark_parts(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let `result`, of a view operation, know what it is a part of, if it is a copy."""
+def mark_gathered(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make `result`, of a view operation, a `GatheredView` of its first argument where torch gathered a copy."""
     origin, *others = args
     if not isinstance(origin, DTensor):
         return result
@@ -123,15 +122,15 @@ def mark_parts(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[
     for number, part in enumerate(result if several else [result]):
         if type(part) is not DTensor or not is_replicated(part):
             continue
-        if isinstance(origin, Part) and _memory(part) == _memory(origin):
-            part.__class__ = Part
+        if isinstance(origin, GatheredView) and _memory(part) == _memory(origin):
+            part.__class__ = GatheredView
             part._origin, part._take = origin, None  # type: ignore[attr-defined]
-        elif isinstance(origin, Part) or not is_replicated(origin):
+        elif isinstance(origin, GatheredView) or not is_replicated(origin):
 
             def take(tensor: Any, number: int = number) -> Any:
                 view = operation(tensor, *others, **kwargs)
                 return view[number] if several else view
 
-            part.__class__ = Part
+            part.__class__ = GatheredView
             part._origin, part._take = origin, take  # type: ignore[attr-defined]
     return result

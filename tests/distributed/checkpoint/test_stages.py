@@ -22,7 +22,7 @@ from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.save_plan import plan_save
 from lightning_paral.checkpoint.shards import FlatShard, flat
 from lightning_paral.checkpoint.state.optimizer import load_state, param_names, state_of
-from lightning_paral.checkpoint.state.weights import replicated_storages
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY, replicated_storages
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.options import DEFAULT_TIMEOUT
 
@@ -82,6 +82,7 @@ def checkpoint_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         "optimizer_states": [state_of(optimizer, param_names(optimizer, module))],
         "callbacks": {"Best": {"score": torch.tensor(0.5)}},
         "loops": {"a": [1, 2]},
+        PACKAGE_STATE_KEY: {"frozen": [name for name, _ in module.named_children()]},
     }
 
 
@@ -113,6 +114,7 @@ def assert_is_whole(path: str | Path) -> None:
             assert torch.equal(found.state_dict()[name], value), name
     assert [found.first_keeping.note, found.second_keeping.note] == list(LAYERS)
     assert checkpoint["callbacks"]["Best"]["score"].item() == 0.5
+    assert checkpoint[PACKAGE_STATE_KEY]["frozen"] == [name for name, _ in expected.named_children()]
     (state,) = checkpoint["optimizer_states"]
     loaded = optimizer_of(found, steps=0)
     load_state(loaded, param_names(loaded, found), state)

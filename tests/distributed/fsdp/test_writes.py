@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "shape in a step": ("reshape", "training_step", {}, ["target.0.weight.data", "[7, 4]", "[5, 4] float32"]),
     "shared in a step": ("share", "training_step", {}, ["target.0.weight.data", "copy_"]),
     "bf16": ("scale", "training_step", {"precision": "bf16-mixed"}, ["target.0.weight", "on_train_batch_end"]),
-    "whole tensor": ("outside", "on_train_batch_end", {}, ["copy_(whole)", "full_tensor"]),
+    "whole tensor": ("outside", "on_train_batch_end", {}, ["copy_(full)", "full_tensor"]),
     "deepcopy": ("deepcopy", "on_train_batch_end", {}, ["copy.deepcopy", "scale", "__init__"]),
 }
 

@@ -54,7 +54,7 @@ from lightning_paral.compat.torch import (
 )
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
-from lightning_paral.engines.fsdp.gathered_writes import WatchedGroup
+from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
 from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.renaming import rename
 

@@ -1,4 +1,4 @@
-"""Writes to parameters while they are gathered: they are brought back to the shards before the gathered are let go."""
+"""Writes to unsharded parameters: they are copied to the shards before the parameters are resharded."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,10 +23,10 @@ _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 
 
-class GatheredParameter(Parameter):
-    """A parameter while it is whole, which notices writes.
+class UnshardedParameter(Parameter):
+    """An unsharded parameter that notices when its values are written to.
 
-    In-place operations count up its version, and those on what `data` returns the version of that.
+    In-place operations increment its version; those on what `data` returned increment the version of that tensor.
     """
 
     _name: str
@@ -40,7 +40,7 @@ class GatheredParameter(Parameter):
 
     @property
     def data(self) -> Tensor:
-        """Its values, without autograd."""
+        """The values, without autograd."""
         if self._alias is None:
             self._alias = _DATA.__get__(self)
         return self._alias.detach()
@@ -49,7 +49,7 @@ class GatheredParameter(Parameter):
     def data(self, value: Tensor) -> None:
         if isinstance(value, DTensor):
             raise ConfigurationError(
-                f"{self._name}.data was assigned a sharded tensor (a DTensor) where the parameter is gathered: in a "
+                f"{self._name}.data was assigned a sharded tensor (a DTensor) where the parameter is unsharded: in a "
                 "step, or in a method of its unit. Do it in a hook such as on_train_batch_end, where both are sharded."
             )
         check_assigned(self._name, self, value)
@@ -63,7 +63,7 @@ class GatheredParameter(Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient: between a step and its backward pass that of the shard, from the step before."""
+        """The gradient; between a step and its backward pass that of the shard, which is from the step before."""
         own: Tensor | None = _GRAD.__get__(self)
         sharded = self._sharded()
         return own if own is not None or sharded is None else sharded.grad
@@ -77,17 +77,17 @@ class GatheredParameter(Parameter):
             sharded.grad = value
         else:
             rows = own_rows(sharded)
-            assert rows is not None  # layouts of the user's own are not watched
+            assert rows is not None  # layouts chosen by the user are not watched
             sharded.grad = like(sharded, value, rows)
 
     @property
     def was_written(self) -> bool:
-        """Whether its values have been changed since it was gathered, by all that can be known."""
+        """Whether its values may have been changed since it was unsharded."""
         aliased = self._alias is not None and version_of(self._alias) > 0
         return version_of(self) != self._seen or self._assigned or aliased
 
     def watch_anew(self) -> None:
-        """Take its values for those of the shards."""
+        """Take its values for those of the shards, and watch from now on."""
         if self._assigned:
             _DATA.__set__(self, self._gathered)
         self._alias, self._assigned, self._seen = None, False, version_of(self)
@@ -97,7 +97,7 @@ class GatheredParameter(Parameter):
         return self._register_hook(self.requires_grad, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refuse: the `grad` that it would see is not the one that is kept."""
+        """Refuse: the hook would see another `grad` than the one that is kept."""
         refuse_hook(self._name, "register_post_accumulate_grad_hook")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -111,13 +111,13 @@ class GatheredParameter(Parameter):
 
 
 class WatchedGroup:
-    """Brings writes to the parameters of a unit back, from whenever they are gathered to when they are let go.
+    """Copies what is written to the unsharded parameters of a unit to its shards, whenever it is resharded.
 
     Args:
         group: the `FSDPParamGroup`.
-        is_of_another: whether a tensor shares memory with a gathered parameter other than that given first.
-        in_hooks: whether hooks run while parameters are gathered: a step has ended, and its backward pass is to come.
-        gradient_hooks: those of parameters.
+        is_of_another: whether its second argument shares memory with an unsharded parameter other than the first.
+        in_hooks: whether a step has ended and its backward pass has not begun, so that hooks see unsharded parameters.
+        gradient_hooks: hooks on the gradients of parameters.
     """
 
     def __init__(
@@ -131,21 +131,21 @@ class WatchedGroup:
         self._gradient_hooks = gradient_hooks
         self._in_hooks = in_hooks
         self._is_of_another = is_of_another
-        self._watched: list[tuple[Any, GatheredParameter]] = []
+        self._watched: list[tuple[Any, UnshardedParameter]] = []
         self._began = False
         for part in (group, *group.fsdp_params[:1]):
             check_instance("torch", part)
-        fsdp_group.watch(group, self._when_gathered, self._bring_back)
+        fsdp_group.watch(group, self._after_unshard, self._before_reshard)
 
     def shares_memory(self, param: Tensor, value: Tensor) -> bool:
-        """Whether `value` lies in the memory of a gathered parameter of this unit other than `param`."""
+        """Whether `value` is in the memory of an unsharded parameter of this unit other than `param`."""
         start = value.untyped_storage().data_ptr()
         return start != 0 and any(
             whole is not param and whole._gathered.untyped_storage().data_ptr() == start for _, whole in self._watched
         )
 
-    def _when_gathered(self) -> None:
-        if self._began:  # FSDP creates them once
+    def _after_unshard(self) -> None:
+        if self._began:  # FSDP2 creates them once
             return
         self._began = True
         params = self._group.fsdp_params
@@ -153,17 +153,17 @@ class WatchedGroup:
         for param in params:
             self._gradient_hooks.attach(param)
 
-    def _watch(self, param: Any) -> GatheredParameter:
+    def _watch(self, param: Any) -> UnshardedParameter:
         whole: Any = fsdp_param.gathered(param)
-        whole.__class__ = GatheredParameter
+        whole.__class__ = UnshardedParameter
         whole._name, whole._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
         whole._sharded = lambda: param.sharded_param if self._in_hooks() else None
         whole._register_hook = partial(self._gradient_hooks.register, param)
         whole._gathered, whole._seen = _DATA.__get__(whole), version_of(whole)
-        watched: GatheredParameter = whole
+        watched: UnshardedParameter = whole
         return watched
 
-    def _bring_back(self) -> None:
+    def _before_reshard(self) -> None:
         changed = False
         for param, whole in self._watched:
             if version_of(whole) == whole._seen and whole._alias is None and not whole._assigned:
@@ -171,8 +171,8 @@ class WatchedGroup:
             written = whole.was_written
             try:
                 if param.param_dtype is None:
-                    # Also where it was only read through `data`: what has `data` of `data` leaves no trace.
-                    _copy_own_part(param, whole)
+                    # Also if `data` was only read: writes through `data` of `data` change no version.
+                    _copy_own_shard(param, whole)
                     changed = True
                 elif written:
                     raise ConfigurationError(_too_narrow(param))
@@ -183,19 +183,19 @@ class WatchedGroup:
 
 
 @torch.no_grad()
-def _copy_own_part(param: Any, whole: GatheredParameter) -> None:
+def _copy_own_shard(param: Any, whole: UnshardedParameter) -> None:
     local = local_of(param.sharded_param)
     if local.numel() > 0:
         local.copy_(fsdp_param.own_part(param, whole.detach()))
-    if whole._assigned:  # FSDP reshards it over fewer ranks
+    if whole._assigned:  # FSDP2 reshards from its own memory, perhaps over fewer ranks
         whole._gathered.copy_(whole.detach())
 
 
 def _too_narrow(param: Any) -> str:
     kind = str(param.param_dtype).removeprefix("torch.")
     return (
-        f"{fsdp_param.name_of(param)} was changed where it is gathered, in a step or in a method of its unit. There "
-        f"it is a copy in {kind}, from which its {str(param.orig_dtype).removeprefix('torch.')} values cannot be had. "
+        f"{fsdp_param.name_of(param)} was changed where it is unsharded, in a step or in a method of its unit. There "
+        f"it is a copy in {kind}, which lacks digits of its {str(param.orig_dtype).removeprefix('torch.')} values. "
         "Change it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and "
         "exact, or train with precision='32-true' or 'bf16-true'."
     )
