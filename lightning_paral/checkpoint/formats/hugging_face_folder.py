@@ -130,8 +130,8 @@ def _given(
     if expected is None:
         raise ConfigurationError(
             f"The weights of the model of {path} cannot be determined: `transformers` is not installed, or has no "
-            f"class of the name in its 'architectures', {json.loads(config).get('architectures')}. Install it, or write "
-            "the weights alone: OUT.safetensors --strip-prefix PREFIX."
+            f"class of the name in its 'architectures', {json.loads(config).get('architectures')}. Install it, or "
+            "write the weights alone: OUT.safetensors --strip-prefix PREFIX."
         )
     generation_config = _read(beside) if path.is_dir() and beside.is_file() else expected.model.generation_config
     return replace(expected.model, prefix=prefix, config=config, generation_config=generation_config), expected
