@@ -1,8 +1,8 @@
-"""A strategy of your own: each rank holds the model, and one all-reduce averages all gradients after a backward pass.
+"""A strategy of your own: a full replica per rank, and one all-reduce of all gradients after each backward pass.
 
 `import flat_all_reduce`, then `Trainer(strategy="flat_all_reduce", devices=2)`. The process group, the batches of each
-rank, exact evaluation and checkpoints come from `ParalStrategy`; what it does is tested by the suites of `tests` after
-one more row in their table (tests/contract/cases.py).
+rank, exact evaluation and checkpoints come from `ParalStrategy`. To test the strategy, add a row to the table of cases
+(tests/contract/cases.py), which all suites read.
 """
 
 from typing import Unpack
@@ -18,7 +18,7 @@ from lightning_paral.strategies.base import ParalStrategy
 
 
 class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
-    """One process per device, each with the whole model, which no module wraps."""
+    """One process per device, each with a full replica that is not wrapped."""
 
     @takes_rank_options
     def __init__(self, **options: Unpack[RankOptions]) -> None:
@@ -29,13 +29,13 @@ class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
     # Model wrapping
 
     def configure_ddp(self) -> None:
-        """Start from rank 0's values on all ranks. *Collective* over the world."""
+        """Broadcast rank 0's parameters and buffers. *Collective* over the world."""
         assert self.lightning_module is not None
         for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients, those of micro-batches before this one included. *Collective* over the world."""
+        """Average the gradients, including those accumulated before. *Collective* over the world."""
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
         gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
@@ -46,13 +46,13 @@ class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
 
     # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `ParalStrategy`, which writes one file for strategies whose ranks hold everything.
+    # Checkpoint: `ParalStrategy`, which writes one file if ranks hold full replicas.
 
 
 register_strategies(
     RegisteredStrategy(
         name="flat_all_reduce",
         strategy=FlatAllReduceStrategy,
-        description="A replica per rank; all gradients averaged by one all-reduce after the backward pass",
+        description="A replica per rank; one all-reduce averages all gradients after the backward pass",
     )
 )

@@ -17,6 +17,7 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 START_SECONDS = 300.0
+END_SECONDS = 10.0  # for workers to end by themselves
 LINGER_SECONDS = 3.0  # for the other ranks to report, once one has failed
 
 
@@ -58,7 +59,12 @@ class RankPool:
         self._world = None
 
     def close(self) -> None:
-        """End all workers."""
+        """Let all workers end by themselves, which writes what was counted in them, and end those that do not."""
+        for _, connection in self._workers:
+            connection.close()
+        deadline = time.monotonic() + END_SECONDS
+        for process, _ in self._workers:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
         self._end_workers()
         shutil.rmtree(self._folder, ignore_errors=True)
 

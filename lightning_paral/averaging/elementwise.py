@@ -30,7 +30,7 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
     remedy = "Give one that is elementwise, as those of torch.optim.swa_utils are, or use paral_ddp."
     try:
         with _restoring(function):
-            whole = _averaged(function, multi, None)
+            full = _averaged(function, multi, None)
         parts = []
         for part in (0, 1):
             with _restoring(function):
@@ -40,7 +40,7 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
             f"{name} cannot average flat parts of parameters ({type(error).__name__}: {error}), and ranks hold nothing "
             f"else. {remedy}"
         ) from error
-    for ours, first, second in zip(whole, *parts, strict=True):
+    for ours, first, second in zip(full, *parts, strict=True):
         difference = (ours.reshape(-1) - torch.cat([first.reshape(-1), second.reshape(-1)])).abs().max()
         if not difference <= _TOLERANCE:
             raise ConfigurationError(

@@ -29,13 +29,13 @@ def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> di
     started = time.monotonic()
 
     def read(here: str | Path) -> dict[str, Any]:
-        manifest = ranks.on_first(what, lambda: read_manifest(here))  # from rank 0: all ranks branch on it
+        manifest = ranks.run_on_rank_0(what, lambda: read_manifest(here))  # from rank 0: all ranks branch on it
         if manifest is not None:
-            ranks.each(what, lambda: verify_blocks(here, manifest, ranks))
-        return ranks.each(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
+            ranks.run_on_all(what, lambda: verify_blocks(here, manifest, ranks))
+        return ranks.run_on_all(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
 
     checkpoint = read_current(path, ranks, read)
-    if ranks.is_first:
+    if ranks.is_rank_0:
         _log.info("checkpoint verified and opened: %s, %.1f s", path, time.monotonic() - started)
     return checkpoint
 

@@ -69,7 +69,7 @@ def find_differing(replicas: list[Replica], ranks: RankGroup, averages_later: bo
         return {group: checksum(repr(of_paths).encode()) for group, of_paths in local.items()}
 
     first: dict[Any, int] = {}
-    digests = ranks.agree(what, sum_up)
+    digests = ranks.gather_results(what, sum_up)
     if all(first.setdefault(group, digest) == digest for of_rank in digests for group, digest in of_rank.items()):
         return set()
     first_sums: dict[tuple[Any, TreePath], int] = {}

@@ -39,8 +39,8 @@ def read_current(path: str | Path, ranks: RankGroup, read: Callable[[str | Path]
         CheckpointError: there is no checkpoint, `read` raised, or the checkpoint is replaced again and again.
     """
     for _ in range(_ATTEMPTS):
-        here, version = ranks.on_first(f"Loading {path}", lambda: _find(path))
-        copy = ranks.each(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
+        here, version = ranks.run_on_rank_0(f"Loading {path}", lambda: _find(path))
+        copy = ranks.run_on_all(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
         error: CheckpointError | OSError | None = None
         try:
             found = read(here if copy is None else copy)
@@ -49,7 +49,7 @@ def read_current(path: str | Path, ranks: RankGroup, read: Callable[[str | Path]
         finally:
             if copy is not None:
                 copy.unlink()
-        if ranks.on_first(f"Loading {path}", lambda: _find(path)) == (here, version):
+        if ranks.run_on_rank_0(f"Loading {path}", lambda: _find(path)) == (here, version):
             if error is None:
                 return found
             message = COPY_NAME.sub(lambda _: str(path), str(error))  # name what the user gave, not the copy

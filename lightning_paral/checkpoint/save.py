@@ -80,7 +80,7 @@ class SaveJob:
             replicated: addresses of the storages of weights that are the same on all ranks that hold them.
             strategy: name of the strategy, for the manifest.
             averages_later: whether the ranks train apart and average their weights from time to time.
-            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if all hold the same tensors.
+            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if there is one.
 
         Raises:
             CheckpointError: ranks hold different tensors, or a value cannot be saved; on all ranks.
@@ -102,9 +102,9 @@ class SaveJob:
         rest: dict[str, Any] = {}
         objects: dict[TreePath, bytes] = {}
         if form == "sharded":
-            tree, rest, objects = ranks.each(what, lambda: _split(tree, items, serialize=ranks.is_first))
+            tree, rest, objects = ranks.run_on_all(what, lambda: _split(tree, items, serialize=ranks.is_rank_0))
         elif has_stages:
-            tree = ranks.each(what, lambda: restore_int_keys(tree, items) if ranks.is_first else {})
+            tree = ranks.run_on_all(what, lambda: restore_int_keys(tree, items) if ranks.is_rank_0 else {})
         about = {
             "form": form,
             "strategy": strategy,
@@ -133,15 +133,15 @@ class SaveJob:
                 all ranks. What was at the path is unchanged.
         """
         started = time.monotonic()
-        ranks.on_first(f"Saving {self.path}", self._check_target)
+        ranks.run_on_rank_0(f"Saving {self.path}", self._check_target)
         if not is_remote(self.path):
             nbytes = self._write_locally(ranks)
         elif self.form == "sharded":
-            save_id = ranks.on_first(f"Saving {self.path}", lambda: uuid4().hex[:12])
+            save_id = ranks.run_on_rank_0(f"Saving {self.path}", lambda: uuid4().hex[:12])
             nbytes = self._write_folder(FsspecStorage(self.path), ranks, save_id)
         else:
             nbytes = self._upload(ranks)
-        if ranks.is_first:
+        if ranks.is_rank_0:
             _log.info("checkpoint committed: %s, %d bytes, %.1f s", self.path, nbytes, time.monotonic() - started)
 
     def _check_target(self) -> None:
@@ -163,13 +163,13 @@ class SaveJob:
             return str(draft.path)
 
         try:
-            path = Path(ranks.on_first(what, begin))
+            path = Path(ranks.run_on_rank_0(what, begin))
             if self.form == "full":
                 nbytes = write_full(self.tree, self.items, path, ranks, self.about, what)
-                ranks.on_first(what, lambda: self._check_types(path))
+                ranks.run_on_rank_0(what, lambda: self._check_types(path))
             else:
                 nbytes = self._write_folder(LocalStorage(path), ranks)
-            ranks.on_first(what, lambda: draft.commit() if draft is not None else None)
+            ranks.run_on_rank_0(what, lambda: draft.commit() if draft is not None else None)
             draft = None
             return nbytes
         finally:
@@ -185,15 +185,15 @@ class SaveJob:
     def _upload(self, ranks: RankGroup) -> int:
         """Write a local file and copy it to the URL. A file behind a URL cannot be written at several offsets."""
         what = f"Saving {self.path}"
-        folder = ranks.on_first(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
+        folder = ranks.run_on_rank_0(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
         try:
             path = Path(folder) / "full.ckpt"
             nbytes = write_full(self.tree, self.items, path, ranks, self.about, what)
-            ranks.on_first(what, lambda: self._check_types(path))
-            ranks.on_first(what, lambda: put_file(path, self.path))
+            ranks.run_on_rank_0(what, lambda: self._check_types(path))
+            ranks.run_on_rank_0(what, lambda: put_file(path, self.path))
             return nbytes
         finally:
-            if ranks.is_first:
+            if ranks.is_rank_0:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
@@ -212,7 +212,7 @@ class SaveJob:
                 )
             return write_rank_file(folder.create, f"__{ranks.rank}_0{save_id}.distcp", self.items, self.objects)
 
-        written = ranks.agree(what, write_local_shards)
+        written = ranks.gather_results(what, write_local_shards)
 
         def finish() -> int:
             files = {file.name: file.record for file in written}
@@ -229,7 +229,7 @@ class SaveJob:
                 folder.keep({*files, *contents, FILE_NAME})
             return sum(record.bytes for record in files.values())
 
-        return ranks.on_first(what, finish)
+        return ranks.run_on_rank_0(what, finish)
 
 
 def _with_fqn_keys(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def plan_save(
         tree: the checkpoint of this rank, nested dicts and lists.
         ranks: the ranks that save together.
         replicated: addresses of the storages of weights that are the same on all ranks that hold them.
-        stages: the pipeline stage of each of `ranks`: ranks of one stage hold the same tensors, whole or sharded, and
-            ranks of several stages different ones, some of them the same. `None`: all ranks hold the same tensors.
+        stages: the pipeline stage of each of `ranks`, as `ParallelDims.stages`. Ranks of one stage hold the same
+            tensors, full or sharded; stages hold different tensors and may have some in common. `None`: there is one.
         averages_later: whether the ranks train apart and average their weights from time to time.
         what: what failed, for errors.
 
@@ -96,7 +96,7 @@ def plan_save(
         local.extend(_tensors_to_write(tree, replicated))
         return checksum(repr([record for record, _ in local]).encode())
 
-    digests = ranks.agree(what, list_tensors)
+    digests = ranks.gather_results(what, list_tensors)
     planned = _union([record for record, _ in local], digests, stages, ranks)
     values = {path: value for record, value in local for path in record.paths}
     for tensor in planned:

@@ -11,6 +11,7 @@ import torch
 from lightning_paral.checkpoint.io.staging import copied_to_host
 from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, insert, is_state_key, replace_at, tensors_in
 from lightning_paral.compat.torch.state_dicts import set_versions, versions_in
 from lightning_paral.distributed.agreement import RankGroup
@@ -26,6 +27,7 @@ def merge_stages(
 
     Where several stages have an entry, it is rank 0's, or else that of the first of them. Parameter groups are merged
     by index: a group has the parameters of all stages, and the hyper-parameters of the first stage that has the group.
+    The frozen parameters that were not saved are those of all stages.
 
     Args:
         tree: the checkpoint of this rank, with optimizers keyed by FQN (`optimizer_0`). It is not changed.
@@ -42,7 +44,7 @@ def merge_stages(
         CheckpointError: the trees cannot be copied or do not fit together; on all ranks.
     """
     paths = [path for item in items for path in (item.path, *item.aliases)]
-    local = ranks.each(what, lambda: _without_tensors(tree, paths))
+    local = ranks.run_on_all(what, lambda: _without_tensors(tree, paths))
     merged = dict(tree)
 
     def merge(other: dict[str, Any]) -> None:
@@ -51,12 +53,14 @@ def merge_stages(
 
     for stage in sorted(set(stages) - {stages[0]}):
         other = ranks.broadcast(local, stages.index(stage))
-        ranks.on_first(what, lambda other=other: merge(other))  # type: ignore[misc]
-    return ranks.each(what, lambda: _with_placeholders(merged, paths) if ranks.is_first else {})
+        ranks.run_on_rank_0(what, lambda other=other: merge(other))  # type: ignore[misc]
+    return ranks.run_on_all(what, lambda: _with_placeholders(merged, paths) if ranks.is_rank_0 else {})
 
 
 def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict[str, Any]:
     state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
+    if PACKAGE_STATE_KEY in tree:
+        state[PACKAGE_STATE_KEY] = {"frozen": tree[PACKAGE_STATE_KEY].get("frozen", [])}
     stripped: dict[str, Any] = copied_to_host(replace_at(state, dict.fromkeys(paths, _PLACEHOLDER)))
     return stripped
 
@@ -83,6 +87,8 @@ def _merged(key: str, first: Any, second: Any) -> Any:
         if (versions := versions_in(second)) is not None:
             set_versions(weights, {**versions, **(versions_in(first) or {})})
         return weights
+    if key == PACKAGE_STATE_KEY:
+        return {**first, "frozen": list(dict.fromkeys((*first.get("frozen", ()), *second["frozen"])))}
     if key == OTHER_ENTRIES_KEY:
         return [_with_missing(*pair) for pair in _paired(first, second)]
     groups = _paired(first["param_groups"], second["param_groups"])

@@ -60,7 +60,7 @@ class GlobalOrder:
     """Objects to forward `set_epoch` to, and whose own generators are seeded."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the collectives: the process that unpickles an order is no rank."""
+        """Leave out the collectives: the process that unpickles an order, such as a loader worker, is no rank."""
         return vars(self) | {"compare": None, "agree": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GlobalOrder":

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ class RankGroup:
     group: Any = None
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 
@@ -28,9 +29,7 @@ class RankGroup:
         """Return the picklable `value` of each rank, ordered by rank. *Collective*."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group)
 
     def broadcast(self, value: T, source: int) -> T:
         """Return the `value` of rank `source` of this group. *Collective*."""
@@ -41,7 +40,7 @@ class RankGroup:
         dist.broadcast_object_list(values, src=rank, group=self.group)
         return values[0]  # type: ignore[return-value]
 
-    def agree(self, what: str, action: Callable[[], T]) -> list[T]:
+    def gather_results(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on all ranks and return the results, ordered by rank. *Collective*.
 
         Raises:
@@ -63,23 +62,23 @@ class RankGroup:
             raise kind(f"{what} failed{where}: {message}") from error
         return [value for *_, value in outcomes]  # type: ignore[misc]
 
-    def each(self, what: str, action: Callable[[], T]) -> T:
+    def run_on_all(self, what: str, action: Callable[[], T]) -> T:
         """Run `action` on all ranks and return this rank's result; only errors are exchanged. *Collective*.
 
         Raises:
             CheckpointError: on all ranks, with the first error, if `action` raised on any rank.
         """
         own: list[T] = []
-        self.agree(what, lambda: own.append(action()))
+        self.gather_results(what, lambda: own.append(action()))
         return own[0]
 
-    def on_first(self, what: str, action: Callable[[], T]) -> T:
+    def run_on_rank_0(self, what: str, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only and return its result on all ranks. *Collective*.
 
         Raises:
             CheckpointError: on all ranks, if `action` raised.
         """
-        return self.agree(what, lambda: action() if self.is_first else None)[0]  # type: ignore[return-value]
+        return self.gather_results(what, lambda: action() if self.is_rank_0 else None)[0]  # type: ignore[return-value]
 
 
 def all_ranks(group: Any = None) -> RankGroup:

@@ -67,7 +67,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             process.send_signal(signum)
 
     def _end_children(self) -> None:
-        """Give the processes that this launcher started some seconds to end, then end them."""
+        """Wait some seconds for the processes that this launcher started, then end them."""
         deadline = time.monotonic() + _GRACE_SECONDS
         for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._children:

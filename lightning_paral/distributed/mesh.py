@@ -91,6 +91,11 @@ class ParallelDims:
         return [first + data_rank * self.tensor for data_rank in range(self.data_size)]
 
     @property
+    def stages(self) -> list[int]:
+        """The pipeline stage of each rank of the run."""
+        return [rank // (self.data_size * self.tensor) for rank in range(self.num_ranks)]
+
+    @property
     def stage_ranks(self) -> list[int]:
         """The ranks of this rank's stage, which hold the same unsharded tensors."""
         num_ranks = self.data_size * self.tensor

@@ -139,12 +139,13 @@ def join_process_group(
     if made_group() is None and dist.is_initialized():
         _check_fits(rank, world_size)
         _complete_with_host_group(timeout)
-        log.info("Using the existing process group: %s.", _described(dist.get_backend_config(), device))
+        _log_group("reused", device)
         return
     backend = backend_for(device, backend)
     if made_group() is not None and _made is not None:
         same_ranks = (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
         if same_ranks and (_made.backend, _made.device, _made.timeout) == (backend, device, timeout):
+            _log_group("reused", device)
             return
         release_process_group()
     address, port = environment.main_address, environment.main_port
@@ -168,11 +169,12 @@ def join_process_group(
     _made = _Made(group, store, backend, device, timeout)
     atexit.unregister(_release_at_exit)
     atexit.register(_release_at_exit)  # runs before functions registered earlier: the group may depend on what they end
-    log.info("Joined the process group: %s.", _described(backend, device))
+    _log_group("joined", device)
 
 
-def _described(backend: str, device: torch.device) -> str:
-    return f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {backend}, device {device}"
+def _log_group(what: str, device: torch.device) -> None:
+    rank, world_size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend_config()
+    log.info("process group %s: rank %d of %d, backend %s, device %s", what, rank, world_size, backend, device)
 
 
 def carries_host_tensors(group: dist.ProcessGroup | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""What engines add to the modules that they shard: attributes, hooks and classes, and a module without them."""
+"""Recognize the attributes, hooks and classes that engines add to modules that they shard, and remove them."""
 
 from functools import partial
 from types import FunctionType, MethodType
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.modules import is_of_division
+from lightning_paral.compat.deepspeed.modules import is_zero_attribute
 from lightning_paral.compat.torch import module_hooks
 from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
 
@@ -16,8 +16,8 @@ _ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 
 
 def describes_shards(name: str) -> bool:
-    """Whether an attribute of a module or parameter is one in which ZeRO keeps what it knows of its shards."""
-    return is_of_division(name)
+    """Return whether ZeRO describes its shards in this attribute of a module or parameter."""
+    return is_zero_attribute(name)
 
 
 def class_without_engine(kind: type) -> type:
@@ -26,7 +26,7 @@ def class_without_engine(kind: type) -> type:
 
 
 def attributes_without_engine(attributes: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return the attributes of a module of class `kind` without those, and the hooks, that an engine has added."""
+    """Return the attributes of a module of class `kind` without the attributes and hooks that an engine has added."""
     kept = {}
     for name, value in attributes.items():
         if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.OF_STATE_DICTS) and isinstance(value, dict):
@@ -43,16 +43,16 @@ def attributes_without_engine(attributes: dict[str, Any], kind: type) -> dict[st
 
 
 def _is_engines_name(name: str) -> bool:
-    return is_of_fsdp(name) or is_of_division(name) or name.startswith("applied_pre_backward")
+    return is_of_fsdp(name) or is_zero_attribute(name) or name.startswith("applied_pre_backward")
 
 
 def _replaces(name: str, value: Any, kind: type) -> bool:
-    """Whether an attribute shadows one of class `kind`, or is a function or class that was defined in a function."""
+    """Return whether an attribute shadows one of class `kind`, or is a local function or class."""
     return hasattr(kind, name) or "<locals>" in getattr(value, "__qualname__", "")
 
 
 def _is_of_engine(value: Any) -> bool:
-    """Whether a class, a function or an object comes from an engine or from this package."""
+    """Return whether a class, a function or an object comes from an engine or from this package."""
     value = module_hooks.unwrapped(value)
     if isinstance(value, partial):
         return _is_of_engine(value.func)

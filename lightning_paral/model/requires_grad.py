@@ -120,9 +120,9 @@ class TrainingAgreement:
         where, names = f"At batch {batch_idx} of epoch {epoch}", list(self.trained.by_name)
         if epoch_begins:
             digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            told = gather_objects((digest, new_run_name()))
-            self._epoch_name = told[0][1]
-            if len({each for each, _ in told}) > 1:
+            by_rank = gather_objects((digest, new_run_name()))
+            self._epoch_name = by_rank[0][1]
+            if len({each for each, _ in by_rank}) > 1:
                 _check_same(gather_objects(names), where)
         elif changed and is_relevant():
             key = f"requires_grad/{self._epoch_name}/{batch_idx}"

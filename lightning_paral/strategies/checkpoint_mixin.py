@@ -30,6 +30,7 @@ from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
+from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.full_reads import FullTensorReaders
 
 # Lightning keeps the loss scale under the name of the precision plugin, which depends on the strategy. Ours is under
@@ -37,11 +38,10 @@ from lightning_paral.strategies.full_reads import FullTensorReaders
 _LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
 
 
-class CheckpointMixin(FullTensorReaders):
+class CheckpointMixin(FullTensorReaders, StrategyDescription):
     """Mixin, placed before the Lightning base: saves and loads by the `ShardedState` of the run."""
 
     _checkpoint_options: CheckpointOptions
-    _default_form: Form = "full"
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
@@ -143,7 +143,8 @@ class CheckpointMixin(FullTensorReaders):
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
-        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd)
+        stages = self.dims.stages if ranks.world_size == self.dims.num_ranks else None
+        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd, stages)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._saves_in_background:
             if self._saver is not None:
@@ -154,7 +155,7 @@ class CheckpointMixin(FullTensorReaders):
             self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
         self._saver.wait()  # what it writes is about to be overwritten
         staging = self._saver.staging
-        ranks.each(f"Saving {path}", lambda: save.stage(staging))
+        ranks.run_on_all(f"Saving {path}", lambda: save.stage(staging))
         self._saver.start(save.write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

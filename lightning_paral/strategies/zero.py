@@ -43,7 +43,7 @@ from lightning_paral.strategies.base import ParalStrategy
 
 
 class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
-    """One process per device, each with its part of optimizer state, gradients and parameters; DeepSpeed's ZeRO.
+    """One process per device, with optimizer state, gradients and parameters sharded over all; DeepSpeed's ZeRO.
 
     Selected by name, `Trainer(strategy="paral_zero2")`, or as an object where options are wanted,
     `Trainer(strategy=ParalZeROStrategy(stage=3, offload_optimizer=Offload("cpu")))`. Follows Rajbhandari et al.,
@@ -55,24 +55,24 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
     master copies in the optimizer, and send half as much.
 
     Args:
-        stage: what is divided: 1 the optimizer state, 2 gradients, too, 3 parameters, too.
+        stage: what is sharded: 1 the optimizer state, 2 also gradients, 3 also parameters.
         offload_optimizer: keep optimizer state and fp32 parameters on the host, and update them there. torch's Adam
             and AdamW are replaced by `DeepSpeedCPUAdam` with the same hyper-parameters. `"cpu"` is short for
             `Offload("cpu")`, `"nvme"` for an `Offload` to the folder named by the environment's PARAL_NVME_PATH.
         offload_parameters: at stage 3, keep parameters on the host or on NVMe while they are not used.
-        trust_optimizer: take an optimizer though a trial says that it looks at more than single elements, or could not
-            tell. ZeRO shows it flattened parts of parameters.
+        trust_optimizer: take an optimizer though a trial finds that it is not elementwise, or cannot tell. ZeRO gives
+            it flattened shards of parameters.
         find_unused_parameters: let ranks agree in every step which parameters got no gradient, as in
-            `DistributedDataParallel`; they stay as they are. Otherwise the first step decides which never get one, and
-            gradients that come in another order later are refused: ranks reduce them by position.
-        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA, where there
-            are several ranks. On CPU there are no streams.
+            `DistributedDataParallel`; they keep their values. Otherwise the first step decides which never get one, and
+            gradients that come in another order later are an error: ranks reduce them by position.
+        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA with
+            several ranks. On CPU there are no streams.
         reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
         gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
         deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
         broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
-        logging_level: DeepSpeed's own messages below this level of `logging` are left out.
+        logging_level: DeepSpeed's own messages below this level of `logging` are dropped.
         shared: options of every strategy; see `RankOptions`.
 
     Raises:

@@ -84,7 +84,7 @@ def fit(name: str, folder: str) -> dict[str, Any]:
     training = Subset(StandardLibrary("train", CONTEXT), range(NUM_STEPS * GLOBAL_BATCH_SIZE))
     validation = Subset(StandardLibrary("validation", CONTEXT), range(NUM_VALIDATION_SAMPLES))
     trainer.fit(module, DataLoader(training, batch_size), DataLoader(validation, batch_size))
-    trainer.save_checkpoint(_checkpoint(name, folder))
+    trainer.save_checkpoint(_checkpoint(name, folder), weights_only=True)
     return {"training": losses.training, "validation": float(trainer.callback_metrics["val_loss"])}
 
 

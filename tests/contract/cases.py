@@ -27,7 +27,7 @@ def on_nvme() -> dict[str, Any]:
 
 def variant(label: str, constructor: Any = None, **row: Any) -> StrategyCase:
     """Return a case that differs from another one in an option."""
-    settings: dict[str, Any] = {"differs_in": "option", "resumes_others": False, "themes_of_user_code": ()}
+    settings: dict[str, Any] = {"differs_in": "option", "resumes_others": False}
     return StrategyCase(label=label, constructor=constructor, **(settings | row))
 
 
@@ -45,8 +45,8 @@ def with_cpu_adam(label: str, constructor: Any = None, **row: Any) -> StrategyCa
 
 
 CASES = (
-    StrategyCase(label="paral_dp", world_sizes=(), devices_per_process=(1, 2, 3, 4)),
-    StrategyCase(label="paral_ddp"),
+    StrategyCase(label="paral_dp", world_sizes=(), devices_per_process=(1, 2, 3, 4), themes_of_user_code="all"),
+    StrategyCase(label="paral_ddp", themes_of_user_code="all"),
     # Gradients take another way than under paral_ddp; all else is the same.
     variant("paral_ddp_ring", themes_of_user_code=("gradients", "freezing", "buffers")),
     ddp("ddp_reduce_broadcast", all_reduce="reduce_broadcast"),
@@ -54,7 +54,7 @@ CASES = (
     ddp("ddp_small_buckets", all_reduce="ring", bucket_cap_mb=0.0001),
     ddp("ddp_static_graph", static_graph=True),
     ddp("ddp_checkpointing", world_sizes=(2,), activation_checkpointing=LINEAR),
-    StrategyCase(label="paral_fsdp", shards_parameters=True),
+    StrategyCase(label="paral_fsdp", shards_parameters=True, themes_of_user_code="all"),
     variant("paral_fsdp_offload", shards_parameters=True, themes_of_user_code="named"),
     fsdp("fsdp_class", units=["Linear"]),
     fsdp("fsdp_min_params", min_params=100),
@@ -62,8 +62,8 @@ CASES = (
     fsdp("fsdp_hybrid", units=["Linear"], replicate=2, world_sizes=(2, 4)),
     fsdp("fsdp_hybrid_unsharded", units=["Linear"], replicate=2, accumulate="unsharded", world_sizes=(4,)),
     fsdp("fsdp_checkpointing", activation_checkpointing=LINEAR, world_sizes=(2, 4)),
-    StrategyCase(label="paral_zero1", differs_in="optimizer"),
-    StrategyCase(label="paral_zero2"),
+    StrategyCase(label="paral_zero1", differs_in="optimizer", themes_of_user_code="all"),
+    StrategyCase(label="paral_zero2", themes_of_user_code="all"),
     StrategyCase(label="paral_zero3", differs_in="parameters", shards_parameters=True, themes_of_user_code="named"),
     # By default parameters below 100,000 elements stay whole.
     variant(

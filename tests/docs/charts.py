@@ -58,11 +58,12 @@ class Chart:
                 f'<text x="20" y="{y + 4:.1f}" font-family="ui-monospace, DejaVu Sans Mono, monospace">{name}</text>',
                 f'<line x1="{LEFT}" x2="{x:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{DOT}" stroke-width="2"/>',
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{DOT}"/>',
-                f'<text x="{x + 11:.1f}" y="{y + 4:.1f}">{escape(words)}</text>',
+                f'<text x="{x + 11:.1f}" y="{y + 4:.1f}" stroke="{PAPER}" stroke-width="4" paint-order="stroke">'
+                f"{escape(words)}</text>",
             ]
         return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def log10(value: float) -> float:
-    """Return the decimal logarithm; of zero, that of a tenth of the smallest that fp32 can tell apart."""
+    """Return the decimal logarithm; what is smaller than 1e-9 counts as that."""
     return math.log10(max(value, 1e-9))

@@ -9,12 +9,12 @@ from tests.docs.charts import Chart, log10
 
 ONE_PROCESS = "one process"
 PLOTTED = (
-    ("paral_ddp, a step", "ddp_step", "step", "hand-written loop"),
-    ("paral_fsdp, a step", "fsdp_step", "step", "hand-written loop"),
-    ("paral_zero1, a step", "zero1_step", "step", "hand-written loop"),
-    ("paral_zero2, a step", "zero2_step", "step", "hand-written loop"),
-    ("paral_zero3, a step", "zero3_step", "step", "hand-written loop"),
-    ("paral_fsdp, a save", "checkpoint", "sharded save", "gather and torch.save"),
+    ("paral_ddp, a step", "ddp_step", "step", "the hand-written loop"),
+    ("paral_fsdp, a step", "fsdp_step", "step", "the hand-written loop"),
+    ("paral_zero1, a step", "zero1_step", "step", "the hand-written loop"),
+    ("paral_zero2, a step", "zero2_step", "step", "the hand-written loop"),
+    ("paral_zero3, a step", "zero3_step", "step", "the hand-written loop"),
+    ("paral_fsdp, a save", "checkpoint", "sharded save", "gathering and torch.save"),
     ("the same, async_save", "checkpoint", "async save", "the save before it"),
 )
 """Label, benchmark, which of its ratios, and what it is relative to."""
@@ -73,7 +73,7 @@ def measured_chart() -> str:
     return Chart(
         title="Time next to hand-written code",
         subtitle="Divided by the time of what stands beside the dot; 2 ranks on 2 CPU cores, gloo",
-        rows=[(label, ratio, f"{ratio:.2f} of {beside}") for label, ratio, beside in ratios],
+        rows=[(label, ratio, f"{ratio:.2f} times {beside}") for label, ratio, beside in ratios],
         ticks=[(number / 4, f"{number / 4:g}") for number in range(6)],
         marked=1.0,
         marked_as="the same time",

@@ -158,10 +158,13 @@ def test_blocks_are_of_known_languages_and_options_exist(path: Path) -> None:
 def test_names_of_strategies_exist(path: Path) -> None:
     text = path.read_text()
     ours = {entry.name for entry in STRATEGIES}
+    examples = {
+        name for path in (ROOT / "examples").glob("*.py") for name in re.findall(r' name="(\w+)"', path.read_text())
+    }
     theirs = {*StrategyRegistry.available_strategies(), "auto"}
 
     assert set(re.findall(r"\bparal_(?:dp|ddp|fsdp|zero)\w*", text)) <= {*ours, "paral_zero"}
-    assert set(re.findall(r'strategy="(\w+)"', text)) <= ours | theirs
+    assert set(re.findall(r'\bstrategy="(\w+)"', text)) <= ours | theirs | examples
 
 
 def test_marks_name_a_reason() -> None:

@@ -30,20 +30,26 @@ SET_UP = {
     "pip install pre-commit",
     "pre-commit install",
 }
+DOCUMENTATION = {
+    "pip install -c constraints.txt -e '.[docs]'",
+    "python -m tests.docs --write",
+    "mkdocs build --strict",
+}
 PATHS = re.findall(r"`([\w./-]+(?:/|\.py|\.md|\.toml|\.txt|\.yaml))`", CONTRIBUTING)
 
 
 def test_every_command_of_contributing_is_accounted_for() -> None:
     tests = {command for command in COMMANDS if command.split()[0] == "pytest"}
 
-    assert set(COMMANDS) == SET_UP | set(CHECKS) | tests | {".ci/run"}
+    assert set(COMMANDS) == SET_UP | set(CHECKS) | tests | DOCUMENTATION | {".ci/run"}
 
 
 def test_checks_are_those_of_ci_and_of_pre_commit() -> None:
     assert [line for line in CI.splitlines() if line in CHECKS] == CHECKS
     assert [shlex.split(hook["entry"])[0] for hook in HOOKS] == [shlex.split(check)[0] for check in CHECKS]
-    for command in SET_UP:
-        assert "constraints" not in command or command.removeprefix("pip install ") in CI
+    for command in SET_UP | DOCUMENTATION:
+        if "constraints" in command or command.startswith("mkdocs"):
+            assert command.removeprefix("pip install ") in CI
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pytest")])

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_paral
 from lightning_paral import STRATEGIES, ConfigurationError, ParalDDPStrategy
+from lightning_paral.registry import RegisteredStrategy
 
 
 @pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.name)
@@ -27,6 +28,21 @@ def test_importing_twice_changes_nothing() -> None:
     lightning_paral.register_strategies()
 
     assert dict(StrategyRegistry) == before
+
+
+def test_names_of_another_package_are_registered_with_their_arguments() -> None:
+    entry = RegisteredStrategy(
+        name="theirs", strategy=ParalDDPStrategy, description="Of another package", arguments={"all_reduce": "ring"}
+    )
+    try:
+        lightning_paral.register_strategies(entry)
+        strategy = Trainer(strategy="theirs", accelerator="cpu", devices=1, logger=False).strategy
+    finally:
+        StrategyRegistry.remove("theirs")
+        lightning_paral.register_strategies()
+
+    assert type(strategy) is ParalDDPStrategy
+    assert strategy.strategy_name == "paral_ddp_ring"
 
 
 def test_lightnings_own_names_still_work() -> None:

@@ -48,19 +48,19 @@ def write_full(
     Raises:
         CheckpointError: a rank could not write; on all ranks.
     """
-    offsets = ranks.on_first(what, lambda: write_skeleton(tree, items, path))
+    offsets = ranks.run_on_rank_0(what, lambda: write_skeleton(tree, items, path))
     visible = ranks.gather(path.exists())
-    ranks.agree(what, lambda: _write_shards(items, offsets, path) if visible[ranks.rank] else None)
+    ranks.gather_results(what, lambda: _write_shards(items, offsets, path) if visible[ranks.rank] else None)
     if not all(visible):
         _write_shards_of_others(items, offsets, path, ranks, visible, what)
     seeing = [rank for rank in range(ranks.world_size) if visible[rank]]
-    sums = ranks.agree(what, lambda: _checksums(path, seeing, ranks.rank) if visible[ranks.rank] else {})
+    sums = ranks.gather_results(what, lambda: _checksums(path, seeing, ranks.rank) if visible[ranks.rank] else {})
 
     def finish() -> int:
         embed(path, lambda nbytes: Manifest(files={".": _record(path, nbytes, sums)}, **about))
         return path.stat().st_size
 
-    return ranks.on_first(what, finish)
+    return ranks.run_on_rank_0(what, finish)
 
 
 def write_skeleton(tree: dict[str, Any], items: list[WriteItem], path: Path) -> list[int]:
@@ -166,7 +166,7 @@ def _write_shards_of_others(
     for item, offset in zip(items, offsets, strict=True):
         is_sent = item.shard.chunks and not visible[ranks.rank]
         local = (item.shard.chunks, item.shard.values().cpu()) if is_sent else None
-        received: list[Any] | None = [None] * ranks.world_size if ranks.is_first else None
+        received: list[Any] | None = [None] * ranks.world_size if ranks.is_rank_0 else None
         first = dist.get_global_rank(ranks.group, 0) if ranks.group else 0
         dist.gather_object(local, received, dst=first, group=ranks.group)
 
@@ -177,7 +177,7 @@ def _write_shards_of_others(
                         _write_chunks(file.fileno(), item, offset, chunks, source)
                 os.fsync(file.fileno())
 
-        ranks.on_first(what, write)
+        ranks.run_on_rank_0(what, write)
 
 
 def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:

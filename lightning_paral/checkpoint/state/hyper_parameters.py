@@ -64,9 +64,9 @@ def with_full_modules(
     values: dict[int, Tensor] = {}
     for number in wanted:
         value = full_parameter(ordered[number])
-        if ranks.is_first:
+        if ranks.is_rank_0:
             values[id(ordered[number])] = value.detach().cpu()
-    checkpoint.update(pickled.copy(values) if ranks.is_first else {key: {} for key in given})
+    checkpoint.update(pickled.copy(values) if ranks.is_rank_0 else {key: {} for key in given})
 
 
 class _PickledHyperParameters:

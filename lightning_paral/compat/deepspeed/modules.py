@@ -62,7 +62,7 @@ def is_of_engine(name: str) -> bool:
     return name in _OF_THE_ENGINE
 
 
-def is_of_division(name: str) -> bool:
+def is_zero_attribute(name: str) -> bool:
     """Whether an attribute of a module belongs to its parameters as sharded by stage 3."""
     return name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters"))
 

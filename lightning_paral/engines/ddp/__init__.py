@@ -1,1 +1,1 @@
-"""What joins torch's `DistributedDataParallel` to Lightning, beyond what Lightning does."""
+"""Extensions of Lightning's DDP: options, a reducer that follows `requires_grad`, unreduced gradients refused."""

@@ -1,4 +1,4 @@
-"""What averages the gradients of DDP: its own reducer, one of our all-reduces, or a hook of the user's."""
+"""Choose what averages gradients under DDP: its own reducer, one of our all-reduces, or the user's hook."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -15,7 +15,7 @@ AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_al
 
 
 class GradientReduction:
-    """The reduction that the options of `ParalDDPStrategy` ask for. `register` it with every DDP of a run.
+    """The gradient reduction that the options of `ParalDDPStrategy` choose. `register` it with every DDP of a run.
 
     Args:
         all_reduce, wire_dtype: options of `ParalDDPStrategy`.
@@ -55,7 +55,7 @@ class GradientReduction:
             self._reducer.register(model)
 
     def _choose(self, device: torch.device) -> AllReduce | None:
-        """Return the function that averages gradients; `None` leaves them to DDP's own reducer, or to the hook."""
+        """Return the function that averages gradients; `None` if DDP's own reducer or the hook does."""
         name = self._all_reduce
         if name == "auto":
             name = "ring" if self._wire_dtype is not None and device.type == "cpu" else "native"

@@ -14,7 +14,7 @@ from lightning_paral.options import RankOptions
 
 
 class DDPOptions(RankOptions, total=False):
-    """Keywords of `ParalDDPStrategy` that it hands on to `DistributedDataParallel`, besides those of `RankOptions`."""
+    """Keywords of `ParalDDPStrategy`: those of `RankOptions`, and those that it passes to `DistributedDataParallel`."""
 
     output_device: int | torch.device | None
     dim: int
@@ -54,7 +54,7 @@ _INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: 
 
 
 def check_choice(option: str, given: object, choices: tuple[object, ...]) -> None:
-    """Raise a `ConfigurationError` if `given` is none of the choices."""
+    """Raise a `ConfigurationError` if `given` is not one of the choices."""
     if given not in choices:
         raise ConfigurationError(f"{option}={given!r} is not known. Choose from: {', '.join(map(repr, choices))}.")
 
@@ -95,7 +95,7 @@ def explain_unused(message: str, names: list[str], rank: int) -> str:
     return (
         f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "
         f"gradients never came: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "
-        "them anew each step), or `static_graph=True` where they are the same in every step: "
+        "them in each step), or `static_graph=True` where they are the same in every step: "
         "`strategy=ParalDDPStrategy(find_unused_parameters=True)`. Otherwise make the loss depend on them, or freeze "
         "them with `requires_grad_(False)`."
     )

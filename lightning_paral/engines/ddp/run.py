@@ -1,4 +1,4 @@
-"""One fit under DDP: the module is wrapped, and its reducer replaced where other parameters are trained."""
+"""One fit under DDP: wrap the module, and replace its reducer when other parameters are trained."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +25,14 @@ _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration
 
 
 class DDPRun:
-    """DDP around the module of `strategy`, from when it is wrapped to the end of the fit. *Collective* to make.
+    """Wraps the module of a strategy in DDP for one fit. Creating it is *collective* over the world.
 
     Args:
-        strategy: whose `model` is wrapped.
+        strategy: its `model` is wrapped.
         reduction: how gradients are averaged.
         wrap: `DDPStrategy.configure_ddp` of `strategy`, which wraps its `model`.
-        timeout: how long other ranks are waited for.
-        undo: is closed at the end of the fit; takes what restores the module.
+        timeout: how long to wait for other ranks.
+        undo: stack that functions to restore the module are pushed to; closed at the end of the fit.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class DDPRun:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The wrapped module; another object once the reducer has been replaced."""
+        """The wrapped module; a new object after the reducer was replaced."""
         model = self._strategy.model
         assert isinstance(model, DistributedDataParallel)
         return model
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether all ranks get rank 0's buffers. Buffers with a hook of the user's own are left to it."""
+        """Whether rank 0's buffers are broadcast. False if the user has registered a buffer hook, which does that."""
         return self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
 
     def _wrap_and_register(self) -> None:
@@ -71,7 +71,7 @@ class DDPRun:
         self._reduction.register(self.model, self._strategy.root_device)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let DDP find unused parameters where optimizers take turns. *Collective* over the world then."""
+        """Make DDP find unused parameters if optimizers take turns. *Collective* over the world then."""
         takes_turns = not self._module.automatic_optimization and len(optimizers) > 1
         options = ddp_options(self._strategy)
         if takes_turns and not {"find_unused_parameters", "static_graph"} & options.keys():
@@ -83,11 +83,11 @@ class DDPRun:
     def before_batch(self, batch_idx: int) -> None:
         """Replace the reducer if parameters were frozen or unfrozen since it was made.
 
-        *Collective* in the first step of an epoch, and where the reducer is replaced.
+        *Collective* in the first step of an epoch, and when the reducer is replaced.
 
         Raises:
             ConfigurationError: not all ranks train the same parameters.
-            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+            UnusedParametersError: parameters took no part in the loss of the previous step; names them.
         """
         keep_frozen = not self._module.automatic_optimization or bool(self.model.find_unused_parameters)
         if self._parameters.need_another_reducer(self._module.current_epoch, batch_idx, keep_frozen):
@@ -97,7 +97,7 @@ class DDPRun:
         old, options = self.model, ddp_options(self._strategy)
         with self._explaining_unused():
             remove_reducer(old)
-        # The ranks hold the same values already, or differ on purpose, between the averagings of post-local SGD.
+        # The ranks hold equal values already, or differ on purpose, as between the averages of post-local SGD.
         set_ddp_options(self._strategy, options | {"init_sync": False})
         self._strategy.model = self._module
         try:
@@ -112,8 +112,8 @@ class DDPRun:
     @contextmanager
     def accumulating(self, without_reduction: AbstractContextManager[None]) -> Iterator[None]:
         """Accumulate gradients inside the block, in `without_reduction`, `DDPStrategy.block_backward_sync()`."""
-        # A static graph is learnt from the first backward pass, in which torch's reducer asserts that it may reduce
-        # (torch 2.13). Reducing once too often changes no sum: the average of an average is itself.
+        # A static graph is learned from the first backward pass, in which torch's reducer (2.13) asserts that it
+        # reduces. One reduction too many changes nothing: the average of equal values is the value.
         if ddp_options(self._strategy).get("static_graph") and not self._is_static_graph_known:
             yield
             self._is_static_graph_known = True
@@ -126,10 +126,10 @@ class DDPRun:
         """Run a training step inside the block.
 
         Raises:
-            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+            UnusedParametersError: parameters took no part in the loss of the previous step; names them.
         """
         if not self._module.automatic_optimization:
-            # Lightning's redirection leaves DDP as after a step without reduction: it would never broadcast again.
+            # Lightning's redirection resets this flag, as after a step without reduction: DDP would stop broadcasting.
             self.model.require_forward_param_sync = True
         with self._explaining_unused(), self._parameters.step():
             yield
@@ -148,7 +148,7 @@ class DDPRun:
         """Prepare for the backward pass of `loss`.
 
         Raises:
-            ConfigurationError: parameters were unfrozen inside the step, too late for that.
+            ConfigurationError: parameters were unfrozen inside the step, which is too late.
         """
         self._parameters.before_backward(loss)
 
@@ -156,20 +156,20 @@ class DDPRun:
         """Return a context for the step of `optimizer`.
 
         Raises:
-            ConfigurationError: in the context, if gradients came by `loss.backward()`, and were not averaged.
+            ConfigurationError: in the context, if gradients of a `loss.backward()` were not averaged.
         """
         return self._parameters.optimizer_step(optimizer)
 
     def before_validation(self) -> None:
-        """Let the first validation step broadcast no buffers: a rank without a batch would not take part in that."""
+        """Keep the first validation step from broadcasting buffers, which a rank without a batch would not join."""
         self.model.require_forward_param_sync = False
 
 
 def averaged_closure(optimizer: Optimizer, closure: Callable[[], Any], reduce: Callable[[Any], Any]) -> Any:
-    """Return `closure`; for LBFGS, which stops and scales its steps by the loss, one that returns the mean over ranks.
+    """Return `closure`; for LBFGS, which uses the loss to scale and stop its steps, one that returns the mean loss.
 
     Args:
-        optimizer: whose step calls the closure.
+        optimizer: its step calls the closure.
         closure: returns the loss of this rank.
         reduce: averages a tensor over the ranks, in place. *Collective*.
     """

@@ -20,10 +20,10 @@ _MAY_CHANGE_WEIGHTS_BEFORE_BACKWARD = (
 
 
 class DPRun:
-    """A thread for each device but the first, from `setup` to `teardown`.
+    """Runs the steps of one run under DP, with a thread for each device but the first. Used until teardown.
 
     Args:
-        module: on the first of `devices`; replica 0.
+        module: the module, which is replica 0; on the first of `devices`.
         devices: one per replica.
     """
 
@@ -34,7 +34,7 @@ class DPRun:
 
     @property
     def num_running_replicas(self) -> int:
-        """The number of replicas of the step that is running; 0 or 1 outside of steps that run in several."""
+        """The number of replicas of the running step; 0 or 1 if it does not run in several."""
         return self._step.num_running
 
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -42,10 +42,10 @@ class DPRun:
         return self._step.run(name, *args, **kwargs)
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return `backward(loss, *args, **kwargs)`, which goes through all replicas, and free them."""
+        """Run `backward(loss, *args, **kwargs)` through all replicas, free them, and return its result."""
         if self._copies_before_backward and loss.requires_grad:
             step = self._step
-            # Runs after `on_before_backward`.
+            # This hook runs after `on_before_backward`.
             loss.register_hook(lambda _: step.copy_values())  # type: ignore[no-untyped-call]
         result = backward(loss, *args, **kwargs)
         self._step.forget()

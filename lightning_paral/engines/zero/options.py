@@ -1,4 +1,4 @@
-"""The strategy's own options: shorthands, and which of them go together."""
+"""The options of `ParalZeROStrategy`: shorthands, contradictions, and the DeepSpeed configuration they make."""
 
 import logging
 import os
@@ -30,8 +30,8 @@ class ZeROOptions:
     """What is sharded, where it is kept, and how it is trained, as `ParalZeROStrategy` documents it.
 
     Raises:
-        ConfigurationError: a stage that does not exist, or that cannot offload what it is to; a contradiction between
-            an argument and DeepSpeed's configuration.
+        ConfigurationError: a stage that does not exist, or that cannot offload what is asked for; a contradiction
+            between an argument and DeepSpeed's configuration.
     """
 
     stage: int
@@ -131,14 +131,14 @@ def _whereabouts(offload: Offload, pin_memory: bool) -> dict[str, Any]:
 
 
 def check_stage(stage: object, offload_optimizer: Offload | None, offload_parameters: Offload | None) -> None:
-    """Raise a `ConfigurationError` for a stage that does not exist or cannot offload what it is to."""
+    """Raise a `ConfigurationError` for a stage that does not exist, or that cannot offload what is asked for."""
     if stage not in (1, 2, 3):
         raise ConfigurationError(
-            f"stage={stage!r} is not one of ZeRO's: 1 divides the optimizer state, 2 gradients, too, 3 parameters, too."
+            f"stage={stage!r} is not one of ZeRO's: 1 shards the optimizer state, 2 also gradients, 3 also parameters."
         )
     if stage != 3 and offload_parameters is not None:
         raise ConfigurationError(
-            f"offload_parameters needs stage=3, but stage={stage}: below it every rank computes with whole parameters."
+            f"offload_parameters needs stage=3, but stage={stage}: below it every rank computes with full parameters."
         )
     if stage != 3 and offload_optimizer is not None and offload_optimizer.device == "nvme":
         raise ConfigurationError(f"offload_optimizer=Offload('nvme') needs stage=3, but stage={stage}. Use 'cpu'.")

@@ -19,12 +19,11 @@ from lightning_paral.engines.zero.engine.build import (
     build_engines,
     build_inference_engine,
     build_training_engine,
-    check_parameters,
-    check_several,
     destroy,
     drop_gradients_of_others,
     trained_of,
 )
+from lightning_paral.engines.zero.engine.checks import check_parameters, check_several
 from lightning_paral.engines.zero.engine.construction import warn_of_full_parameters
 from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, hooks_of, new_hooks
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
@@ -230,7 +229,7 @@ class ZeroRun(ZeroState):
         self._settings.precision.end_fit()
         try:
             if self.writes is not None:
-                self.writes.end(settle=not failed)
+                self.writes.end(collect=not failed)
             for users in self._users:
                 users.show_state()
             if self.gradients is not None:

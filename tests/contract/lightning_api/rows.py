@@ -1,20 +1,26 @@
 """A row of the contract: one public feature of Lightning, used as its documentation shows it."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.contract.case import StrategyCase
 from tests.contract.cases import MAIN, PER_ENGINE, PER_PLACEMENT, labels, with_ranks
 from tests.contract.lightning_api.run import Run
 
-ALL = labels(MAIN)
-ENOUGH = labels(PER_PLACEMENT)
+
+def documented(cases: Iterable[StrategyCase]) -> tuple[str, ...]:
+    return labels(case for case in cases if case.themes_of_user_code)
+
+
+ALL = documented(MAIN)
+ENOUGH = documented(PER_PLACEMENT)
 """For what is no matter of optimizers: stage 1 differs from stage 2 in nothing else."""
-LIGHT = labels(PER_ENGINE)
+LIGHT = documented(PER_ENGINE)
 """For what is a matter of the loops alone, and of when they end."""
-RANKS = labels(with_ranks(PER_PLACEMENT))
+RANKS = documented(with_ranks(PER_PLACEMENT))
 """For what one process does not have."""
 
 

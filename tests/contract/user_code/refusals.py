@@ -4,7 +4,7 @@ CLEAR: dict[str, str] = {
     "Skipping the `training_step` by returning None in distributed training is not supported": "of Lightning",
     "Sharded tensors \\(DTensors\\) and plain tensors were mixed in one operation": "of torch, explained by us",
     "torch cannot do this operation on a sharded tensor": "of torch, explained by us",
-    "A parameter was made of one that ZeRO divides": "of torch, explained by us",
+    "A parameter was created from one that ZeRO shards": "of torch, explained by us",
     "A module that is sharded was copied with copy.deepcopy": "of torch, explained by us",
     "The Finetuning callback does not support running with the DeepSpeed strategy": "of Lightning",
 }

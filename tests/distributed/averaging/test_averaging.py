@@ -1,4 +1,4 @@
-"""Averages of weights (EMA, SWA) under every strategy: those of one process, of which each rank keeps what it holds."""
+"""Averages of weights (EMA, SWA) under every strategy equal those of one process; each rank keeps its shards."""
 
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[d
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("label", [label for label in STRATEGIES if label != "lightning"])
-def test_ema_is_that_of_one_process_and_goes_on_from_any_checkpoint(
+def test_ema_equals_one_process_and_resumes_from_any_checkpoint(
     on_ranks, one_process, tmp_path: Path, label: str, num_ranks: int
 ) -> None:
     reference, (weights, losses) = one_process
@@ -151,7 +151,7 @@ def fit_between_steps(strategy: str, num_ranks: int) -> Any:
 
 
 @pytest.mark.parametrize("label", ["ddp", "fsdp", "fsdp_gathered", "zero2", "zero3_partitioned"])
-def test_subclass_decides_when_and_validation_may_be_anywhere(on_ranks, label: str) -> None:
+def test_subclass_chooses_updates_and_device_and_validation_runs_at_any_time(on_ranks, label: str) -> None:
     weights, losses = fit_between_steps("auto", 1)
     for found in on_ranks(2, fit_between_steps, label, 2):
         assert_same_weights(found[0], weights)
@@ -198,7 +198,7 @@ def losses_with_and_without_average(label: str) -> tuple[list[float], list[float
 
 
 @pytest.mark.parametrize("label", ["zero2", "zero3", "zero3_partitioned"])
-def test_evaluating_averages_leaves_master_weights_as_they_are(on_ranks, label: str) -> None:
+def test_evaluating_averages_does_not_change_master_weights(on_ranks, label: str) -> None:
     for alone, averaged in on_ranks(2, losses_with_and_without_average, label):
         assert averaged == alone
 
@@ -220,7 +220,7 @@ def save_in_validation(label: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("label", ["fsdp", "zero2", "zero3_partitioned"])
-def test_saving_in_validation_has_averages_and_weights_in_their_places(on_ranks, tmp_path: Path, label: str) -> None:
+def test_save_during_validation_keeps_averages_and_weights_apart(on_ranks, tmp_path: Path, label: str) -> None:
     for last, again, weights, resumed in on_ranks(2, save_in_validation, label, str(tmp_path)):
         assert again == pytest.approx(last, rel=TOLERANCE)
         assert_same_weights(resumed, weights)
@@ -259,7 +259,7 @@ def fit_alternating(label: str, num_ranks: int) -> tuple[dict[str, Tensor], list
 
 
 @pytest.mark.parametrize("label", ["fsdp", "zero2", "zero3_partitioned"])
-def test_averages_of_what_two_optimizers_train(on_ranks, label: str) -> None:
+def test_parameters_of_two_optimizers_are_averaged(on_ranks, label: str) -> None:
     weights, losses = fit_alternating("auto", 1)
     for found in on_ranks(2, fit_alternating, label, 2):
         assert_same_weights(found[0], weights)
@@ -315,9 +315,7 @@ def swa_of_lightning(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 @pytest.mark.parametrize("label", ["ddp", *DIVIDED])
-def test_swa_is_that_of_ddp_with_its_pass_for_batch_norm(
-    on_ranks, swa_of_lightning, tmp_path: Path, label: str
-) -> None:
+def test_swa_equals_ddp_including_the_batch_norm_pass(on_ranks, swa_of_lightning, tmp_path: Path, label: str) -> None:
     saved, (averages, (weights, losses)) = swa_of_lightning
     for after, whole, resumed in on_ranks(2, fit_swa, label, str(tmp_path)):
         assert_same_weights(after, averages)
@@ -358,7 +356,7 @@ def normed(average: Tensor, current: Tensor, count: Any) -> Tensor:
         (OwnSwap, r"OwnSwap defines _swap_models itself"),
     ],
 )
-def test_what_needs_whole_weights_is_refused(strategy: str, make: Any, message: str) -> None:
+def test_callbacks_that_need_full_weights_are_refused(strategy: str, make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         fit(strategy, 1, make())
 
@@ -373,8 +371,8 @@ def test_what_needs_whole_weights_is_refused(strategy: str, make: Any, message: 
         (lambda: partitioned(zero_hpz_partition_size=2), r"zero_hpz_partition_size=2 lets DeepSpeed gather"),
     ],
 )
-def test_weights_that_lie_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: Any, message: str) -> None:
-    monkeypatch.setattr("lightning_paral.strategies.zero.check_offload", lambda options: None)  # needs a compiler
+def test_offloaded_weights_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: Any, message: str) -> None:
+    monkeypatch.setattr("lightning_paral.engines.zero.run.check_offload", lambda options: None)  # needs a compiler
     with pytest.raises(ConfigurationError, match=message):
         fit(strategy(), 1, EMAWeightAveraging())
 
@@ -392,5 +390,5 @@ def lost_averages(strategy: str) -> bool:
     return callback._average_model is None
 
 
-def test_a_fit_that_fails_says_that_averages_are_gone(on_ranks) -> None:
+def test_failed_fit_warns_that_averages_are_lost(on_ranks) -> None:
     assert on_ranks(1, lost_averages, "paral_zero2") == [True]

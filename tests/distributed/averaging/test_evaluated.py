@@ -1,4 +1,4 @@
-"""A checkpoint that is evaluated after a fit that averaged: by the averages in it."""
+"""Evaluating a checkpoint after a fit that averaged weights uses the averages in it."""
 
 from pathlib import Path
 
@@ -28,6 +28,6 @@ def loss_of_first_epoch(strategy: str, folder: Path) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
-def test_checkpoint_is_evaluated_by_its_averages(tmp_path: Path, strategy: str) -> None:
+def test_evaluating_a_checkpoint_uses_its_averages(tmp_path: Path, strategy: str) -> None:
     expected = loss_of_first_epoch("auto", tmp_path)
     assert loss_of_first_epoch(strategy, tmp_path) == pytest.approx(expected, rel=1e-5)

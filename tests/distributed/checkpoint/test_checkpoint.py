@@ -474,7 +474,7 @@ def test_what_others_have_written_behind_a_url_is_seen(tmp_path: Path) -> None:
         assert folder_at(f"shared://{tmp_path}").size("x") == nbytes
 
 
-def test_small_pieces_behind_a_url_come_in_one_request(tmp_path: Path) -> None:
+def test_small_reads_behind_a_url_come_in_one_request(tmp_path: Path) -> None:
     fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
     data = random.Random(1).randbytes(1000)
     (tmp_path / "x").write_bytes(data)
@@ -505,7 +505,7 @@ def fail_on_one(rank: int) -> str:
         return ranks.rank
 
     with pytest.raises(CheckpointError) as raised:
-        ranks.agree("Trying", act)
+        ranks.gather_results("Trying", act)
     return str(raised.value)
 
 

@@ -82,7 +82,7 @@ def test_rank_0_alone_may_add_to_what_is_beside_the_weights(on_ranks, tmp_path: 
     assert load(tmp_path / "x.ckpt", RankGroup())["note"].tolist() == [0, 1, 2]
 
 
-# Callbacks that keep what is divided
+# Callbacks that keep shards
 
 
 class Average(Callback):
@@ -115,15 +115,15 @@ def average(path: str, label: str, form: str, in_background: bool) -> dict[str, 
 
 
 @pytest.mark.parametrize(("form", "in_background"), [("full", False), ("sharded", False), ("sharded", True)])
-def test_divided_tensors_of_callbacks_are_saved_by_all_ranks(
+def test_sharded_tensors_of_callbacks_are_saved_by_all_ranks(
     on_ranks, tmp_path: Path, form: str, in_background: bool
 ) -> None:
-    expected = on_ranks(2, average, str(tmp_path / "whole"), "ddp", "full", False)[0]
-    for found in on_ranks(2, average, str(tmp_path / "divided"), "fsdp", form, in_background):
+    expected = on_ranks(2, average, str(tmp_path / "full"), "ddp", "full", False)[0]
+    for found in on_ranks(2, average, str(tmp_path / "sharded"), "fsdp", form, in_background):
         assert found.keys() == expected.keys()
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
-    assert verify(tmp_path / "divided") == []
+    assert verify(tmp_path / "sharded") == []
 
 
 class AverageInTuple(Average):
@@ -136,7 +136,7 @@ def save_in_tuple(path: str) -> None:
         fit(make("fsdp", "sharded"), 2, save_to=path, callbacks=[AverageInTuple()])
 
 
-def test_divided_tensors_in_tuples_are_refused(on_ranks, tmp_path: Path) -> None:
+def test_sharded_tensors_in_tuples_are_refused(on_ranks, tmp_path: Path) -> None:
     on_ranks(2, save_in_tuple, str(tmp_path / "x.ckpt"))
 
 

@@ -133,7 +133,7 @@ def without_manifest(sound: Path, tmp_path: Path) -> Path:
 
 
 def move(metadata: Metadata, key: str, row: int) -> None:
-    """Let the second of a tensor's two boxes begin at another row."""
+    """Let the second of a tensor's two chunks begin at another row."""
     chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
     place = metadata.storage_data.pop(MetadataIndex(key, chunks[1].offsets))
     chunks[1] = ChunkStorageMetadata(torch.Size((row, 0)), chunks[1].sizes)
@@ -158,7 +158,7 @@ def nowhere(metadata: Metadata, key: str) -> None:
 
 
 Doctor = Callable[[Metadata, str], None]
-"""Changes what the metadata of a folder say of a tensor of 7 rows, of which one box holds 4 and the other 3."""
+"""Changes what the metadata of a folder say of a tensor of 7 rows, of which one chunk holds 4 and the other 3."""
 DOCTORS: list[tuple[Doctor, str]] = [
     (hole, "15 of 35 elements are in no chunk"),
     (overlap, "overlap"),
@@ -175,7 +175,7 @@ def change_metadata(path: Path, doctor: Doctor, key: str) -> None:
 
 @pytest.mark.parametrize(("doctor", "said"), DOCTORS)
 @pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
-def test_boxes_that_are_no_division_are_named_though_all_checksums_fit(
+def test_chunks_that_do_not_cover_a_tensor_are_named_though_all_checksums_fit(
     sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
 ) -> None:
     path = copy_of(sound, "sharded", tmp_path)
@@ -190,7 +190,7 @@ def test_boxes_that_are_no_division_are_named_though_all_checksums_fit(
 
 @pytest.mark.parametrize(("doctor", "said"), [*DOCTORS, (nowhere, "does not say where")])
 @pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
-def test_boxes_of_other_tools_that_are_no_division_are_named_and_not_loaded(
+def test_chunks_of_other_tools_that_do_not_cover_a_tensor_are_named_and_not_loaded(
     sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
 ) -> None:
     path = without_manifest(sound, tmp_path)

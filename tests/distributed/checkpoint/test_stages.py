@@ -22,7 +22,7 @@ from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.save_plan import plan_save
 from lightning_paral.checkpoint.shards import FlatShard, flat
 from lightning_paral.checkpoint.state.optimizer import load_state, param_names, state_of
-from lightning_paral.checkpoint.state.weights import replicated_storages
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY, replicated_storages
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.options import DEFAULT_TIMEOUT
 
@@ -82,6 +82,7 @@ def checkpoint_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         "optimizer_states": [state_of(optimizer, param_names(optimizer, module))],
         "callbacks": {"Best": {"score": torch.tensor(0.5)}},
         "loops": {"a": [1, 2]},
+        PACKAGE_STATE_KEY: {"frozen": [name for name, _ in module.named_children()]},
     }
 
 
@@ -95,7 +96,7 @@ def save_stage(path: str, form: Any, in_background: bool) -> None:
         job.write(ranks)
         return
     saver = BackgroundSaver(DEFAULT_TIMEOUT)
-    ranks.each("Saving", lambda: job.stage(saver.staging))
+    ranks.run_on_all("Saving", lambda: job.stage(saver.staging))
     saver.start(job.write)
     for parameter in module.parameters():
         parameter.data.zero_()
@@ -113,6 +114,7 @@ def assert_is_whole(path: str | Path) -> None:
             assert torch.equal(found.state_dict()[name], value), name
     assert [found.first_keeping.note, found.second_keeping.note] == list(LAYERS)
     assert checkpoint["callbacks"]["Best"]["score"].item() == 0.5
+    assert checkpoint[PACKAGE_STATE_KEY]["frozen"] == [name for name, _ in expected.named_children()]
     (state,) = checkpoint["optimizer_states"]
     loaded = optimizer_of(found, steps=0)
     load_state(loaded, param_names(loaded, found), state)
@@ -298,7 +300,7 @@ def drifted(path: str) -> list[str]:
     stages = [0, 1]
     weights = {f"w{ranks.rank}": torch.ones(3), "tied": torch.full((4,), float(ranks.rank))}
     replicated = {value.untyped_storage().data_ptr() for value in weights.values()}
-    if ranks.is_first:
+    if ranks.is_rank_0:
         with pytest.warns(UserWarning, match="drifted apart: 1 tensors .* such as tied"):
             job = SaveJob.prepare({"state_dict": weights}, path, "full", ranks, replicated, "Test", stages=stages)
     else:

@@ -66,7 +66,7 @@ def test_result_is_the_float64_sum_on_all_ranks(on_ranks, algorithm: str, operat
 
 
 @pytest.mark.parametrize("algorithm", ALL_REDUCE)
-def test_a_world_of_one_is_left_as_it_is(on_ranks, algorithm: str) -> None:
+def test_single_rank_keeps_its_tensor(on_ranks, algorithm: str) -> None:
     assert on_ranks(1, add_many_small_to_one_large, algorithm) == [1024.0]
 
 
@@ -85,7 +85,7 @@ def reduce_on_narrow_wire(algorithm: str, wire_dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(("wire_dtype", "allowed"), [(torch.bfloat16, 0.06), (torch.float16, 0.006)])
 @pytest.mark.parametrize("algorithm", ALL_REDUCE)
-def test_narrow_wire_rounds_what_travels_and_nothing_else(
+def test_narrow_wire_rounds_messages_only(
     on_ranks, algorithm: str, wire_dtype: torch.dtype, allowed: float, world_size: int
 ) -> None:
     for error in on_ranks(world_size, reduce_on_narrow_wire, algorithm, wire_dtype):
@@ -162,7 +162,7 @@ def test_ring_sends_two_times_all_chunks_but_one(on_ranks, world_size: int, leng
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_reduce_broadcast_burdens_the_master_and_all_to_all_everybody(on_ranks, world_size: int) -> None:
+def test_reduce_broadcast_loads_the_root_and_all_to_all_every_rank(on_ranks, world_size: int) -> None:
     length = 100_003
     once, to_all_others = 4 * length, 4 * length * (world_size - 1)
 
@@ -174,13 +174,13 @@ def test_reduce_broadcast_burdens_the_master_and_all_to_all_everybody(on_ranks, 
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "reduce_broadcast", "all_to_all"])
-def test_kernel_saw_what_was_counted(on_ranks, algorithm: str) -> None:
+def test_counted_bytes_match_those_of_the_kernel(on_ranks, algorithm: str) -> None:
     for payload_bytes, socket_bytes in on_ranks(2, sent_by, algorithm, 1_200_000):
         assert socket_bytes is not None
         assert payload_bytes <= socket_bytes <= 1.01 * payload_bytes + 4096
 
 
-def test_native_on_gloo_sends_what_a_ring_sends(on_ranks) -> None:
+def test_native_on_gloo_sends_as_much_as_a_ring(on_ranks) -> None:
     for _, socket_bytes in on_ranks(4, sent_by, "native", 1_200_000):
         assert socket_bytes == pytest.approx(4 * 2 * 3 / 4 * 1_200_000, rel=0.02)
 

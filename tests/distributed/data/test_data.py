@@ -153,7 +153,7 @@ def fit_on_many_loaders() -> dict[str, Any]:
     return results
 
 
-def test_training_draws_from_loaders_of_every_kind(on_ranks) -> None:
+def test_training_draws_from_every_kind_of_loader(on_ranks) -> None:
     first, second = on_ranks(2, fit_on_many_loaders)
     both = {key: (first[key], second[key]) for key in first}
 
@@ -202,7 +202,7 @@ def fit_on_combined_and_reloaded() -> dict[str, Any]:
     }
 
 
-def test_combined_and_reloaded_loaders(on_ranks) -> None:
+def test_combined_and_reloaded_loaders_draw_as_one_process(on_ranks) -> None:
     first, second = on_ranks(2, fit_on_combined_and_reloaded)
 
     pairs = first["pair"] + second["pair"]
@@ -266,7 +266,7 @@ class Pairs(Recorder):
         self.log("mean", one.float().mean(), sync_dist=True)
 
 
-def test_evaluation_in_corners(on_ranks) -> None:
+def test_evaluation_counts_each_sample_once_in_corner_cases(on_ranks) -> None:
     ranks = on_ranks(3, evaluate_in_corners)
 
     def together(name: str, loader: int = 0) -> list[Any]:
@@ -324,7 +324,7 @@ def predict() -> dict[str, Any]:
     return results
 
 
-def test_predictions_come_once_and_are_gathered_in_order(on_ranks) -> None:
+def test_predictions_are_gathered_once_and_in_order(on_ranks) -> None:
     ranks = on_ranks(3, predict)
 
     for split in ("batch", "global"):
@@ -350,7 +350,7 @@ def fit_on_streams() -> dict[str, Any]:
     }
 
 
-def test_streams_are_divided_and_end_together(on_ranks) -> None:
+def test_iterable_datasets_are_sharded_and_end_together(on_ranks) -> None:
     first, second = on_ranks(2, fit_on_streams)
     both = {key: (first[key], second[key]) for key in first}
 
@@ -422,7 +422,7 @@ def resume_all(num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_runs_go_on_behind_what_was_seen_at_any_world_size(on_ranks, tmp_path, world_size: int) -> None:
+def test_resuming_skips_the_samples_seen_at_any_world_size(on_ranks, tmp_path, world_size: int) -> None:
     on_ranks(2, interrupt_all, 2, str(tmp_path))
 
     ranks = on_ranks(world_size, resume_all, world_size, str(tmp_path))
@@ -464,7 +464,7 @@ def fail_to_draw() -> str:
     return str(raised.value)
 
 
-def test_step_that_draws_itself_cannot_join_in_collectives(on_ranks) -> None:
+def test_step_with_dataloader_iter_is_refused_under_collective_forward(on_ranks) -> None:
     for message in on_ranks(2, fail_to_draw):
         assert "DrawsItself.validation_step takes a `dataloader_iter`" in message
 

@@ -1,4 +1,4 @@
-"""Keys that ranks log with `sync_dist=True`: the same on all of them, or named."""
+"""Ranks that log different keys with `sync_dist=True` get an error that names the keys."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def fit(strategy: str, keys: str, reduce_fx: str, on_step: bool) -> dict[str, fl
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
 @pytest.mark.parametrize("keys", ["another", "another_order"])
-def test_another_key_on_another_rank_is_named_in_its_step(on_ranks, keys: str, reduce_fx: str) -> None:
+def test_differing_key_is_reported_in_the_same_step(on_ranks, keys: str, reduce_fx: str) -> None:
     first, second = on_ranks(2, fit, "paral_ddp", keys, reduce_fx, True)
 
     assert "Rank 0 logged 'training_step.a'" in first
@@ -60,7 +60,7 @@ def test_another_key_on_another_rank_is_named_in_its_step(on_ranks, keys: str, r
 
 @pytest.mark.parametrize("keys", ["another", "another_order", "fewer", "none"])
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1"])
-def test_keys_of_some_ranks_only_are_named_at_the_end_of_the_epoch(on_ranks, strategy: str, keys: str) -> None:
+def test_keys_that_only_some_ranks_log_are_reported_at_the_end_of_the_epoch(on_ranks, strategy: str, keys: str) -> None:
     odd = {"another": "'training_step.a' only by rank 0", "fewer": "'training_step.c' only by rank 0"}
     odd |= {"none": "'training_step.a' only by rank 0", "another_order": "in another order"}
 
@@ -70,7 +70,7 @@ def test_keys_of_some_ranks_only_are_named_at_the_end_of_the_epoch(on_ranks, str
 
 @pytest.mark.parametrize("on_step", [True, False])
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
-def test_the_same_keys_give_lightnings_values(on_ranks, reduce_fx: str, on_step: bool) -> None:
+def test_equal_keys_give_the_values_of_lightning(on_ranks, reduce_fx: str, on_step: bool) -> None:
     expected = on_ranks(2, fit, "ddp", "same", reduce_fx, on_step)
 
     assert on_ranks(2, fit, "paral_ddp", "same", reduce_fx, on_step) == expected

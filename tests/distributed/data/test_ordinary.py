@@ -1,4 +1,4 @@
-"""Whatever Lightning takes for a loader is evaluated as in one process: each sample once, at one rank as at two."""
+"""Every kind of loader that Lightning takes is evaluated as in one process, on one rank and on two."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -143,7 +143,7 @@ def seen_under_dp(loader: Any) -> Any:
     return sorted(seen)
 
 
-def test_plain_iterables_are_left_to_each_rank_and_that_is_said(on_ranks) -> None:
+def test_plain_iterables_are_not_divided_and_a_warning_says_so(on_ranks) -> None:
     for found in on_ranks(2, sums_of_plain_iterable, "paral_ddp"):
         assert found == on_ranks(2, sums_of_plain_iterable, "ddp")[0]
 

@@ -66,7 +66,7 @@ def fit_while_waiting_for_the_first_bucket() -> list[bool]:
     return model.overlapped
 
 
-def test_reduction_runs_beside_the_backward_pass(on_ranks) -> None:
+def test_reduction_overlaps_the_backward_pass(on_ranks) -> None:
     for overlapped in on_ranks(2, fit_while_waiting_for_the_first_bucket):
         assert len(overlapped) > 2
         assert all(overlapped)
@@ -116,7 +116,7 @@ def fit_finding_unused_parameters() -> str:
     return fit_with_unused_parameters(find_unused_parameters=True)
 
 
-def test_unused_parameters_are_named_on_each_rank_with_the_option_that_deals_with_them(on_ranks) -> None:
+def test_unused_parameters_are_named_on_each_rank_with_the_option_to_set(on_ranks) -> None:
     for rank, message in enumerate(on_ranks(2, fit_with_unused_parameters)):
         assert message.startswith(f"UnusedParametersError: On rank {rank} ")
         assert "branch.0.weight, branch.0.bias. " in message
@@ -137,7 +137,7 @@ def fit_with_own_hook() -> int:
     return len(calls)
 
 
-def test_own_communication_hook_is_honoured_on_cpu(on_ranks) -> None:
+def test_users_communication_hook_is_used_on_cpu(on_ranks) -> None:
     assert min(on_ranks(2, fit_with_own_hook)) >= 5
 
 
@@ -148,7 +148,7 @@ def gradients_are_views() -> bool:
     return trainer.strategy._ddp_kwargs["gradient_as_bucket_view"]
 
 
-def test_gradients_are_no_views_into_buckets_unless_asked_for(on_ranks) -> None:
+def test_gradients_are_views_into_buckets_only_on_request(on_ranks) -> None:
     assert on_ranks(2, gradients_are_views) == [False] * 2
 
 
@@ -173,7 +173,7 @@ def run_everything_in_any_order() -> tuple[bool, list[str], float]:
     return dist.is_initialized(), list(trainer.strategy.lightning_module_state_dict()), metrics["mean_rank"]
 
 
-def test_all_trainer_functions_run_and_a_group_that_was_there_stays(on_ranks) -> None:
+def test_all_trainer_functions_run_and_keep_an_existing_group(on_ranks) -> None:
     for still_there, keys, mean_rank in on_ranks(2, run_everything_in_any_order):
         assert still_there
         assert keys == ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]

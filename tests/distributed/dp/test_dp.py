@@ -447,7 +447,7 @@ def test_backward_pass_of_a_single_replica_is_refused() -> None:
         dp_trainer().fit(OwnBackward(), samples())
 
 
-def test_gradients_with_respect_to_inputs_are_a_replicas_own_business() -> None:
+def test_replica_may_compute_gradients_with_respect_to_inputs() -> None:
     class Penalized(Scores):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             inputs = batch[0].clone().requires_grad_()
@@ -529,6 +529,6 @@ def test_several_processes_are_refused(on_ranks: Any) -> None:
     ("options", "message"),
     [({"num_nodes": 2}, "num_nodes=2.*paral_ddp"), ({"sync_batchnorm": True}, "process per device.*paral_ddp")],
 )
-def test_what_needs_several_processes_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_for_several_processes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         dp_trainer(**options)

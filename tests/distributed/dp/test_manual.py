@@ -1,4 +1,4 @@
-"""Manual optimization under `ParalDPStrategy`: what optimizes happens once, for all replicas together."""
+"""Manual optimization under `ParalDPStrategy`: calls that optimize run once, for all replicas together."""
 
 from typing import Any
 
@@ -123,7 +123,7 @@ def test_manual_optimization_equals_one_process(make: Any) -> None:
     assert_same_weights(weights, expected)
 
 
-def test_replicas_that_take_different_ways_are_told_so() -> None:
+def test_diverging_replicas_raise() -> None:
     class Divergent(Manual):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
             if batch[0][0, 0] != samples().dataset[0][0][0]:
@@ -137,7 +137,7 @@ def test_replicas_that_take_different_ways_are_told_so() -> None:
         dp_trainer().fit(Divergent(), samples())
 
 
-def test_replica_that_ends_early_is_not_waited_for() -> None:
+def test_replica_that_ends_early_does_not_deadlock_the_others() -> None:
     class Early(Manual):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
             if batch[0][0, 0] == samples().dataset[0][0][0]:
@@ -147,7 +147,7 @@ def test_replica_that_ends_early_is_not_waited_for() -> None:
         dp_trainer().fit(Early(), samples())
 
 
-def test_error_of_one_replica_frees_those_that_wait_for_it() -> None:
+def test_error_of_one_replica_releases_those_that_wait() -> None:
     class Failing(Manual):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
             if batch[0][0, 0] == samples().dataset[1][0][0]:

@@ -1,4 +1,4 @@
-"""Activation checkpointing computes the same gradients under every strategy, and keeps less."""
+"""Activation checkpointing gives the same gradients under every strategy, and keeps less memory."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""Buffers, which are rank 0's under every strategy as under DDP."""
+"""All ranks use rank 0's buffers, under every strategy as under DDP."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def fit(strategy: object, accumulate: int, manual: bool = False, num_evaluated: 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_buffers_are_what_they_are_under_ddp(on_ranks, strategy: str, accumulate: int) -> None:
+def test_buffers_equal_those_under_ddp(on_ranks, strategy: str, accumulate: int) -> None:
     expected = on_ranks(2, fit, "ddp", accumulate)
 
     for rank, found in enumerate(on_ranks(2, fit, strategy, accumulate)):
@@ -130,7 +130,7 @@ def fit_apart(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero"])
-def test_ranks_keep_their_own_buffers_if_that_is_asked_for(on_ranks, name: str) -> None:
+def test_ranks_keep_their_own_buffers_on_request(on_ranks, name: str) -> None:
     first, second = on_ranks(2, fit_apart, name)
 
     assert first["after"] != second["after"]

@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters of dtypes that gloo does not know: every strategy shares and keeps them, or says no."""
+"""Buffers and frozen parameters of dtypes that gloo does not support: strategies broadcast them, or refuse them."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def after_fit(strategy: str, frozen: bool) -> dict[str, Tensor]:
     ("strategy", "frozen"),
     [("paral_ddp", True), ("paral_fsdp", True), ("paral_zero2", False), ("paral_zero3", False)],
 )
-def test_all_ranks_keep_what_rank_zero_has(on_ranks, strategy: str, frozen: bool) -> None:
+def test_all_ranks_get_the_values_of_rank_zero(on_ranks, strategy: str, frozen: bool) -> None:
     expected = OfManyDtypes(0, frozen).state_dict()
     for found in on_ranks(2, after_fit, strategy, frozen):
         assert len(found) == (3 if frozen else 2) * len(DTYPES)

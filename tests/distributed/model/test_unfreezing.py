@@ -101,22 +101,22 @@ def assert_equal(found: dict[str, Tensor] | str, expected: dict[str, Tensor]) ->
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", WITH_RANKS)
-def test_what_is_frozen_and_unfrozen_trains_as_in_one_process(on_ranks, name: str, schedule: str) -> None:
+def test_freezing_and_unfreezing_trains_as_in_one_process(on_ranks, name: str, schedule: str) -> None:
     for trained in on_ranks(2, fit, name, schedule):
         assert_equal(trained, fit_in_one_process(schedule))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_frozen_and_unfrozen_trains_in_one_process_of_two_devices(schedule: str) -> None:
+def test_freezing_and_unfreezing_trains_as_one_device_under_dp(schedule: str) -> None:
     assert_equal(fit("paral_dp", schedule), fit_in_one_process(schedule))
 
 
-def test_fsdp_keeps_what_a_step_sets_on_gathered_parameters(on_ranks) -> None:
+def test_fsdp_keeps_requires_grad_that_a_step_sets_on_unsharded_parameters(on_ranks) -> None:
     for trained in on_ranks(2, fit, "paral_fsdp", "unfreeze_inside_the_step"):
         assert_equal(trained, fit_in_one_process("unfreeze_inside_the_step"))
 
 
-def test_ddp_names_what_is_unfrozen_too_late(on_ranks) -> None:
+def test_ddp_names_parameters_that_are_unfrozen_too_late(on_ranks) -> None:
     for message in on_ranks(2, fit, "paral_ddp", "unfreeze_inside_the_step"):
         assert message.startswith("ConfigurationError: These parameters were unfrozen or added inside training_step")
         assert "backbone.0.weight, backbone.0.bias. Unfreeze" in message
@@ -124,7 +124,7 @@ def test_ddp_names_what_is_unfrozen_too_late(on_ranks) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["unfreeze", "unfreeze_with_group", "unfreeze_inside_the_step"])
-def test_zero_refuses_by_name_what_is_unfrozen(on_ranks, stage: int, schedule: str) -> None:
+def test_zero_names_parameters_that_are_unfrozen(on_ranks, stage: int, schedule: str) -> None:
     for message in on_ranks(2, fit, f"paral_zero{stage}", schedule):
         assert message.startswith("ConfigurationError: These parameters require a gradient now")
         assert "backbone.0.weight" in message
@@ -132,20 +132,20 @@ def test_zero_refuses_by_name_what_is_unfrozen(on_ranks, stage: int, schedule: s
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_leaves_what_is_frozen_as_it_is(on_ranks, stage: int) -> None:
+def test_zero_does_not_change_frozen_parameters(on_ranks, stage: int) -> None:
     for trained in on_ranks(2, fit, f"paral_zero{stage}", "freeze"):
         assert_equal(trained, fit_in_one_process("freeze"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_refuses_by_name_what_comes_back_under_adam(on_ranks, stage: int) -> None:
+def test_zero_names_parameters_that_are_unfrozen_again_under_adam(on_ranks, stage: int) -> None:
     for message in on_ranks(2, fit, f"paral_zero{stage}", "freeze_and_unfreeze_between_batches"):
         assert "backbone.0.weight took 2 of" in message
         assert "paral_ddp" in message
 
 
 @pytest.mark.parametrize("name", ["paral_ddp", "paral_fsdp"])
-def test_ranks_that_disagree_are_told_so(on_ranks, name: str) -> None:
+def test_ranks_that_disagree_raise(on_ranks, name: str) -> None:
     for message in on_ranks(2, fit, name, "on_one_rank"):
         assert "At batch 0 of epoch 1, the ranks do not train the same parameters: backbone.0.bias" in message
         assert "on rank 0 only" in message
@@ -158,7 +158,7 @@ def fit_with_one_rank_frozen_between_batches() -> None:
     quiet_trainer(strategy=strategy, devices=2, max_epochs=1).fit(model, DataLoader(ROWS, batch_size=4))
 
 
-def test_a_rank_that_alone_freezes_between_batches_says_so(on_ranks) -> None:
+def test_single_rank_that_freezes_between_batches_raises(on_ranks) -> None:
     # The other one waits in its backward pass, and is ended by the pool.
     with pytest.raises(
         RankError, match=r"requires_grad of backbone\.0\.weight changed on this rank, but not on rank 0"

@@ -27,6 +27,7 @@ class Reads(Regression):
         if hasattr(strategy, "gradient_norm"):
             gradients = [strategy.full_gradient(parameter) for parameter in self.parameters()]
             self.read += [strategy.gradient_norm(), *gradients, strategy.full_parameter(weight)]
+            self.read.append(strategy.gradient_norm(torch.optim.SGD([weight], lr=0.1)))
             if self.global_step:
                 self.read.append(strategy.full_optimizer_state(weight, "exp_avg"))
             else:
@@ -35,7 +36,7 @@ class Reads(Regression):
         else:
             gradients = [parameter.grad.clone() for parameter in self.parameters()]
             norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-            self.read += [norm, *gradients, weight.detach().clone()]
+            self.read += [norm, *gradients, weight.detach().clone(), weight.grad.norm()]
             if self.global_step:
                 self.read.append(optimizer.state[weight]["exp_avg"].clone())
 

@@ -46,7 +46,7 @@ def fit_by_hand() -> tuple[list[float], dict[str, Tensor], list[float]]:
 def fit_in_fp16(strategy: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
     # fp16 is refused on CPU, where nobody wants it; what scales losses is the same as on CUDA.
     as_on_cuda = pytest.MonkeyPatch()
-    as_on_cuda.setattr("lightning_paral.strategies.zero.check_precision", lambda *_: None)
+    as_on_cuda.setattr("lightning_paral.engines.zero.run.check_precision", lambda *_: None)
     torch.manual_seed(3)
     model = Overflowing()
     scales: list[Any] = []

@@ -1,4 +1,4 @@
-"""Which averaging functions may see parts of parameters, found by trying them; and they notice nothing of it."""
+"""Averaging functions that are not elementwise are found by a trial, which does not change their state."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_functions_of_lists_pass(function: Any) -> None:
     check_elementwise("multi_avg_fn", function, multi=True)
 
 
-def test_what_a_function_counts_stays_as_it_is() -> None:
+def test_state_of_a_function_is_restored() -> None:
     warmed = Warmed()
     check_elementwise("avg_fn", warmed, multi=False)
     assert warmed.calls == 0
@@ -68,7 +68,7 @@ def noisy(average: Tensor, current: Tensor, count: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [by_norm, by_row, noisy])
-def test_others_are_refused(function: Any) -> None:
+def test_functions_that_are_not_elementwise_are_refused(function: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"avg_fn of Mine is not elementwise.*use paral_ddp"):
         check_elementwise("avg_fn of Mine", function, multi=False)
 

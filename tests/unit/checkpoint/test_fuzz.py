@@ -185,7 +185,7 @@ def shape(found: Metadata, *sizes: int) -> None:
     stored.size = torch.Size(sizes)
 
 
-def box(found: Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def add_chunk(found: Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     stored: Any = found.state_dict_metadata[KEY]
     stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     found.storage_data[MetadataIndex(KEY, offsets)] = _StorageInfo("__0_0.distcp", 0, 8)
@@ -195,7 +195,7 @@ def planned(found: Metadata, *path: Any) -> None:
     found.planner_data[KEY] = path
 
 
-def many_boxes(found: Metadata) -> None:
+def many_chunks(found: Metadata) -> None:
     stored: Any = found.state_dict_metadata[KEY]
     stored.chunks *= 100_000
 
@@ -207,8 +207,8 @@ def nested(found: Metadata) -> None:
     found.planner_data[KEY] = inner
 
 
-def column_boxes(found: Metadata) -> None:
-    """So many boxes that comparing each with each takes minutes."""
+def column_chunks(found: Metadata) -> None:
+    """So many chunks that comparing each with each takes minutes."""
     stored: Any = found.state_dict_metadata[KEY]
     (place,) = (info for index, info in found.storage_data.items() if index.fqn == KEY)
     stored.size, stored.chunks = torch.Size((1, 3_000)), []
@@ -226,15 +226,15 @@ METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
     lambda m: shape(m, *[2**31] * 9),
     lambda m: shape(m, *[1] * 200),
     lambda m: shape(m),
-    lambda m: box(m, (0, 0), (4, 3)),
-    lambda m: box(m, (4, 0), (2**40, 3)),
-    lambda m: box(m, (-1, 0), (1, 3)),
-    lambda m: box(m, (0,), (1,)),
+    lambda m: add_chunk(m, (0, 0), (4, 3)),
+    lambda m: add_chunk(m, (4, 0), (2**40, 3)),
+    lambda m: add_chunk(m, (-1, 0), (1, 3)),
+    lambda m: add_chunk(m, (0,), (1,)),
     *(lambda m, p=p: planned(m, *p) for p in (("a", 2_000_000_000), (0,), (), ("state_dict", 5, "x"), (-1,), (2**80,))),  # type: ignore[misc]
     lambda m: planned(m, *["a"] * 5000),
     lambda m: planned(m, {"a": 1}),
-    many_boxes,
-    column_boxes,
+    many_chunks,
+    column_chunks,
     nested,
     lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), BytesStorageMetadata())),
     lambda m: m.state_dict_metadata.update({"optimizer_x": BytesStorageMetadata()}),

@@ -1,4 +1,4 @@
-"""Runs of a flattened tensor as boxes of its true shape."""
+"""Flat ranges of a tensor as chunks of its shape."""
 
 from itertools import pairwise
 from math import prod
@@ -21,7 +21,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+def flat_ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     shape = draw(shapes)
     start = draw(st.integers(0, prod(shape)))
     return shape, start, draw(st.integers(start, prod(shape)))
@@ -40,17 +40,17 @@ def chunks(draw: st.DrawFn, shape: tuple[int, ...]) -> Chunk:
     return Chunk(offsets, tuple(draw(st.integers(0, size - o)) for size, o in zip(shape, offsets, strict=True)))
 
 
-@given(runs())
-def test_boxes_hold_the_elements_of_the_run_in_their_order(run) -> None:
-    shape, start, stop = run
+@given(flat_ranges())
+def test_chunks_hold_the_elements_of_a_flat_range_in_their_order(flat_range) -> None:
+    shape, start, stop = flat_range
     elements = torch.arange(prod(shape)).view(shape)
     found = [elements[chunk.index].flatten() for chunk in chunks_of_flat_range(shape, start, stop)]
     assert torch.cat([*found, elements.new_empty(0)]).tolist() == list(range(start, stop))
 
 
-@given(runs())
-def test_boxes_are_few_and_each_contiguous_in_memory(run) -> None:
-    shape, start, stop = run
+@given(flat_ranges())
+def test_chunks_are_few_and_each_contiguous_in_memory(flat_range) -> None:
+    shape, start, stop = flat_range
     elements = torch.zeros(shape)
     found = chunks_of_flat_range(shape, start, stop)
     assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -58,7 +58,7 @@ def test_boxes_are_few_and_each_contiguous_in_memory(run) -> None:
 
 
 @given(divisions())
-def test_runs_of_a_division_cover_the_tensor_once(division) -> None:
+def test_flat_ranges_of_a_division_cover_the_tensor_once(division) -> None:
     shape, cuts = division
     found = [chunk for a, b in pairwise(cuts) for chunk in chunks_of_flat_range(shape, a, b)]
     assert coverage_fault(shape, found) is None
@@ -74,7 +74,7 @@ def test_coverage_agrees_with_counting_elements(data) -> None:
     assert (coverage_fault(shape, found) is None) == bool((count == 1).all())
 
 
-def test_box_out_of_bounds_is_no_division() -> None:
+def test_chunk_out_of_bounds_is_a_fault() -> None:
     assert "outside" in (coverage_fault((2, 3), [Chunk((0, 0), (2, 4))]) or "")
 
 
@@ -93,7 +93,7 @@ def test_intersection_holds_what_both_hold(data) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from([1, 2, 4, 8])), max_size=6), st.integers(1, 5))
-def test_shares_divide_every_tensor_among_the_ranks(tensors, world_size) -> None:
+def test_balanced_ranges_divide_every_tensor_among_the_ranks(tensors, world_size) -> None:
     nbytes = sum(numel * itemsize for numel, itemsize in tensors)
     position = 0
     for numel, itemsize in tensors:
@@ -114,13 +114,13 @@ def test_shares_are_equal(numel, world_size) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_whole_tensor_is_one_box() -> None:
+def test_full_tensor_is_one_chunk() -> None:
     assert chunks_of_flat_range((3, 4), 0, 12) == [full_chunk((3, 4))]
     assert chunks_of_flat_range((), 0, 1) == [full_chunk(())]
 
 
 @given(st.data())
-def test_box_is_a_run_if_its_elements_follow_each_other(data) -> None:
+def test_chunk_is_a_flat_range_if_it_is_contiguous(data) -> None:
     shape = data.draw(shapes)
     chunk = data.draw(chunks(shape))
     numbers = torch.arange(prod(shape)).view(shape)[chunk.index].flatten().tolist()
@@ -128,9 +128,9 @@ def test_box_is_a_run_if_its_elements_follow_each_other(data) -> None:
     assert flat_range_of(shape, chunk) == ((numbers[0], numbers[-1] + 1) if follow else None)
 
 
-@given(runs())
-def test_boxes_of_a_run_are_runs(run) -> None:
-    shape, start, stop = run
+@given(flat_ranges())
+def test_chunks_of_a_flat_range_are_flat_ranges(flat_range) -> None:
+    shape, start, stop = flat_range
     for chunk in chunks_of_flat_range(shape, start, stop):
         found = flat_range_of(shape, chunk)
         assert found is not None

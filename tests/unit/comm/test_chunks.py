@@ -7,7 +7,7 @@ from lightning_paral.comm.chunks import balanced_cuts, num_segments
 
 
 @given(start=st.integers(0, 100), length=st.integers(0, 10_000), num_parts=st.integers(1, 64))
-def test_cuts_cover_the_run_in_parts_that_differ_by_at_most_one(start: int, length: int, num_parts: int) -> None:
+def test_cuts_cover_the_range_in_parts_that_differ_by_at_most_one(start: int, length: int, num_parts: int) -> None:
     cuts = balanced_cuts(start, length, num_parts)
     sizes = [end - begin for begin, end in pairwise(cuts)]
 
@@ -18,7 +18,7 @@ def test_cuts_cover_the_run_in_parts_that_differ_by_at_most_one(start: int, leng
 
 
 @given(num_bytes=st.integers(0, 2**34))
-def test_messages_are_near_the_size_aimed_at(num_bytes: int) -> None:
+def test_messages_are_near_the_target_size(num_bytes: int) -> None:
     num = num_segments(num_bytes, segment_bytes=1024 * 1024)
 
     assert num >= 1

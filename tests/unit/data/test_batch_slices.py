@@ -1,4 +1,4 @@
-"""Batches taken from a sampler are those that it yields, however they are sliced."""
+"""Batches taken from a sampler in chunks equal those that it yields."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -67,7 +67,7 @@ SAMPLERS: list[Any] = [
     st.lists(st.integers(0, 12), max_size=8),
 )
 @settings(deadline=None, max_examples=150)
-def test_taken_some_at_a_time_they_are_those_of_the_sampler(make, length, batch_size, drop_last, kind, counts) -> None:
+def test_batches_taken_in_chunks_equal_those_of_the_sampler(make, length, batch_size, drop_last, kind, counts) -> None:
     batches = kind(make(length), batch_size, drop_last)
     torch.manual_seed(5)
     plain = iter(batches)
@@ -85,7 +85,7 @@ def test_taken_some_at_a_time_they_are_those_of_the_sampler(make, length, batch_
         assert num_samples_in(some[1:3]) == num_samples_in(those[1:3])
 
 
-def test_what_was_put_back_comes_next() -> None:
+def test_batches_put_back_come_next() -> None:
     taking = BatchTaker(BatchSampler(FromList(list(range(10))), 2, False))
     first = taking.take(3)
     taking.put_back(first)
@@ -103,7 +103,7 @@ class Counted(list[int]):
         return found
 
 
-def test_a_rank_cuts_out_its_own_batches_only() -> None:
+def test_rank_slices_its_own_batches_only() -> None:
     world_size, batch_size, num_steps = 64, 4, 40
     batches = BatchSampler(FromList(Counted(range(world_size * batch_size * num_steps))), batch_size, False)
     shard = ShardSpec(rank=3, world_size=world_size, split="batch", remainder="drop")
@@ -117,7 +117,7 @@ def test_a_rank_cuts_out_its_own_batches_only() -> None:
     assert Counted.taken < 2 * num_steps * batch_size + 100  # including the first ones, which ranks compare
 
 
-def test_cut_batches_are_a_sequence() -> None:
+def test_batch_slices_are_a_sequence() -> None:
     batches = BatchSlices(list(range(100)), 10, 31, 5)
     as_lists = [list(range(start, min(start + 5, 31))) for start in range(10, 31, 5)]
     assert list(batches) == as_lists

@@ -1,4 +1,4 @@
-"""Streams: what the ranks and their workers keep of one, without any process."""
+"""Which samples of a stream each rank and worker keeps, without other processes."""
 
 import threading
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def test_evaluation_reads_each_sample_once_in_equally_many_steps(length, batch_s
 
 @given(lengths, st.integers(1, 5), worlds, st.sampled_from(["drop", "wrap"]), st.booleans())
 @exactly
-def test_training_takes_whole_batches_in_turns_and_equal_steps(length, batch_size, world_size, remainder, shuffle):
+def test_training_takes_full_batches_in_turn_and_equal_steps(length, batch_size, world_size, remainder, shuffle):
     made = loaders(Sized(length, shuffle), batch_size, world_size, "batch", remainder)
     (one,) = loaders(Stream(length, shuffle), batch_size, 1, "batch", "wrap")
     expected = [batch.tolist() for batch in one]
@@ -111,7 +111,7 @@ def test_parts_of_global_batches_are_equal_and_join_to_the_stream(length, multip
     assert {loader.batch_size for loader in made} == {multiple}
 
 
-def test_workers_share_the_turns_and_keep_the_order_of_one() -> None:
+def test_workers_share_the_steps_and_keep_the_order_of_one() -> None:
     for batch_size in (3, None):
         alone = loaders(Stream(25, shuffle=True), batch_size, 2, "batch", "wrap")
         helped = loaders(Stream(25, shuffle=True), batch_size, 2, "batch", "wrap", num_workers=2)
@@ -125,7 +125,7 @@ def test_workers_share_the_turns_and_keep_the_order_of_one() -> None:
             )
 
 
-def test_stream_resumes_behind_the_samples_seen() -> None:
+def test_stream_resumes_after_the_samples_seen() -> None:
     (one,) = loaders(Stream(30, shuffle=True), 4, 1, "batch", "wrap")
     whole = [sample for batch in one for sample in batch.tolist()]
     for world_size in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""A padding step leaves everything bit-identical, wherever the module keeps it."""
+"""A padding step leaves all state of a module bit-identical."""
 
 import copy
 import random
@@ -58,7 +58,7 @@ def same(one: object, other: object) -> bool:
     return repr(one) == repr(other)
 
 
-def test_everything_is_as_before() -> None:
+def test_everything_is_restored() -> None:
     torch.manual_seed(0)
     module = Stateful()
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_everything_is_as_before() -> None:
     assert not hasattr(module, "new") or module.new == 2
 
 
-def test_a_step_that_fails_leaves_no_trace_either() -> None:
+def test_failing_step_is_rolled_back() -> None:
     torch.manual_seed(0)
     module = Stateful()
     module.step(torch.randn(6, 4))

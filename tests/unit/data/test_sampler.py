@@ -1,4 +1,4 @@
-"""What the ranks of a world draw of an order, without any process: every rank's sampler in this one."""
+"""Which batches of a global order each rank draws: the samplers of all ranks in one process."""
 
 import random
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_evaluation_draws_each_sample_once_in_equally_many_steps(length, batch_s
 
 @given(lengths, batch_sizes, worlds, remainders)
 @exactly
-def test_whole_batches_in_turns_are_those_of_one_process(length, batch_size, world_size, remainder) -> None:
+def test_full_batches_in_turn_equal_those_of_one_process(length, batch_size, world_size, remainder) -> None:
     expected = one_process(length, batch_size)
     samplers = all_ranks(length, batch_size, world_size, "batch", remainder)
     if remainder == "drop" and 0 < len(expected) < world_size:
@@ -104,7 +104,9 @@ def test_parts_of_global_batches_join_to_those_of_one_process(length, batch_size
 
 @given(st.integers(1, 700), batch_sizes, worlds, worlds, splits, st.data())
 @exactly
-def test_resuming_draws_what_was_left_at_any_world_size(length, batch_size, saving, resuming, split, data) -> None:
+def test_resuming_draws_the_remaining_samples_at_any_world_size(
+    length, batch_size, saving, resuming, split, data
+) -> None:
     expected = [index for batch in one_process(length, batch_size) for index in batch]
     saved = all_ranks(length, batch_size, saving, split, "wrap")[0]
     num_steps = data.draw(st.integers(0, len(saved)))
@@ -161,7 +163,7 @@ class Bucketing:
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
-def test_any_sampler_that_depends_on_the_generators_alone_is_drawn_alike(split) -> None:
+def test_sampler_that_depends_on_the_generators_only_is_drawn_alike(split) -> None:
     samplers = [sampler_of(rank, 3, split, "pad", Bucketing(1000)) for rank in range(3)]
     samples = []
     for rank, sampler in enumerate(samplers):
@@ -175,7 +177,7 @@ def test_any_sampler_that_depends_on_the_generators_alone_is_drawn_alike(split) 
         len(samplers[0])
 
 
-def test_drawing_leaves_the_generators_as_they_were() -> None:
+def test_drawing_restores_the_generators() -> None:
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     generator = torch.Generator().manual_seed(3)
     own = generator.get_state()
@@ -192,7 +194,7 @@ def test_drawing_leaves_the_generators_as_they_were() -> None:
     assert drawn != list(sampler_of(0, 2, "batch", "wrap", batches))
 
 
-def test_epochs_repetitions_and_loaders_differ_in_order() -> None:
+def test_order_differs_by_epoch_repetition_and_loader() -> None:
     sampler = sampler_of(0, 2, "batch", "wrap", batches_of(100, 5))
     first, repeated = list(sampler), list(sampler)
     sampler.set_epoch(1)
@@ -233,7 +235,7 @@ def test_torchs_samplers_are_divided_without_overlap(indices) -> None:
         assert drawn[1] == [[5, 6, 7, 8, 9], [25, 26, 27, 28, 29]]
 
 
-def test_single_indices_are_dealt_in_turns() -> None:
+def test_single_indices_go_to_the_ranks_in_turn() -> None:
     samplers = [sampler_of(rank, 3, "batch", "pad", SequentialSampler(range(7))) for rank in range(3)]
     for sampler in samplers:
         sampler.order.batched = False

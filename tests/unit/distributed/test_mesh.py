@@ -35,6 +35,7 @@ def test_stages_divide_the_ranks_into_runs_of_neighbours(shape: tuple[int, ...])
     assert sorted(rank for stage in stages for rank in stage) == list(range(len(ranks)))
     assert sorted(stages.values()) == list(range(shape[0]))
     assert all(dims.rank in dims.stage_ranks for dims in ranks)
+    assert all(dims.stages == [each.stage for each in ranks] for dims in ranks)
 
 
 def test_tensor_ranks_are_neighbours_and_draw_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Inputs of units on the host between forward and backward: what is copied, how often, and how long it is kept."""
+"""Inputs of units are offloaded between forward and backward: what is copied, how often, and for how long."""
 
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +79,7 @@ def batch() -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def test_gradients_are_those_without(batch: Tensor) -> None:
+def test_gradients_equal_those_without_offloading(batch: Tensor) -> None:
     net, offloaded = Net(), offloaded_here()
     net(None, batch).square().sum().backward()
     expected = gradients(net)
@@ -94,7 +94,7 @@ def test_gradients_are_those_without(batch: Tensor) -> None:
     torch.testing.assert_close(gradients(net), expected, rtol=0.0, atol=0.0)
 
 
-def test_each_tensor_is_copied_once_and_what_is_still_there_not_back(batch: Tensor) -> None:
+def test_each_tensor_is_copied_once_and_back_only_if_it_was_freed(batch: Tensor) -> None:
     net, offloaded = Net(), offloaded_here()
 
     out = net(offloaded, batch)
@@ -126,7 +126,7 @@ def test_inputs_leave_the_device_two_units_later_and_come_back_one_before_they_a
     assert [(number, copies - to_host) for number, copies, _ in backward] == [(4, 1), (3, 2), (2, 3), (1, 4), (0, 4)]
 
 
-def test_nothing_stays_after_backward_or_without_one(batch: Tensor) -> None:
+def test_no_copy_stays_after_backward_or_without_one(batch: Tensor) -> None:
     net, offloaded = Net(), offloaded_here()
     net(offloaded, batch).square().sum().backward()
     assert all(storage() is None for storage in net.inputs)

@@ -14,7 +14,7 @@ def names(units: Units) -> list[str]:
     return [unit.name for unit in units.inner]
 
 
-def test_blocks_repeated_in_a_list_are_units_and_the_rest_is_the_roots() -> None:
+def test_repeated_blocks_are_units_and_the_rest_is_the_root() -> None:
     model = Tied()
 
     units = choose_units(model)
@@ -47,11 +47,11 @@ def test_every_parameter_is_in_exactly_one_unit(model: type[nn.Module], choice: 
         (T5, ["model.encoder.block.0", "model.decoder.block.0"]),
     ],
 )
-def test_transformers_say_what_must_not_be_split(model: type[nn.Module], expected: list[str]) -> None:
+def test_transformers_name_the_modules_not_to_split(model: type[nn.Module], expected: list[str]) -> None:
     assert names(choose_units(model())) == expected
 
 
-def test_layers_inside_a_block_and_norms_are_no_blocks() -> None:
+def test_norms_and_layers_inside_a_block_are_no_blocks() -> None:
     def layers() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.ReLU())
 
@@ -59,7 +59,7 @@ def test_layers_inside_a_block_and_norms_are_no_blocks() -> None:
     assert names(choose_units(nn.Sequential(layers(), layers()))) == ["0", "1"]
 
 
-def test_tied_blocks_make_one_unit_of_their_nearest_ancestor_that_is_called() -> None:
+def test_tied_blocks_make_one_unit_of_their_nearest_callable_ancestor() -> None:
     model = nn.Module()
     model.trunk = nn.Sequential(*(Block() for _ in range(3)))
     model.trunk[2].up = model.trunk[0].up
@@ -77,7 +77,7 @@ def test_module_used_twice_is_one_unit() -> None:
     assert names(choose_units(nn.Sequential(block, Block(), block))) == ["0", "1"]
 
 
-def test_classes_are_meant_with_their_subclasses_by_name_or_as_such() -> None:
+def test_classes_match_their_subclasses_by_name_or_as_type() -> None:
     class Special(Block):
         pass
 
@@ -97,7 +97,7 @@ def test_min_params_takes_the_smallest_submodules_that_are_large_enough() -> Non
     ]
 
 
-def test_networks_of_the_root_are_units_where_asked_for() -> None:
+def test_callable_children_of_the_root_are_units_on_request() -> None:
     inside = ["generator.0", "generator.2", "discriminator.0", "discriminator.3"]
 
     assert names(choose_units(GAN())) == inside
@@ -109,7 +109,7 @@ def test_meta_tensors_have_units_too() -> None:
         assert names(choose_units(Tied())) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_tree_shows_alike_neighbours_in_one_line() -> None:
+def test_tree_shows_equal_neighbours_in_one_line() -> None:
     model = Tied()
     model.blocks.append(nn.Linear(16, 16))
 
@@ -138,6 +138,6 @@ def test_single_unit_is_explained_with_classes_to_choose() -> None:
         ({"units": "A", "min_params": 1}, "Give units"),
     ],
 )
-def test_options_of_activation_checkpointing_are_checked_at_birth(options: dict, message: str) -> None:
+def test_options_of_activation_checkpointing_are_checked_on_construction(options: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ActivationCheckpointing(**options)

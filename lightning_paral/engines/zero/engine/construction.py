@@ -1,4 +1,4 @@
-"""Building the model of stage 3 partitioned, so that no rank ever holds it whole; and a word to those who do not."""
+"""Build the model of stage 3 partitioned, so that no rank ever has all of it; warn if it was not."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,34 +14,39 @@ from torch.overrides import TorchFunctionMode
 from lightning_paral.compat.deepspeed import zero_init
 from lightning_paral.compat.deepspeed.linear import linear_as_before
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
-from lightning_paral.engines.zero.parameters.partition import is_partitioned, make_contiguous, scalars_as_bytes
+from lightning_paral.engines.zero.parameters.partition import (
+    is_of_stage3,
+    is_partitioned,
+    make_contiguous,
+    scalars_as_bytes,
+)
 from lightning_paral.model.pretrained import is_loading, was_loaded
 
 
 @contextmanager
 def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator[None]:
-    """Let each rank keep its part only of parameters that are made in this context, as soon as they have values.
+    """Partition parameters that are created in this context, as soon as they have values.
 
     *Collective* over the world.
 
     Args:
         config: DeepSpeed's.
-        module: what it is made for. Parameters that it gains and that are whole at the end, as those that
+        module: the module that is built. Parameters that it gains and that are full at the end, such as those that
             `from_pretrained` loads, are partitioned then.
     """
     import deepspeed
 
-    with torch.device("meta"):  # torch notes at the first call which functions such a context changes
+    with torch.device("meta"):  # torch caches at the first call which functions such a context changes
         torch.empty(0)
     constructors = zero_init.plain_constructors()
     before = set() if module is None else set(module.parameters())
     with linear_as_before():  # `zero.Init` replaces it permanently
         # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
-        init = _divisible(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
+        init = _for_any_parameter(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
         zero_init.keep_decorated_constructors(init)
-        with init, _FirstValues():
-            _stand_aside_while_loading(init, constructors)
+        with init, _Initialization():
+            _pause_while_loading(init, constructors)
             yield
         if module is not None:
             gained = {name: parameter for name, parameter in module.named_parameters() if parameter not in before}
@@ -49,62 +54,62 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
             _partition(init, gained.values())
 
 
-def _divisible(init: Any) -> Any:
-    """Let `zero.Init` take parameters of any layout, dimension and dtype, and convert them to that of the weights."""
+def _for_any_parameter(init: Any) -> Any:
+    """Let `zero.Init` partition parameters of any layout, dimension and dtype, converted to that of the weights."""
 
-    def divide_any(divide: Callable[[Parameter], None], parameter: Parameter) -> None:
+    def partition_any(partition: Callable[[Parameter], None], parameter: Parameter) -> None:
         if init.dtype != torch.float32 and parameter.is_floating_point():
             parameter.data = parameter.data.to(init.dtype)
         make_contiguous(parameter)
         with scalars_as_bytes():
-            divide(parameter)
+            partition(parameter)
 
-    zero_init.divide_parameters_by(init, divide_any)
+    zero_init.divide_parameters_by(init, partition_any)
     return init
 
 
-def _stand_aside_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
+def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
     """Let `from_pretrained` build on the meta device, as it does in one process, until `init` is left.
 
-    `zero.Init` would build all of it with memory, drawn and divided, before the values of the files come.
+    `zero.Init` would allocate, initialize and partition all of it before the values of the files are loaded.
 
     Args:
         init: a `zero.Init` that has been entered.
         constructors: torch's own.
     """
 
-    def divide_if_it_stays(divide: Callable[[Module], None], module: Module) -> None:
+    def partition_unless_loading(partition: Callable[[Module], None], module: Module) -> None:
         if not is_loading():
-            divide(module)
+            partition(module)
 
-    zero_init.divide_modules_by(init, divide_if_it_stays)
+    zero_init.divide_modules_by(init, partition_unless_loading)
     zero_init.choose_constructors(constructors, is_loading)
 
 
 @torch.no_grad()
 def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
-    """Partition what is whole, one by one. Rank 0's values count."""
+    """Partition the full ones of `parameters`, one by one, with rank 0's values."""
     for parameter in parameters:
-        if hasattr(parameter, "ds_id"):
+        if is_of_stage3(parameter):
             continue
         if dist.get_rank() > 0:
-            # It may lie in a private map of a file, where received values would stay in memory as long as the map.
+            # It may be a private mapping of a file, in which received values would take memory as long as it exists.
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         zero_init.divide_whole(init, parameter)
 
 
 def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
-    """Warn if `parameters` were drawn on the host though one process, with the same seed, draws on `device`.
+    """Warn if `parameters` were initialized on the host, while one process with the same seed does so on `device`.
 
-    `from_pretrained` draws weights that are not in the folder on the device in whose context it runs. Here there is
-    none, or it would put the whole model there.
+    `from_pretrained` initializes weights that are not in the folder on the device of the context it runs in. It runs
+    without one here, because it would put the full model on the device.
     """
     if device.type == "cpu":
         return
     drawn = [
         name
         for name, parameter in parameters.items()
-        if not hasattr(parameter, "ds_id") and parameter.device.type == "cpu" and not was_loaded(parameter)
+        if not is_of_stage3(parameter) and parameter.device.type == "cpu" and not was_loaded(parameter)
     ]
     if drawn:
         rank_zero_warn(
@@ -116,9 +121,9 @@ def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) 
 
 def warn_of_full_parameters(module: Module) -> None:
     """Warn if parameters of `module` were not built partitioned."""
-    whole = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
-    if whole:
-        size_mb = sum(parameter.numel() * parameter.element_size() for parameter in whole) / 1e6
+    full = [parameter for parameter in module.parameters() if not is_of_stage3(parameter)]
+    if full:
+        size_mb = sum(parameter.numel() * parameter.element_size() for parameter in full) / 1e6
         rank_zero_warn(
             f"{type(module).__name__} was built outside `configure_model`: every rank holds all parameters "
             f"({size_mb:,.1f} MB) on the host until they are partitioned, and again at the end of the fit. Build "
@@ -126,18 +131,18 @@ def warn_of_full_parameters(module: Module) -> None:
         )
 
 
-class _FirstValues(TorchFunctionMode):
-    """A context for `configure_model` in which partitioned parameters are whole while code touches them.
+class _Initialization(TorchFunctionMode):
+    """A context for `configure_model` that gathers partitioned parameters when code uses them.
 
-    `zero.Init` partitions a module's parameters as soon as its constructor ends. Code that then sets their first
-    values, `nn.init.normal_(self.head.weight)`, would write into an empty tensor: without an error, and without effect.
-    *Collective* over the world: all ranks run the same `configure_model`. A parameter that was touched stays whole
-    until another one is, so that its `.data` can be written, too; rank 0's values count.
+    `zero.Init` partitions a module's parameters as soon as its constructor ends. Code that initializes them afterwards,
+    such as `nn.init.normal_(self.head.weight)`, would write to an empty tensor, without an error and without effect.
+    *Collective* over the world: all ranks run the same `configure_model`. A parameter stays gathered until another one
+    is used, so that its `.data` can be written as well. Rank 0's values are kept.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._whole: Any = None
+        self._gathered: Any = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,14 +165,14 @@ class _FirstValues(TorchFunctionMode):
 
         self._release()
         with DisableTorchFunctionSubclass(), scalars_as_bytes():
-            self._whole = GatheredParameters(parameters, modifier_rank=0)
-            self._whole.__enter__()
+            self._gathered = GatheredParameters(parameters, modifier_rank=0)
+            self._gathered.__enter__()
 
     def _release(self) -> None:
-        whole, self._whole = self._whole, None
-        if whole is not None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
             with DisableTorchFunctionSubclass(), scalars_as_bytes():
-                whole.__exit__(None, None, None)
+                gathered.__exit__(None, None, None)
 
 
 _HARMLESS = {

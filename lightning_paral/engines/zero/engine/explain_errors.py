@@ -1,4 +1,4 @@
-"""Errors of torch and DeepSpeed about partitioned parameters, in words of what to do."""
+"""Explain errors of torch and DeepSpeed about partitioned parameters, and what to do."""
 
 import re
 
@@ -9,13 +9,13 @@ _MADE_OF_ANOTHER = "Creating a Parameter from an instance of type"
 
 
 def explanation(error: BaseException, *, stage: int) -> str | None:
-    """Return what `error` means under ZeRO; `None` if it is about something else."""
+    """Return what `error` means under ZeRO, and what to do; `None` if it is about something else."""
     said = str(error)
     if _MADE_OF_ANOTHER in said:
         return (
-            "A parameter was made of one that ZeRO divides, as pruning, parametrizations and nn.Parameter(parameter) "
-            "do. It would be neither divided nor trained. Do it in __init__ or configure_model; or train with "
-            "paral_ddp."
+            "A parameter was created from one that ZeRO shards, as pruning, parametrizations and "
+            "nn.Parameter(parameter) do. It would be neither sharded nor trained. Do it in __init__ or "
+            "configure_model; or train with paral_ddp."
         )
     if stage < 3:
         return None
@@ -33,7 +33,7 @@ def explanation(error: BaseException, *, stage: int) -> str | None:
         )
     if _EMPTY.search(said):
         return (
-            "A weight was used while each rank held its part of it only. Under ZeRO stage 3 weights are gathered for "
+            "A weight was used while each rank had only its shard of it. Under ZeRO stage 3 weights are gathered for "
             "the forward and for one backward pass of their module: backward(retain_graph=True) followed by another, "
             "and torch.autograd.grad(create_graph=True), as gradient penalties need it, come too late. Train with "
             "paral_zero2, or paral_ddp."

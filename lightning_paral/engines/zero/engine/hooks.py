@@ -1,4 +1,4 @@
-"""Steps run through the engine, whose hooks on the root module fire once per step however often it calls itself."""
+"""What DeepSpeed's hooks and Lightning's checks need in order to run steps: root hooks, outputs, accumulation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ from lightning_paral.errors import ConfigurationError
 
 
 class RootHooksOnce(ForwardRedirection):
-    """Lightning's redirection of `training_step` and the like through the wrapper's `forward`.
+    """Runs steps through the engine's `forward`, and calls the hooks on the root module once per step.
 
-    A step mostly calls `self(...)`, which calls the root module again, inside its own call. DeepSpeed's hooks would
-    take that for the start and the end of a forward: at stage 3 it would lose the order of modules it prefetches by,
-    and parameters used after `self(...)` outside their module would not be gathered.
+    Most steps call `self(...)`, which calls the root module again inside its own call. DeepSpeed's hooks would treat
+    that as the start and the end of a forward: stage 3 would lose the order of modules by which it prefetches, and
+    parameters used after `self(...)` outside their module would not be gathered.
 
     Args:
-        installed: keys of the hooks DeepSpeed has put on the root module, by the attribute they are in.
+        installed: keys of the hooks that DeepSpeed has added to the root module, by the attribute they are in.
     """
 
     def __init__(self, installed: dict[str, set[int]]) -> None:
@@ -70,7 +70,7 @@ def hooks_of(module: Module) -> dict[str, set[int]]:
 
 
 def new_hooks(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:
-    """Return the keys of the forward hooks that were put on `module` since `before = hooks_of(module)`."""
+    """Return the keys of the forward hooks that were added to `module` since `before = hooks_of(module)`."""
     return {name: keys - before[name] for name, keys in hooks_of(module).items()}
 
 

@@ -1,4 +1,4 @@
-"""Precision under ZeRO: autocast over fp32 weights, or low-precision weights; backward and step go to the engine."""
+"""Precision under ZeRO: autocast over fp32 weights, or low-precision weights; runs backward passes and steps."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,19 +23,19 @@ _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
 
 
 class ZeROPrecision(DeepSpeedPrecision):
-    """What `Trainer(precision=...)` says, as every other strategy understands it.
+    """Implements `Trainer(precision=...)` with the meaning that it has under other strategies.
 
-    Unlike Lightning's `DeepSpeedPrecision`, mixed precision is autocast: weights and inputs stay as they are.
+    Mixed precision is autocast, which leaves weights and inputs in fp32, unlike Lightning's `DeepSpeedPrecision`.
     """
 
     device_type = "cpu"
     gradients: Gradients | None = None
-    """Those of the current fit."""
+    """The gradients of the current fit."""
     loss_scale: DynamicLossScale | None = None
-    """That of the last fit, under fp16 autocast."""
+    """The loss scale of the last fit, under fp16 autocast."""
 
     def start_fit(self, gradients: Gradients) -> Gradients:
-        """Return the gradients of the fit that starts, with losses scaled where autocast needs it."""
+        """Start a fit with `gradients`, and return them; under fp16 autocast, losses are scaled."""
         self.loss_scale = None
         if self.precision == "16-mixed":
             self.loss_scale = DynamicLossScale()
@@ -45,7 +45,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         return gradients
 
     def end_fit(self) -> None:
-        """Let go of the gradients. The loss scale stays: checkpoints may be saved after the fit."""
+        """End the fit. The loss scale is kept, as checkpoints may be saved later."""
         self.gradients = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,13 +53,13 @@ class ZeROPrecision(DeepSpeedPrecision):
         return {} if self.loss_scale is None else self.loss_scale.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the loss scale of a checkpoint."""
+        """Load the loss scale of a checkpoint."""
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state_dict)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the forward computes in, where it may."""
+        """The dtype of the forward, where autocast applies."""
         return _DTYPES[self.precision[:2]]
 
     @property
@@ -89,9 +89,9 @@ class ZeROPrecision(DeepSpeedPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward pass, at the end of which each rank holds its part of the gradients. *Collective*."""
+        """Run the backward pass, which leaves each rank with its shards of the gradients. *Collective*."""
         if self.gradients is None:
-            self._leave_out_backward(model)
+            self._skip_backward(model)
             return
         if isinstance(self.gradients, JointGradients):
             self.gradients.backward(tensor, lambda loss: model.backward(loss, *args, **kwargs))
@@ -109,11 +109,11 @@ class ZeROPrecision(DeepSpeedPrecision):
             engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()
 
-    def _leave_out_backward(self, model: LightningModule) -> None:
-        # There is no optimizer. Nothing would use the gradients, and at stage 3 they have no place.
+    def _skip_backward(self, model: LightningModule) -> None:
+        # There is no optimizer: nothing would use the gradients, and stage 3 has no memory for them.
         if not model.automatic_optimization:
             raise ConfigurationError(
-                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are divided "
+                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are sharded "
                 "for an optimizer, and are not in parameter.grad: return the optimizer, or train with paral_ddp."
             )
 

@@ -154,7 +154,7 @@ def check_not_empty(module: Module) -> None:
     for name, parameter in module.named_parameters():
         if full_numel(parameter) == 0:
             raise ConfigurationError(
-                f"ZeRO stage 3 cannot divide a parameter without elements, and {name!r} has shape "
+                f"ZeRO stage 3 cannot shard a parameter without elements, and {name!r} has shape "
                 f"{full_shape(parameter)}. Leave it out (`None` in its place), make it a buffer, or use paral_zero2."
             )
 

@@ -1,4 +1,4 @@
-"""Parameters that are trained under ZeRO: those that were when the engine was made."""
+"""Check that a fit under ZeRO trains the parameters that required a gradient when its engine was built."""
 
 from contextlib import ExitStack
 
@@ -10,10 +10,14 @@ from lightning_paral.model.requires_grad import TrainedParameters, first_names
 
 
 class FixedParameters:
-    """Refuses parameters that are unfrozen or added during a fit.
+    """Rejects parameters that are unfrozen or added during a fit.
 
-    DeepSpeed divides gradients and optimizer state of the parameters that are trained when its engine is made, and
-    would not train others. Those that are frozen later stay as they are: see `Usage`.
+    DeepSpeed shards gradients and optimizer state of the parameters that require a gradient when its engine is built,
+    and would not train others. Parameters that are frozen later keep their values: see `Usage`.
+
+    Args:
+        module: the module, as it is when training begins.
+        undo: takes what ends the watch.
     """
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
@@ -21,10 +25,10 @@ class FixedParameters:
         self._at_setup = self._trained.by_name
 
     def check(self) -> None:
-        """Check that nothing is trained but what was at setup.
+        """Check that no other parameters require a gradient than at setup.
 
         Raises:
-            ConfigurationError: there is; names the parameters.
+            ConfigurationError: others do; names them.
         """
         with DisableTorchFunctionSubclass():  # attributes of partitioned parameters are slow
             if not self._trained.have_changed():

@@ -1,11 +1,11 @@
-"""Parameters under ZeRO as code of the user's meets them: whole, and with what it writes noticed.
+"""Parameter classes for a run under ZeRO: user code sees full values, and what it writes is recorded.
 
-DeepSpeed keeps what is trained elsewhere: fp32 master copies at stages 1 and 2, each rank's part at stage 3. What hooks
-and steps write to a parameter would be overwritten by the next step, or go to the empty tensor that stage 3 leaves in
-the place of a parameter that is not in use.
+DeepSpeed keeps the values that are trained elsewhere: in fp32 master copies at stages 1 and 2, in each rank's shard at
+stage 3. What hooks and steps write to a parameter would be overwritten by the next step, or would go to the empty
+tensor that stage 3 leaves in place of a parameter that is not in use.
 
-The classes here take the place of `torch.nn.Parameter` while a run lasts. They have no memory of their own, and cost
-nothing where nothing but modules' forwards uses a parameter.
+The classes here replace `torch.nn.Parameter` during a run. They have no memory of their own, and cost nothing where
+only the forwards of modules use a parameter.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.engines.zero.parameters.partition import full_shape, is_of_stage3
 
 if TYPE_CHECKING:
     from lightning_paral.engines.zero.parameters.writes import Writes
@@ -30,7 +31,7 @@ from lightning_paral.errors import ParalError
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 
-# What says nothing of a parameter's values.
+# These do not read values.
 _HARMLESS = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "layout", "is_cuda", "is_meta")
@@ -44,22 +45,22 @@ _OF_SHAPE = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim
 }
 
 
-class Whole:
-    """Mixin of a parameter that has its values here."""
+class Full:
+    """Mixin of a parameter whose `data` is full."""
 
     _writes: "Writes"
     kind: type[Parameter]
-    """The class in the place of which this one is."""
+    """The class that this one replaces."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an ordinary parameter: one that code of the user's makes is not of the model."""
+        """Create an ordinary parameter: what user code creates is not a parameter of the module."""
         return cls.kind(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
         """The values, which may be written to."""
         if is_users():
-            return self._writes.lend(self)
+            return self._writes.data_of(self)
         return plain_data(self)  # type: ignore[arg-type]
 
     @data.setter
@@ -72,7 +73,7 @@ class Whole:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; an error for code of the user's, where the parameter is trained."""
+        """The gradient; reading it is an error for user code if the parameter is trained."""
         if self.requires_grad and self._writes.hides_gradients and is_users():  # type: ignore[attr-defined]
             refuse_gradient(self._writes.name_of(self))
         with DisableTorchFunctionSubclass():
@@ -101,25 +102,25 @@ class Whole:
         return Parameter(self._writes.copy_of(self), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined, no-untyped-call]
 
 
-class WholeOfStage3(Whole):
-    """Mixin of a parameter of stage 3 that has its values here, at the moment."""
+class GatheredOfStage3(Full):
+    """Mixin of a parameter of stage 3 that is gathered now."""
 
     @property
     def ds_status(self) -> Any:
-        """Whether DeepSpeed has the parameter whole, on its way, or only this rank's part."""
+        """Whether the parameter is gathered, being gathered, or partitioned; set by DeepSpeed."""
         return self.__dict__["ds_status"]
 
     @ds_status.setter
     def ds_status(self, status: Any) -> None:
         self.__dict__["ds_status"] = status
-        _, whole, partitioned = _classes(self.kind)
-        self.__class__ = whole if status.name == "AVAILABLE" else partitioned
+        _, gathered, partitioned = _classes(self.kind)
+        self.__class__ = gathered if status.name == "AVAILABLE" else partitioned
 
 
-class Partitioned(WholeOfStage3):
-    """Mixin of a parameter of stage 3 of which this rank has its part only.
+class Partitioned(GatheredOfStage3):
+    """Mixin of a parameter of stage 3 of which this rank has only its shard now.
 
-    An operation on it gathers it first, and sees all of it. *Collective* over the world.
+    An operation on it gathers it first. *Collective* over the world.
     """
 
     @classmethod
@@ -149,7 +150,7 @@ def partitioned_in(values: Any) -> list[Any]:
 
 
 def replaced(values: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return nested lists, tuples and dicts with `replace(parameter)` in the place of partitioned parameters."""
+    """Return nested lists, tuples and dicts with `replace(parameter)` in place of partitioned parameters."""
     if isinstance(values, Partitioned):
         return replace(values)
     if isinstance(values, dict):
@@ -160,37 +161,37 @@ def replaced(values: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def _as_shape(parameter: Any) -> Tensor:
-    return torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
+    return torch.empty(full_shape(parameter), dtype=parameter.dtype, device="meta")
 
 
 @cache
 def _classes(kind: type[Parameter]) -> tuple[type, type, type]:
-    """Return the classes that take the place of `kind`: whole below stage 3, whole and partitioned at stage 3."""
-    mixins = (Whole, WholeOfStage3, Partitioned)
+    """Return the classes that replace `kind`: below stage 3, and gathered and partitioned at stage 3."""
+    mixins = (Full, GatheredOfStage3, Partitioned)
     about = {"__module__": kind.__module__, "kind": kind}
-    whole, of_stage3, partitioned = (type(kind.__name__, (mixin, kind), dict(about)) for mixin in mixins)
-    return whole, of_stage3, partitioned
+    full, gathered, partitioned = (type(kind.__name__, (mixin, kind), dict(about)) for mixin in mixins)
+    return full, gathered, partitioned
 
 
 def watch(parameter: Any, writes: "Writes") -> None:
-    """Let `writes` know what code of the user's does to `parameter`."""
+    """Let `writes` record what user code does to `parameter`."""
     kind: type[Parameter] = type(parameter)
-    whole, of_stage3, partitioned = _classes(kind)
+    full, gathered, partitioned = _classes(kind)
     parameter._writes = writes
-    if not hasattr(parameter, "ds_id"):
-        parameter.__class__ = whole
+    if not is_of_stage3(parameter):
+        parameter.__class__ = full
     else:
-        parameter.__class__ = of_stage3 if parameter.ds_status.name == "AVAILABLE" else partitioned
+        parameter.__class__ = gathered if parameter.ds_status.name == "AVAILABLE" else partitioned
 
 
 def unwatch(parameter: Any) -> None:
-    """Give `parameter` its own class back."""
+    """Restore the class of `parameter`."""
     parameter.__class__ = parameter.kind
     del parameter._writes
 
 
 def plain_data(parameter: Parameter) -> Tensor:
-    """Return the values that are here, whoever asks."""
+    """Return `parameter.data` without recording it."""
     with DisableTorchFunctionSubclass():
         values: Tensor = _data.__get__(parameter)
     return values
@@ -202,7 +203,7 @@ _ENGINE = ("deepspeed", "lightning_paral")
 def is_users(depth: int = 2) -> bool:
     """Whether the function `depth` calls up, past functions of torch's, is neither DeepSpeed's nor ours.
 
-    Lightning counts as the user's: what it does with parameters, its callbacks do, for the user.
+    Lightning counts as user code: what its callbacks do with parameters, they do for the user.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -214,14 +215,14 @@ def is_users(depth: int = 2) -> bool:
 
 
 class HiddenGradientError(ParalError, RuntimeError):
-    """Code of the user's read or set `parameter.grad`, which is empty under ZeRO."""
+    """User code read or set `parameter.grad`, which is empty under ZeRO."""
 
 
 def refuse_gradient(name: str) -> NoReturn:
     """Raise the error for a read of `.grad` of the parameter `name`."""
     raise HiddenGradientError(
-        f"The gradient of {name!r} was read by parameter.grad, but under ZeRO each rank holds its part of the "
-        "gradients only, and not there. Read whole gradients with `self.trainer.strategy.full_gradient(parameter)`, "
+        f"parameter.grad of {name!r} was read, but under ZeRO gradients are sharded, and not in parameter.grad. Read "
+        "full gradients with `self.trainer.strategy.full_gradient(parameter)`, "
         "their norm with `self.trainer.strategy.gradient_norm()`, and clip with `self.clip_gradients(optimizer, ...)`."
     )
 
@@ -229,7 +230,7 @@ def refuse_gradient(name: str) -> NoReturn:
 def refuse_new_gradient(name: str) -> NoReturn:
     """Raise the error for setting `.grad` of the parameter `name`."""
     raise HiddenGradientError(
-        f"parameter.grad of {name!r} was set in a hook or step, but under ZeRO each rank holds its part of the "
-        "gradients only, and not there: the optimizer would not see it. Change the loss instead, or train with "
+        f"parameter.grad of {name!r} was set in a hook or step, but under ZeRO gradients are sharded, and not in "
+        "parameter.grad: the optimizer would not use it. Change the loss instead, or train with "
         "paral_ddp or paral_fsdp."
     )

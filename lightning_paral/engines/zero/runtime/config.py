@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what the strategy's arguments and the Trainer say, and what the user adds."""
+"""DeepSpeed's configuration, made of the strategy's arguments, the Trainer's, and what the user adds."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _OWNED = {
 _PRECISION_OF = {"fp16": "16-true", "bf16": "bf16-true", "bfloat16": "bf16-true", "torch_autocast": "bf16-mixed"}
 """By section of DeepSpeed's configuration: the Trainer's precision that has the same effect."""
 
-# Whatever the user says instead is as good.
+# The user may change these.
 _DEFAULTS: dict[str, Any] = {
     "steps_per_print": 2**62,
     "zero_allow_untested_optimizer": True,
@@ -32,7 +32,11 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return the user's DeepSpeed configuration, from a dict or a JSON file, checked for what the Trainer owns."""
+    """Return the user's DeepSpeed configuration, from a dict or a JSON file.
+
+    Raises:
+        ConfigurationError: it is no such file, has unknown keys, or sets what belongs to Lightning.
+    """
     if config is None:
         return {}
     if isinstance(config, str | Path):

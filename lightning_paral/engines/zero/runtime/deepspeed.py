@@ -1,4 +1,4 @@
-"""DeepSpeed as a runtime: which release, for which accelerator, on whose process group, and without its chatter."""
+"""DeepSpeed in this process: its release, accelerator, process group, environment variables and log level."""
 
 import logging
 import os
@@ -44,14 +44,14 @@ def check_installed() -> None:
 
 
 def choose_accelerator(device: torch.device) -> None:
-    """Make DeepSpeed use the Trainer's kind of device, whatever else this machine has. Imports it.
+    """Import DeepSpeed for the Trainer's kind of device, whatever else this machine has.
 
     Raises:
         ConfigurationError: DeepSpeed was imported before and has settled on another kind.
     """
     check_accelerator(device)
     with variables_as_before(["DS_ACCELERATOR"]):
-        os.environ["DS_ACCELERATOR"] = _kind(device)  # read once, and remembered
+        os.environ["DS_ACCELERATOR"] = _kind(device)  # read once
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator()
@@ -87,11 +87,10 @@ def _settled_accelerator() -> str | None:
 
 @contextmanager
 def quiet_deepspeed(level: int) -> Iterator[None]:
-    """Let DeepSpeed log at `level` and above only. It prints, too; what it prints while importing goes to the log."""
+    """Set DeepSpeed's log level around an import of it, which resets the level."""
     logger = logging.getLogger(_LOGGER)
     logger.setLevel(level)
     yield
-    # Its import sets the level anew.
     logger.setLevel(level)
 
 
@@ -101,11 +100,11 @@ def deepspeed_joined(
 ) -> Iterator[None]:
     """Let DeepSpeed use the default process group inside this context. *Collective* over the group.
 
-    The environment's variables for launched ranks, which DeepSpeed reads, have their old values after it. Lightning
-    takes a LOCAL_RANK in the environment for a launcher's, and would start no processes for a next Trainer.
+    The environment variables of launched ranks are set for DeepSpeed, and restored after it: Lightning would take a
+    LOCAL_RANK in the environment for a launcher's, and start no processes for the next Trainer.
 
     Args:
-        environment: where the main process is.
+        environment: knows the address of the main process.
         ranks: rank, world size and local rank.
         level: DeepSpeed's messages below this level of `logging` are dropped.
         device: of this rank.
@@ -146,8 +145,8 @@ def join_deepspeed(level: int, device: torch.device) -> None:
 
 
 def _agree_on_counters() -> None:
-    # Stage 3 numbers modules and parameters from counters of the process, and compares the numbers between ranks. Ranks
-    # with another past, of a smaller world or a failed run, would not agree.
+    # Stage 3 numbers modules and parameters by counters of the process, and compares the numbers between ranks. Ranks
+    # that were part of other runs, of a smaller world or failed, would disagree.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     counters = torch.tensor(read_counters(), device=device)
     dist.all_reduce(counters, op=dist.ReduceOp.MAX)
@@ -155,7 +154,7 @@ def _agree_on_counters() -> None:
 
 
 def leave_deepspeed() -> None:
-    """Reset what DeepSpeed keeps of a run in global variables: process groups, modules, contexts left by a failure."""
+    """Reset DeepSpeed's global variables of a run: process groups, modules, contexts that a failure left open."""
     if "deepspeed" not in sys.modules:
         return
     if hasattr(current_backend(), "abandon"):
@@ -171,7 +170,7 @@ def leave_deepspeed() -> None:
 
 @contextmanager
 def variables_as_before(names: Iterable[str]) -> Iterator[None]:
-    """Give the environment's variables `names` their old values when the context ends."""
+    """Restore the environment variables `names` when the context ends."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

@@ -1,4 +1,4 @@
-"""DeepSpeed's collectives on gloo, with a reduce-scatter and a reduce that cost what ZeRO's paper says they do."""
+"""DeepSpeed's collectives on gloo, with a reduce-scatter and a reduce of the traffic that ZeRO's paper states."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -21,12 +21,12 @@ class GlooBackend(TorchBackend):  # type: ignore[misc]
         self._sending: list[tuple[Tensor, list[dist.Work]]] = []
 
     def reduce(self, tensor: Tensor, dst: int, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        """Add `tensor` on global rank `dst`; what other ranks still send is waited for in the next other collective."""
+        """Sum `tensor` on global rank `dst`. Other ranks wait for their sends in a later collective of another kind."""
         group = group or dist.group.WORLD
         message = tensor.view(-1)
         target = dist.get_group_rank(group, dst)
         if dist.get_rank(group) != target:
-            message = message.clone()  # the bucket is filled anew while this is on its way
+            message = message.clone()  # DeepSpeed reuses the bucket while this is being sent
         works = start_reduce(message, target, group)
         if works:
             self._sending.append((message, works))
@@ -34,7 +34,7 @@ class GlooBackend(TorchBackend):  # type: ignore[misc]
     def reduce_scatter_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Any:
-        """Write this rank's part of the sum of `input_tensor` to `output_tensor`."""
+        """Write this rank's chunk of the sum of `input_tensor` to `output_tensor`."""
         world: Any = dist.group.WORLD
         direct_reduce_scatter(output_tensor, input_tensor, group or world)
 
@@ -55,10 +55,10 @@ class GlooBackend(TorchBackend):  # type: ignore[misc]
                 work.wait()
 
     def abandon(self) -> None:
-        """Let what is still on its way arrive, where a run ended before the collective that would wait for it.
+        """Wait for sends that no later collective has waited for, because the run has ended.
 
-        Gloo takes back a message whose work is dropped; the rank that waits for it would wait in vain. Ranks that
-        failed alone are not waited for long.
+        Gloo cancels a message whose `Work` is garbage-collected, and the receiving rank would hang. The wait is short,
+        because a receiver may have failed.
         """
         sending, self._sending = self._sending, []
         with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Offload to NVMe: whether a folder will do."""
+"""Offload to the host and to NVMe: checks before a run, and the files of a run."""
 
 import atexit
 import mmap
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 4096
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise a `ConfigurationError` unless `path` is a folder that can be written, past the page cache."""
+    """Raise a `ConfigurationError` unless `path` is a folder that can be written with direct I/O."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigurationError(f"Offload('nvme', path={str(path)!r}): there is no such folder. Create it first.")
@@ -53,7 +53,7 @@ def _write_directly(path: str) -> None:
 
 
 def check_free_space(path: str | Path, needed_bytes: int) -> None:
-    """Raise a `ConfigurationError` if the disk of `path` has less free than all ranks of this host will write."""
+    """Raise a `ConfigurationError` if the disk of `path` has less than `needed_bytes` free."""
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
         raise ConfigurationError(
@@ -73,9 +73,9 @@ def check_offload(options: ZeROOptions) -> None:
 
 
 def load_async_io(options: ZeROOptions) -> None:
-    """Load what reads and writes NVMe, compiling it first where this host has not yet, if `options` need it.
+    """Load the operator that reads and writes NVMe, if `options` need it.
 
-    To be called after all checks: it may take minutes.
+    Call this after all checks: compiling it may take minutes.
 
     Raises:
         ConfigurationError: it does not compile.
@@ -85,11 +85,11 @@ def load_async_io(options: ZeROOptions) -> None:
 
 
 def check_space(options: ZeROOptions, num_elements: int) -> None:
-    """Raise a `ConfigurationError` if the ranks of this host are about to write more than the disk has free.
+    """Raise a `ConfigurationError` if the ranks of this host will write more than the disk has free.
 
     Args:
         options: what is offloaded.
-        num_elements: elements of all parameters trained, those that the ranks of this host keep.
+        num_elements: trained elements whose shards the ranks of this host keep.
     """
     for option, offload in options.on_nvme.items():
         # fp32 parameters, gradients and two moments; parameters as they are computed with.
@@ -98,19 +98,19 @@ def check_space(options: ZeROOptions, num_elements: int) -> None:
 
 
 class RunFolders:
-    """The subfolders of one run at a time."""
+    """The subfolders on NVMe of one run at a time, which are removed with it."""
 
     def __init__(self) -> None:
         self._paths: list[Path] = []
         self._rank = 0
 
     def make(self, options: ZeROOptions, run: str, rank: int) -> dict[str, Path]:
-        """Make a subfolder wherever `options` offload to NVMe; return it by DeepSpeed's name of the offload.
+        """Create a subfolder for each offload to NVMe; return it by DeepSpeed's name of the offload.
 
         Args:
             options: of the strategy.
-            run: a name no other run has, the same on all ranks.
-            rank: of this process, among all of the run.
+            run: a unique name of the run, the same on all ranks.
+            rank: of this process in the world.
         """
         self._rank = rank
         folders = {}
@@ -124,9 +124,10 @@ class RunFolders:
         return folders
 
     def leave(self, module: Module | None) -> None:
-        """Remove this rank's files, but for parameters of `module` that are nowhere else: they go with it.
+        """Remove this rank's files. Files with the only copy of parameters of `module` are removed when it is deleted.
 
-        Files of other ranks stay: they may still need them. What a killed rank left goes as its peers exit.
+        Files of other ranks stay, as those may still need them. Files of a killed rank are removed when other ranks
+        exit.
         """
         for folder in self._paths:
             if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):

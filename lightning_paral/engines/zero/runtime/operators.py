@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ operators that offload needs: whether they could be compiled, and loading them."""
+"""DeepSpeed's C++ operators: checked for a compiler, compiled once per version and processor, kept and loaded."""
 
 import fcntl
 import hashlib
@@ -46,9 +46,9 @@ def check_compiler(option: str, needs_aio: bool) -> None:
 
 
 def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
-    """Load an operator into this process, compiling it first if this host has not yet.
+    """Load an operator into this process. If it is not on this host yet, compile it first, which takes minutes.
 
-    Ranks take turns: the first compiles, the others find it done. Takes a minute or more then, a moment later on.
+    Of several ranks, the first compiles, and the others wait.
 
     Raises:
         ConfigurationError: it does not compile; what the compiler said follows.
@@ -71,11 +71,11 @@ def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
 
 
 _VARIABLES = ("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
-"""What the environment says to compilers."""
+"""Environment variables that compilers read."""
 
 
 def operators_kept() -> AbstractContextManager[None]:
-    """Return a context in which DeepSpeed's operators are loaded from `folder_of` theirs, or compiled into it."""
+    """Return a context in which DeepSpeed loads its operators from `folder_of`, or compiles them into that folder."""
     return loaded_by(_load)
 
 
@@ -107,7 +107,7 @@ def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
 
 
 def folder_of(builder: Any) -> Path:
-    """Return the folder in which the operator of `builder` is kept, by all that its machine code depends on.
+    """Return the folder that keeps the operator of `builder`, named by all that its machine code depends on.
 
     It is below TORCH_EXTENSIONS_DIR if that is set, else in the user's cache, for all virtual environments.
     """
@@ -164,7 +164,7 @@ def _processor() -> str:
 
 @contextmanager
 def _turn(folder: Path, name: str) -> Iterator[None]:
-    """Wait until nobody else on this host, or on this disk, compiles `name`. A process that ends gives up its turn."""
+    """Hold a lock on compiling `name`, on this host or disk. A process that ends releases it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         turn = open(folder / f"{name}.turn", "w")  # noqa: SIM115

@@ -53,11 +53,11 @@ class ZeroWeightShards(WeightShards):
 
     def prepare(self) -> None:
         """Bring what user code wrote to parameters to where DeepSpeed keeps the values."""
-        self._writes.settle()
+        self._writes.collect()
 
     def current(self) -> list[Tensor]:
         """Return this rank's flat ranges of the weights that are computed with, 1-dimensional."""
-        self._writes.settle_gathered()
+        self._writes.collect_from_copies()
         return [self._shard(parameter, *own) for parameter, own in zip(self._parameters, self._ranges, strict=True)]
 
     def _shard(self, parameter: Any, start: int, numel: int) -> Tensor:
@@ -71,8 +71,8 @@ class ZeroWeightShards(WeightShards):
         for bucket in self._buckets(full):
             self._gather(bucket)
         # What an evaluation writes to weights is dropped after it with the averages, and must not reach the masters.
-        self._writes.adopt_by(write_partitions if borrowed else self._state.write_full_values)
-        self._writes.accept()
+        self._writes.write_back_by(write_partitions if borrowed else self._state.write_full_values)
+        self._writes.mark_unwritten()
 
     def _buckets(self, numbers: list[int]) -> Iterator[list[int]]:
         by_type: dict[Any, list[int]] = {}

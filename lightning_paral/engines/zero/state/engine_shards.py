@@ -15,7 +15,7 @@ from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hy
 from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.compat.deepspeed.overlap import overlaps
 from lightning_paral.engines.zero.parameters.partition import write_gathered
-from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, Swapping, partitions_of
+from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, partitions_of
 from lightning_paral.engines.zero.training.usage import Usage
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
 from lightning_paral.errors import CheckpointError
@@ -42,8 +42,8 @@ class EngineShards:
         self._optimizer: Any = engine.optimizer
         self.users = users
         self._parameters = dict(module.named_parameters())
-        self._swapping = Swapping(engine.optimizer)
-        self._partitions = partitions_of(engine.optimizer, self._stage, self._swapping)
+        self._swapper = SubgroupSwapper(engine.optimizer)
+        self._partitions = partitions_of(engine.optimizer, self._stage, self._swapper)
         self._partition_of = {id_: partition for partition in self._partitions for id_ in partition.ranges}
         self._usage: Usage | None = None
         self._stored: _Writes = {}
@@ -66,8 +66,8 @@ class EngineShards:
 
     def flat_range_of(self, parameter: Parameter) -> tuple[int, int]:
         """Return start and length of the range of flattened `parameter` that this rank updates."""
-        run = self._partition_of[id(parameter)].ranges[id(parameter)]
-        return run.start, run.numel
+        flat_range = self._partition_of[id(parameter)].ranges[id(parameter)]
+        return flat_range.start, flat_range.numel
 
     def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
         """Take `stored` for the fp32 weight of `parameter`; `write_masters` reads this rank's shard of it.
@@ -86,8 +86,8 @@ class EngineShards:
         stored, self._stored = self._stored, {}
         for partition, tensors in stored.items():
             with partition.opened(write=True) as (flat, _):
-                for run, values in tensors:
-                    read_flat_range(values, run.start, flat.data[run.position : run.position + run.numel])
+                for flat_range, values in tensors:
+                    read_flat_range(values, flat_range.start, flat.data[flat_range.slice])
                 partition.publish()
 
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
@@ -98,9 +98,9 @@ class EngineShards:
         by_partition: _Writes = {}
         for parameter, values in written:
             partition = self._partition_of[id(parameter)]
-            run = partition.ranges[id(parameter)]
-            shard = values.reshape(-1)[run.start : run.start + run.numel]
-            by_partition.setdefault(partition, []).append((run, shard))
+            flat_range = partition.ranges[id(parameter)]
+            shard = values.reshape(-1)[flat_range.start : flat_range.start + flat_range.numel]
+            by_partition.setdefault(partition, []).append((flat_range, shard))
             if self._stage == 3:
                 write_gathered(parameter, values)
         self._write(by_partition)
@@ -116,8 +116,8 @@ class EngineShards:
     def _write(self, by_partition: _Writes) -> None:
         for partition, shards in by_partition.items():
             with partition.opened(write=True) as (flat, _):
-                for run, shard in shards:
-                    master = flat.data[run.position : run.position + run.numel]
+                for flat_range, shard in shards:
+                    master = flat.data[flat_range.slice]
                     shard = shard.to(master.device)
                     master.copy_(torch.where(master.to(shard.dtype) == shard, master, shard.to(master.dtype)))
                 partition.publish()
@@ -135,7 +135,7 @@ class EngineShards:
 
     def reading(self) -> AbstractContextManager[None]:
         """Return a context for reading tensor by tensor, in which each sub-group on NVMe is read once."""
-        return self._swapping.staying()
+        return self._swapper.keeping()
 
     # Optimizer
 
@@ -172,8 +172,15 @@ class EngineShards:
     def _flat_shard(self, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
         """Return the fp32 weight of `parameter`, or its optimizer state `key`, read from its partition when needed."""
         partition = self._partition_of[id(parameter)]
-        run = partition.ranges[id(parameter)]
-        return FlatShard(run.shape, dtype, run.start, run.numel, lambda: partition.read(run, key), partition.place)
+        flat_range = partition.ranges[id(parameter)]
+        return FlatShard(
+            flat_range.shape,
+            dtype,
+            flat_range.start,
+            flat_range.numel,
+            lambda: partition.read(flat_range, key),
+            partition.place,
+        )
 
     def load_optimizer_state(self, saved: State) -> None:
         """Load the optimizer's saved state, of which this rank reads its flat ranges only.
@@ -208,8 +215,8 @@ def _load_partition(
         elif _is_per_element(partition, values):
             state[key] = torch.zeros_like(flat, requires_grad=False)
             for id_, value in values.items():
-                run = partition.ranges[id_]
-                read_flat_range(value, run.start, state[key][run.position : run.position + run.numel])
+                flat_range = partition.ranges[id_]
+                read_flat_range(value, flat_range.start, state[key][flat_range.slice])
         else:
             first = next(iter(values.values()))
             state[key] = materialize(first).clone() if isinstance(first, Tensor) else first

@@ -75,7 +75,7 @@ class ZeroState(TensorState):
     def collect_writes(self) -> None:
         """Bring what user code wrote to parameters to where DeepSpeed keeps the values."""
         if self.writes is not None:
-            self.writes.settle()
+            self.writes.collect()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -105,7 +105,7 @@ class ZeroState(TensorState):
         for engine in self._engines:
             engine.write_masters()
         if self.writes is not None:
-            self.writes.accept()
+            self.writes.mark_unwritten()
 
     # Values that change during a run
 

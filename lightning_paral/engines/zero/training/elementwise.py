@@ -1,7 +1,7 @@
-"""ZeRO shows an optimizer flat tensors, cut anywhere: right for those that treat every element for itself, only.
+"""Check that an optimizer is elementwise, because ZeRO gives it flat tensors, cut at any element.
 
-What an optimizer does is looked at, not guessed from its name: it steps on a small matrix and a vector, and on the same
-elements flattened and cut, and has to arrive at the same values.
+This is tested, not guessed from its name: the optimizer steps on a small matrix and a vector, and on the same elements
+flattened and cut, and has to compute the same values.
 """
 
 from collections import defaultdict
@@ -24,20 +24,20 @@ _TOLERANCE = 1e-5
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a `ConfigurationError` unless `optimizer` treats every element of a parameter for itself.
+    """Raise a `ConfigurationError` unless `optimizer` updates every element of a parameter independently.
 
-    It is tried on small tensors; its parameters, state and groups stay as they are.
+    It is run on small tensors; its parameters, state and groups are not changed.
     """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     remedy = (
-        "Train with paral_ddp, which shows optimizers whole parameters, or choose an elementwise optimizer (SGD, Adam, "
-        "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, say "
+        "Train with paral_ddp, which gives optimizers full parameters, or choose an elementwise optimizer (SGD, Adam, "
+        "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, set "
         "ParalZeROStrategy(trust_optimizer=True)."
     )
     holder = _holder_of_others(optimizer)
     if holder is not None:
         raise ConfigurationError(
-            f"{kind} holds {holder}. ZeRO divides the elements of all parameters among the ranks, and cannot tell "
+            f"{kind} holds {holder}. ZeRO shards the elements of all parameters over the ranks, and cannot tell "
             f"whether its steps stay right. {remedy}"
         )
     try:
@@ -46,19 +46,19 @@ def check_elementwise(optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{kind} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO shows optimizers nothing "
-            f"else, for it divides the elements of all parameters among the ranks. {remedy}"
+            f"{kind} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO gives optimizers nothing "
+            f"else, as it shards the elements of all parameters over the ranks. {remedy}"
         ) from error
     if not difference <= _TOLERANCE:
         raise ConfigurationError(
-            f"{kind} is not elementwise: on flattened parts of a parameter its steps lead elsewhere than on the whole "
-            f"(by {difference:.1e} of the way after {_NUM_STEPS} steps in a trial). ZeRO divides the elements of all "
-            f"parameters among the ranks, and would train another model. {remedy}"
+            f"{kind} is not elementwise: in a trial of {_NUM_STEPS} steps, flattened parts of a parameter got other "
+            f"values than the full parameter (relative difference {difference:.1e}). ZeRO shards the elements of all "
+            f"parameters over the ranks, and would train another model. {remedy}"
         )
 
 
 def _holder_of_others(optimizer: Optimizer) -> str | None:
-    """Return the attribute by which `optimizer` could change what is not the trial's."""
+    """Describe an attribute by which `optimizer` could change more than the tensors of the trial, if there is one."""
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
             continue
@@ -98,7 +98,7 @@ def _trained(
     rate = {"lr": 0.01} if not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0 else {}
     trial.__dict__.update(param_groups=[group | rate | {"params": parameters}], state=defaultdict(dict))
     trial.__dict__.update(step_hooks.no_hooks())
-    if isinstance(optimizer, torch.optim.Adagrad):  # alone in that it makes its state with itself
+    if isinstance(optimizer, torch.optim.Adagrad):  # the only one that creates its state in its constructor
         for parameter in parameters:
             trial.state[parameter] = {
                 "step": torch.tensor(0.0),

@@ -1,4 +1,4 @@
-"""Gradients of which every rank holds its part: when they are whole, how they are clipped, and how to read them."""
+"""The sharded gradients of one engine: accumulated in windows of backward passes, clipped, read, and stepped with."""
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -6,22 +6,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.deepspeed import backward, gradients
-from lightning_paral.compat.deepspeed.clipping import clip_next_step
-from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
+from lightning_paral.compat.deepspeed import backward
 from lightning_paral.compat.deepspeed.masters import link_states
-from lightning_paral.compat.deepspeed.offload import is_offloaded
 from lightning_paral.engines.zero.parameters.writes import Writes
+from lightning_paral.engines.zero.training.engine_gradients import EngineGradients
 from lightning_paral.engines.zero.training.step_arguments import StepArguments
-from lightning_paral.engines.zero.training.usage import Named, Usage
+from lightning_paral.engines.zero.training.usage import Usage
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
 from lightning_paral.errors import ConfigurationError, ParalError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-
-from lightning_paral.compat.deepspeed.gradients import refresh_norms
 
 _GONE = (
     "under ZeRO they are gone after the step. Call optimizer.zero_grad() before each window of backward passes, and in "
@@ -34,16 +29,16 @@ class GradientsNotReadyError(ParalError, RuntimeError):
 
 
 class PartitionedGradients:
-    """The gradients of one fit.
+    """The gradients of one engine during one fit.
 
-    A *window* is the backward passes whose gradients make up one step. Its last pass is known in advance under
-    automatic optimization; under manual optimization it turns out to have been the last when the step comes.
+    A *window* is the backward passes whose gradients add up to one step. Under automatic optimization its last pass is
+    known in advance; under manual optimization a pass was the last one if the step comes next.
 
     Args:
-        engine: whose gradients they are.
+        engine: reduces the gradients, and steps with them.
         users: the optimizer that the user's code knows.
-        writes: what that code writes to parameters.
-        usage: which parameters take part.
+        writes: records what that code writes to parameters.
+        usage: records which parameters get gradients.
     """
 
     def __init__(self, engine: "DeepSpeedEngine", users: UsersOptimizer, writes: Writes, usage: Usage) -> None:
@@ -51,26 +46,27 @@ class PartitionedGradients:
         self._users = users
         self._writes = writes
         self._usage = usage
-        self.stage = engine.zero_optimization_stage()
+        self._kept = EngineGradients(engine)
+        self.stage = self._kept.stage
         self._complete = False
         self._is_closed = False
         self._num_passes = 0
         self._has_linked_states = False
         self._has_old = False
-        """Whether, in one process, the gradients of the last step would still be there."""
+        """Whether one process would still have the gradients of the last step: they were not zeroed."""
         self._adds_to_old = False
-        """Whether, in one process, those of this window would have been added to them."""
+        """Whether one process would have added the gradients of this window to them."""
         self.clip_by_norm(0.0)
         self.step_arguments = StepArguments(engine.optimizer)
-        """What the optimizer's `step` gets of its caller."""
+        """Passes arguments of a step on to the optimizer, through the engine, which takes none."""
 
     def of(self, optimizer: Any) -> "PartitionedGradients":
-        """Return those of `optimizer`: of the only one there is."""
+        """Return the gradients of `optimizer`: these, as there is only one."""
         return self
 
     @property
     def each(self) -> list["PartitionedGradients"]:
-        """Those of each optimizer."""
+        """The gradients of each optimizer: these."""
         return [self]
 
     def concerns(self, parameter: Parameter) -> bool:
@@ -86,22 +82,18 @@ class PartitionedGradients:
     def _optimizer(self) -> Any:
         return self.engine.optimizer
 
-    @property
-    def _offloaded(self) -> bool:
-        return is_offloaded(self._optimizer, self.stage)
-
     def end(self) -> None:
-        """Note no more which parameters get gradients."""
+        """Stop recording which parameters get gradients."""
         self._usage.end()
 
     # A window
 
     def before_backward(self, ends_window: bool, *, by_hand: bool = False) -> None:
-        """Say that a backward pass follows, and whether it is known to be the last of its window.
+        """Prepare for a backward pass.
 
         Args:
-            ends_window: whether the step follows.
-            by_hand: whether code of the user's says when gradients are forgotten.
+            ends_window: whether it is known to be the last of its window.
+            by_hand: whether user code zeroes gradients, under manual optimization.
 
         Raises:
             ConfigurationError: gradients of an earlier step were not set to zero, or, under manual optimization, those
@@ -128,22 +120,22 @@ class PartitionedGradients:
         if self._num_passes == 0:
             self._adds_to_old = by_hand and self._has_old
         elif self._num_passes == 1:
-            self._clear_stale(self._usage.not_yet_used())  # to which this pass may add
+            self._kept.zero_stale(self._usage.not_yet_used())  # to which this pass may add
         backward.begin_pass(self._optimizer)
         self._num_passes += 1
 
     def before_shared_backward(self) -> None:
-        """Say that a backward pass follows that may reach parameters of this engine and of others."""
+        """Prepare for a backward pass that may reach parameters of this engine and of others."""
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(False)
         if self._num_passes == 1:
-            self._clear_stale(self._usage.not_yet_used())
+            self._kept.zero_stale(self._usage.not_yet_used())
         backward.begin_shared_pass(self.engine)
         self._usage.begin_pass()
         self._usage.was_reached = False
 
     def after_shared_backward(self) -> None:
-        """Say that the backward pass has ended. *Collective* if it reached parameters of this engine.
+        """Finish such a backward pass. *Collective* if it reached parameters of this engine.
 
         Raises:
             ConfigurationError: it did, but gradients of this step have been read or clipped already.
@@ -167,18 +159,18 @@ class PartitionedGradients:
         )
 
     def after_backward(self) -> None:
-        """Say that the backward pass has ended."""
+        """Finish a backward pass."""
         self._usage.end_pass()
 
     def end_window(self) -> None:
-        """Finish the gradients of a window whose last pass was not announced. *Collective*.
+        """Average the gradients of a window, if its last pass has not done so. *Collective*.
 
         Raises:
-            UnusedParametersError: parameters got no gradient in the window, of which ranks do not know.
+            UnusedParametersError: ranks cannot tell which parameters got no gradient in the window.
         """
         if self._is_closed or self._num_passes == 0:
             return
-        missed = self._usage.missed_by_last_pass() if self._offloaded and self.stage >= 2 else ()
+        missed = self._usage.missed_by_last_pass() if self._kept.are_offloaded and self.stage >= 2 else ()
         self._usage.close_window()
         if self._complete and missed:
             backward.end_window_for(self._optimizer, self.stage, [parameter for _, parameter in missed])
@@ -188,29 +180,22 @@ class PartitionedGradients:
                 backward.end_window(self._optimizer)
             else:
                 self.engine.allreduce_gradients()
-        self._clear_stale(self._usage.unused)
+        self._kept.zero_stale(self._usage.unused)
         self._complete = self._is_closed = True
 
-    def _clear_stale(self, unused: Named) -> None:
-        """Zero what stage 3 and offload keep of an earlier window's gradients, for parameters that got no new ones."""
-        for _, parameter in unused if self.stage < 3 and self._offloaded else ():
-            zero_gradient_on_host(self._optimizer, parameter)
-        for _, parameter in unused if self.stage == 3 else ():
-            gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self._offloaded)
-
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
-        """Run the optimizer on this rank's part, and give all ranks the new parameters. *Collective*.
+        """Update this rank's shards, and publish the new parameters to all ranks. *Collective*.
 
         Args:
-            loss: what the closure returned, which the optimizer's `step` gets by a closure of its own.
-            arguments: others for the optimizer's `step`, by name.
+            loss: what the closure returned; the optimizer's `step` gets a closure that returns it.
+            arguments: further arguments of the optimizer's `step`, by name.
 
         Raises:
             ConfigurationError: gradients came in a backward pass that was not announced, or zero_grad was left out.
         """
         if self._usage.has_unannounced:
             raise ConfigurationError(
-                "Gradients came by loss.backward(), of which ZeRO knows nothing: ranks would not average them. Call "
+                "Gradients came from loss.backward(), which ZeRO does not see: ranks would not average them. Call "
                 "self.manual_backward(loss) instead."
             )
         if self._num_passes == 0 and self._has_old:
@@ -230,12 +215,12 @@ class PartitionedGradients:
                 "self.manual_backward(...)."
             )
         self._users.before_step()
-        self._writes.settle()
+        self._writes.collect()
         self.engine.set_gradient_accumulation_boundary(True)
         with self.step_arguments.passed(loss, arguments or {}):
             self.engine.step()
         self._link_states()
-        self._writes.forget(self._usage.concerns)
+        self._writes.drop_outdated(self._usage.concerns)
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
@@ -249,19 +234,12 @@ class PartitionedGradients:
             link_states(self._optimizer)
             self._has_linked_states = True
 
-    def _discard(self) -> None:
-        self._optimizer.zero_grad()
-        if self.stage < 3:
-            gradients.forget_window(self._optimizer, offloaded=self._offloaded)
-            if self._offloaded:
-                forget_copies(self._optimizer)
-        self._close()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of a window whose step has not come."""
+        """Drop the gradients of a window whose step has not come."""
         self._has_old = False
         if self._num_passes:
-            self._discard()
+            self._kept.drop()
+            self._close()
 
     def _close(self) -> None:
         self._complete = self._is_closed = False
@@ -273,70 +251,32 @@ class PartitionedGradients:
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale gradients in the step that follows so that their global 2-norm is at most `max_norm`."""
-        clip_next_step(self._optimizer, max_norm, self.stage)
+        self._kept.clip_by_norm(max_norm)
 
     def clip_by_value(self, max_value: float) -> None:
-        """Clamp each element of the averaged gradients to `[-max_value, max_value]`."""
+        """Clamp each element of the averaged gradients to `[-max_value, max_value]`. *Collective*, as `end_window`."""
         self.end_window()
-        self._await_copies()
-        clamp_gradients(self._optimizer, self.stage, max_value * self._loss_scale(), offloaded=self._offloaded)
+        self._kept.wait()
+        self._kept.clip_by_value(max_value)
 
     # Reading
 
     def norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients, of dtype fp32, before clipping by norm. *Collective*."""
         self._check_complete()
-        return gradients.scaled_norm(self._optimizer, self.stage) / self._loss_scale()
+        return self._kept.norm()
 
     def full(self, parameter: Parameter) -> Tensor | None:
-        """Return the averaged gradient of `parameter` in its own shape, fp32; `None` if it is frozen. *Collective*."""
-        from deepspeed.utils import safe_get_full_grad
-
+        """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*."""
         self._check_complete()
-        if not parameter.requires_grad:
-            return None
-        gradient = safe_get_full_grad(parameter)
-        return None if gradient is None else gradient.float() / self._loss_scale()
+        return self._kept.full(parameter) if parameter.requires_grad else None
 
     def _check_complete(self) -> None:
         self.end_window()
-        self._await_copies()
+        self._kept.wait()
         if not self._complete:
             raise GradientsNotReadyError(
                 "There are no gradients now: they exist from the last backward pass of a step to the step itself. "
                 "Read them in on_before_optimizer_step or configure_gradient_clipping, or in on_after_backward when "
                 "the step follows."
             )
-
-    def _await_copies(self) -> None:
-        # Stage 3 waits for the copies at the end of each backward pass.
-        if self._offloaded and self.stage < 3:
-            wait_for_copies(self._optimizer)
-
-    def _loss_scale(self) -> float:
-        return float(self._optimizer.loss_scale)
-
-
-def clamp_gradients(optimizer: Any, stage: int, limit: float, *, offloaded: bool) -> None:
-    """Clamp each element of the averaged gradients to `[-limit, limit]`, in place. No collective.
-
-    Args:
-        optimizer: DeepSpeed's, with the gradients of a window that is complete.
-        stage: ZeRO's.
-        limit: for gradients as they are kept, which are scaled as the loss was.
-        offloaded: whether the optimizer runs on the host.
-    """
-    from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
-
-    if stage == 3 and offloaded:
-        for parameter in [parameter for group in optimizer.fp16_groups for parameter in group]:
-            # It may be on NVMe: what is read is not what is kept.
-            safe_set_local_grad(parameter, safe_get_local_grad(parameter).clamp_(-limit, limit))
-    elif offloaded:
-        for partition in optimizer.single_partition_of_fp32_groups:
-            partition.grad.clamp_(-limit, limit)
-        refresh_norms(optimizer)
-    else:
-        for group in optimizer.averaged_gradients.values():
-            for gradient in group or ():
-                gradient.clamp_(-limit, limit)

@@ -14,13 +14,13 @@ _FIRST_SCALE = 2.0**16
 
 
 class DynamicLossScale:
-    """A loss scale that DeepSpeed's optimizers use, moving as that of `torch.amp.GradScaler` does.
+    """A loss scale for DeepSpeed's optimizers that changes as that of `torch.amp.GradScaler` does.
 
-    Halved by a step whose gradients are not finite, which is left out; doubled after 2000 steps without one. Follows
-    Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
+    It is halved if gradients are not finite, in which case the step is skipped, and doubled after 2000 finite steps.
+    Follows Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 
-    DeepSpeed's own is not used: under fp16 autocast it clips the scaled gradients as if they were not, never lowers
-    the scale, and where it raises it, divides gradients by the new scale that were multiplied by the old (0.19.8).
+    DeepSpeed's own is not used. Under fp16 autocast (0.19.8) it clips gradients without unscaling them, never lowers
+    the scale, and where it raises the scale, divides gradients by the new one that were multiplied by the old one.
     """
 
     dynamic = True
@@ -34,7 +34,7 @@ class DynamicLossScale:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor of losses."""
         return self.cur_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class DynamicLossScale:
         return loss * self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of a step, between its check for overflow and its division by the scale."""
+        """Count a step. DeepSpeed calls this between its check for overflow and its division by the scale."""
         if overflow:
             self.cur_scale = max(self.cur_scale * self._backoff_factor, 1.0)
             self._num_finite_steps = 0
@@ -50,13 +50,13 @@ class DynamicLossScale:
             self._num_finite_steps += 1
 
     def grow(self) -> None:
-        """Raise the scale, after a step, if it is time."""
+        """Double the scale if enough steps were finite. Called after a step."""
         if self._num_finite_steps >= self._growth_interval:
             self.cur_scale *= self._growth_factor
             self._num_finite_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `torch.amp.GradScaler.load_state_dict` takes, too."""
+        """Return the state, which `torch.amp.GradScaler.load_state_dict` accepts as well."""
         return {
             "scale": self.cur_scale,
             "growth_factor": self._growth_factor,
@@ -66,7 +66,7 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the scale, or the `torch.amp.GradScaler`, that `state` was taken of."""
+        """Load the state of a loss scale, or of a `torch.amp.GradScaler`."""
         self.cur_scale = float(state["scale"])
         self._growth_factor = float(state["growth_factor"])
         self._backoff_factor = float(state["backoff_factor"])
@@ -75,5 +75,5 @@ class DynamicLossScale:
 
 
 def scale_losses(engine: "DeepSpeedEngine", scale: DynamicLossScale) -> None:
-    """Let `engine` scale losses by `scale`, instead of by what it chose for fp16 autocast."""
+    """Make `engine` scale losses by `scale`, and not by its own choice for fp16 autocast."""
     scale_by(engine.optimizer, scale)

@@ -13,11 +13,11 @@ from lightning_paral.errors import ConfigurationError
 
 
 class Evaluated:
-    """A closure that was evaluated before the step, because ZeRO divides the gradients before it.
+    """A closure that was evaluated before the step, because ZeRO reduces gradients before it.
 
     Args:
         result: what the closure returned.
-        kind: of the optimizer, for messages.
+        kind: the class of the optimizer, for messages.
     """
 
     def __init__(self, result: Any, kind: type[Optimizer]) -> None:
@@ -29,7 +29,7 @@ class Evaluated:
         """Return the result.
 
         Raises:
-            ConfigurationError: it is called a second time in a step, which takes another forward and backward pass.
+            ConfigurationError: it is called a second time in a step, which needs another backward pass.
         """
         if self.was_called:
             raise ConfigurationError(
@@ -41,7 +41,7 @@ class Evaluated:
 
 
 def closure_for(optimizer: Optimizer, result: Any) -> dict[str, Evaluated]:
-    """Return the argument by which `optimizer.step` gets a closure that returns `result`; none if it takes none."""
+    """Return keyword arguments that pass `optimizer.step` a closure returning `result`; none if it takes none."""
     if not _takes_closure(type(optimizer).step):
         return {}
     return {"closure": Evaluated(result, type(optimizer))}
@@ -57,7 +57,7 @@ class StepArguments:
     """The arguments of the steps of one engine.
 
     Args:
-        engines: DeepSpeed's optimizer, whose inner ones get the arguments.
+        engines: DeepSpeed's optimizer; the optimizers inside it get the arguments.
     """
 
     def __init__(self, engines: Any) -> None:
@@ -70,7 +70,7 @@ class StepArguments:
 
     @contextmanager
     def passed(self, result: Any, others: dict[str, Any]) -> Iterator[None]:
-        """Let steps inside this context get a closure that returns `result`, and `others` by name."""
+        """Pass steps inside this context a closure that returns `result`, and `others` by name."""
         self._result, self._others = result, others
         try:
             yield

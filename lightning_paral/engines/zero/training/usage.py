@@ -1,7 +1,8 @@
-"""Which parameters took part in a step: torch's optimizers leave the others as they are, ZeRO would not.
+"""Which parameters got gradients for a step: torch's optimizers skip the others, those of DeepSpeed do not.
 
 An optimizer under ZeRO steps on flat tensors, in which a parameter without a gradient has a gradient of zero: momentum
-would go on, weight decay would shrink it. DistributedDataParallel refuses such parameters unless it is told of them.
+would continue, and weight decay would shrink it. DistributedDataParallel refuses such parameters unless
+`find_unused_parameters` is set.
 """
 
 import zlib
@@ -41,26 +42,26 @@ class Usage:
         self._in_order = in_order
         self._used: set[int] = set()
         self._orders: list[list[int]] = []
-        """Numbers of the parameters by backward pass of the window, in the order in which their gradients came."""
+        """For each backward pass of the window, numbers of parameters in the order in which their gradients came."""
         self._seen_orders: list[list[tuple[list[int], set[int]]]] = []
-        """By backward pass of a window: its orders up to now, each with the parameters that were not frozen then."""
+        """For each backward pass of a window, the orders seen so far, each with the parameters trained then."""
         self.is_announced = False
-        """Whether a backward pass that the strategy knows of is under way."""
+        """Whether a backward pass that the strategy runs is under way."""
         self.was_reached = False
         """Whether a gradient came in the current backward pass, or in the last one."""
         self.has_unannounced = False
-        """Whether gradients came in another one."""
+        """Whether gradients came in a backward pass that it did not run."""
         self._num_steps = 0
         self._num_taken: dict[int, int] = {}
         self._never_used: set[int] | None = None
         self.unused: Named = ()
-        """Those of the window that was closed last that no rank used."""
+        """The parameters that no rank used in the window that was closed last."""
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._record)  # type: ignore[no-untyped-call]
             for _, parameter in self._parameters
         ]
 
-    def _note(self, parameter: Tensor) -> None:
+    def _record(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
         if self._in_order and self._orders:
             self._orders[-1].append(self._numbers[id(parameter)])
@@ -82,7 +83,7 @@ class Usage:
         return id(parameter) in self._numbers
 
     def end(self) -> None:
-        """Note nothing more."""
+        """Stop recording."""
         for handle in self._handles:
             handle.remove()
 
@@ -112,15 +113,15 @@ class Usage:
         ]
 
     def close_window(self) -> None:
-        """Find out which parameters no rank used.
+        """Determine which parameters no rank used in the window.
 
         *Collective* in all windows with `find_unused`, else in the first one and in those with more backward passes
         than any before.
 
         Raises:
-            UnusedParametersError: parameters that were used in the first step were not in this one, or the reverse, and
-                the ranks do not agree in every step, or gradients came in another order; the ranks used others; or the
-                optimizer could not make up for it.
+            UnusedParametersError: the ranks used different parameters; without `find_unused`, other parameters were
+                used than in the first step, or gradients came in another order; the optimizer counts steps, and a
+                parameter has skipped some.
         """
         missing = self.not_yet_used()
         orders = [order for order in self._orders if order]
@@ -145,39 +146,38 @@ class Usage:
         return self._never_used is None or self._find_unused
 
     def has_state(self, parameter: Parameter) -> bool:
-        """Whether the optimizer has stepped on `parameter`: else its state would be that of zeros."""
+        """Whether the optimizer has stepped on `parameter`. If not, its state is that of gradients of zero."""
         return self._num_taken.get(id(parameter), self._num_steps) > 0
 
     def forget_window(self) -> None:
-        """Take gradients since the last step as if they had not come."""
+        """Drop what was recorded since the last step."""
         self._used.clear()
         self._orders = []
 
     def guard(self, optimizer: Optimizer) -> None:
-        """Let steps of `optimizer`, DeepSpeed's, leave what is unused as it is: values and states."""
+        """Make steps of `optimizer`, DeepSpeed's, keep the values and states of unused parameters."""
         step = optimizer.step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            kept = self._ranges_of_unused(optimizer)
-            copies = [{key: run.clone() for key, run in runs.items()} for runs in kept]
+            kept = [{key: shard.clone() for key, shard in each.items()} for each in self._shards_of_unused(optimizer)]
             result = step(*args, **kwargs)
-            for runs, before in zip(self._ranges_of_unused(optimizer), copies, strict=True):
-                for key, run in runs.items():
+            for shards, before in zip(self._shards_of_unused(optimizer), kept, strict=True):
+                for key, shard in shards.items():
                     if key in before:
-                        run.copy_(before[key])
+                        shard.copy_(before[key])
                     else:
-                        run.zero_()  # of a state that came with this step
+                        shard.zero_()  # this step has created the state
             return result
 
         optimizer.step = guarded  # type: ignore[method-assign]
 
-    def _ranges_of_unused(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
-        """Return this rank's runs of what is unused, by name of the state, `None` for values."""
+    def _shards_of_unused(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
+        """Return this rank's shards of each unused parameter: by name of the state, `None` for the values."""
         if not self.unused:
             return []
         stepping = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
         return [
-            _run_of(partition, partition.ranges[id(parameter)])
+            _shards_in(partition, partition.ranges[id(parameter)])
             for partition in self._partitions
             if id(partition.flat) in stepping
             for _, parameter in self.unused
@@ -185,7 +185,7 @@ class Usage:
         ]
 
     def _missing_everywhere(self, orders: list[list[int]]) -> Named:
-        """Return what no rank used. *Collective*.
+        """Return the parameters that no rank used. *Collective*.
 
         Raises:
             UnusedParametersError: ranks used different parameters, or in another order. It is raised on all ranks.
@@ -230,7 +230,7 @@ class Usage:
 
         Args:
             orders: of the window.
-            agreed: whether they are known to be the same on all ranks.
+            agreed: whether the ranks have compared them already.
 
         Raises:
             UnusedParametersError: a pass reached other parameters, or in another order.
@@ -257,7 +257,7 @@ class Usage:
         """Count the steps that each parameter takes.
 
         Raises:
-            UnusedParametersError: one that left out steps is used again, and the optimizer's state counts steps.
+            UnusedParametersError: one that skipped steps is used again, and the optimizer counts steps.
         """
         left_out = {id(parameter) for _, parameter in missing}
         for name, parameter in self._parameters:
@@ -291,8 +291,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
-def _run_of(partition: Partition, run: FlatRange) -> dict[str | None, Tensor]:
+def _shards_in(partition: Partition, flat_range: FlatRange) -> dict[str | None, Tensor]:
     flat, state = partition.flat, partition.state
     tensors: dict[str | None, Tensor] = {None: flat.detach()}
     tensors |= {key: v for key, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == flat.shape}
-    return {key: tensor[run.position : run.position + run.numel] for key, tensor in tensors.items()}
+    return {key: tensor[flat_range.slice] for key, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""Two optimizers: the user's, with the module's own parameters, and the one whose parameters DeepSpeed divides.
+"""The user's optimizer, which keeps the module's own parameters, and its twin, which DeepSpeed steps with.
 
-DeepSpeed puts flat tensors of its own into the groups of the optimizer it is given. Code of the user's would find those
-in `optimizer.param_groups`, and schedulers and callbacks with it. So DeepSpeed gets a twin, and before each step the
-twin's groups are told what the user's say.
+DeepSpeed puts its own flat tensors into the groups of the optimizer it is given. User code, schedulers and callbacks
+would find those in `optimizer.param_groups`. So DeepSpeed gets a twin, and hyper-parameters are copied to the twin
+before each step.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from lightning_paral.errors import ConfigurationError, ParalError
 
 
 def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the same class and options, with `groups` and a state of its own."""
+    """Return an optimizer of the same class and options, with `groups` as its groups and an empty state."""
     twin: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedulers wrap that
     twin.__dict__.update(own, param_groups=groups, state=defaultdict(dict))
@@ -34,11 +34,11 @@ def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 class UsersOptimizer:
-    """The optimizer that `configure_optimizers` returned, while its twin is the one that steps.
+    """An optimizer that `configure_optimizers` returned, while a twin of it steps.
 
     Args:
         optimizer: the user's.
-        module: whose parameters it has.
+        module: the module; names its parameters.
     """
 
     def __init__(self, optimizer: Optimizer, module: Module) -> None:
@@ -48,8 +48,8 @@ class UsersOptimizer:
         self._state = optimizer.state
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
-    def busy_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the groups in which a parameter is trained: DeepSpeed drops the others.
+    def trained_groups(self) -> list[dict[str, Any]]:
+        """Return copies of the groups that train a parameter, for the twin: DeepSpeed would drop the others.
 
         Raises:
             ConfigurationError: there are none.
@@ -64,16 +64,16 @@ class UsersOptimizer:
         return [twins for _, twins in self._pairs]
 
     def hide_state(self, zero_grad: Callable[..., None]) -> None:
-        """Let what is DeepSpeed's now be asked of DeepSpeed: the state raises, `zero_grad` is its own."""
+        """Replace the state by one that raises when used, and `zero_grad` by the given function."""
         vars(self.optimizer).update(state=HiddenState(), zero_grad=zero_grad)
 
     def show_state(self) -> None:
-        """Give the optimizer back as it was."""
+        """Undo `hide_state`."""
         vars(self.optimizer).update(state=self._state)
         vars(self.optimizer).pop("zero_grad", None)
 
     def before_step(self) -> None:
-        """Tell the twin's groups what the user's say, and run the user's hooks.
+        """Run the user's hooks, and copy the user's hyper-parameters to the twin.
 
         Raises:
             ConfigurationError: a group was added since the run began.
@@ -81,7 +81,7 @@ class UsersOptimizer:
         if len(self.optimizer.param_groups) != len(self.groups):
             raise ConfigurationError(
                 f"The optimizer had {len(self.groups)} parameter groups when the run began, and has "
-                f"{len(self.optimizer.param_groups)} now. ZeRO divides what is there at the beginning: give all groups "
+                f"{len(self.optimizer.param_groups)} now. ZeRO shards the groups that are there then: give all groups "
                 "to the optimizer in configure_optimizers, or train with paral_ddp or paral_fsdp."
             )
         step_hooks.run_pre_hooks(self.optimizer)
@@ -89,7 +89,7 @@ class UsersOptimizer:
             twins.update({key: _like(value, twins.get(key)) for key, value in hyper_parameters(users).items()})
 
     def after_step(self) -> None:
-        """Tell the user's groups what the twin's say, for some optimizers keep numbers there, and run the hooks."""
+        """Copy what the twin changed in its groups, where some optimizers keep numbers, and run the user's hooks."""
         for users, twins in self._pairs:
             users.update({key: value for key, value in hyper_parameters(twins).items() if key in users})
         step_hooks.mark_stepped(self.optimizer)
@@ -97,7 +97,7 @@ class UsersOptimizer:
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Return a number as a float where DeepSpeed's optimizers were given one in the place of a tensor."""
+    """Return `value`, as a float where `current` is one: DeepSpeed's optimizers take no tensors."""
     return float(value) if isinstance(current, float) and not isinstance(value, float) else value
 
 
@@ -107,7 +107,7 @@ _OFFLOADABLE = (
 
 
 def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
-    """Return the optimizers, all of which ZeRO can partition; `None` if `configure_optimizers` returned `None`.
+    """Check the kinds of the optimizers; return `None` if `configure_optimizers` returned `None`, else all of them.
 
     Raises:
         ConfigurationError: `configure_optimizers` returned an empty list, or an optimizer that ZeRO cannot partition.
@@ -124,7 +124,7 @@ def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer
     if others:
         raise ConfigurationError(
             f"{name}.configure_optimizers returned {others[0]}, which is not a torch.optim.Optimizer. "
-            "ZeRO divides the state of one: return one, or train with paral_ddp."
+            "ZeRO shards the state of one: return one, or train with paral_ddp."
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
@@ -148,12 +148,12 @@ def index_of(optimizer: Any, optimizers: Sequence[Any]) -> int:
 
 
 def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
-    """Return the optimizer that DeepSpeed gets, which shares nothing with the user's but parameters.
+    """Return the twin that DeepSpeed gets, which shares only parameters with the user's optimizer.
 
     Args:
         users: the user's.
         offload: whether it runs on the host: then it is `DeepSpeedCPUAdam` with the hyper-parameters of an Adam.
-        trust: whether an optimizer passes that may not be elementwise.
+        trust: whether to skip the check that the optimizer is elementwise.
 
     Raises:
         ConfigurationError: an optimizer, or an option of it, that ZeRO or its offload cannot take; nothing to train.
@@ -167,13 +167,13 @@ def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> O
         if type(optimizer) is DeepSpeedCPUAdam:
             options["adamw_mode"] = optimizer.adam_w_mode
         with processor_read_once():
-            anew: Optimizer = type(optimizer)(users.busy_groups(), **options)
-        return anew
+            twin: Optimizer = type(optimizer)(users.trained_groups(), **options)
+        return twin
     if offload:
-        return _offloaded(optimizer, users.busy_groups())
+        return _offloaded(optimizer, users.trained_groups())
     if not trust:
         check_elementwise(optimizer)
-    return twin_of(optimizer, users.busy_groups())
+    return twin_of(optimizer, users.trained_groups())
 
 
 def _offloaded(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -214,15 +214,15 @@ def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 class HiddenStateError(ParalError, RuntimeError):
-    """Code of the user's used `optimizer.state`, which is empty under ZeRO."""
+    """User code used `optimizer.state`, which is sharded and kept elsewhere under ZeRO."""
 
 
 class HiddenState(MutableMapping[Any, Any]):
-    """In the place of `optimizer.state`: of each state, ranks hold a part only."""
+    """Takes the place of `optimizer.state`, and raises when it is used."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise HiddenStateError(
-            "The state of the optimizer was used, but under ZeRO each rank holds its part of it only, and not there. "
+            "The state of the optimizer was used, but under ZeRO it is sharded, and not in optimizer.state. "
             'Read it with `self.trainer.strategy.full_optimizer_state(parameter, "exp_avg")`; checkpoints hold all of '
             "it. To reset or change it, train with paral_ddp or paral_fsdp."
         )

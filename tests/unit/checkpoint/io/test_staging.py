@@ -24,8 +24,8 @@ DTYPES = [
 
 
 def entry_of(value: Tensor, dtype: torch.dtype | None = None) -> WriteItem:
-    part = LocalShard((full_chunk(value.shape),), partial(identity, flat(value)))
-    return WriteItem(("state_dict", "x"), tuple(value.shape), dtype or value.dtype, part)
+    shard = LocalShard((full_chunk(value.shape),), partial(identity, flat(value)))
+    return WriteItem(("state_dict", "x"), tuple(value.shape), dtype or value.dtype, shard)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""The bytes of tensors are read in pieces, through two buffers for tensors on a GPU."""
+"""The bytes of tensors are read slice by slice, through two buffers for tensors on a GPU."""
 
 import io
 import weakref
@@ -55,7 +55,7 @@ def test_what_is_on_the_host_is_not_copied() -> None:
         assert torch.frombuffer(view, dtype=torch.float32)[3] == 1.0
 
 
-def test_the_next_piece_is_under_way_while_one_is_used_in_two_buffers(through_buffers: None) -> None:
+def test_the_next_slice_is_copied_while_one_is_used_in_two_buffers(through_buffers: None) -> None:
     asked: list[int] = []
 
     def one_by_one() -> Iterator[Tensor]:

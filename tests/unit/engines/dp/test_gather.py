@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 Output = namedtuple("Output", "scores labels")
 
 
-def test_weighed_means_are_the_mean_of_all_samples_and_so_are_gradients() -> None:
+def test_weighted_means_and_their_gradients_are_those_of_all_samples() -> None:
     samples = torch.randn(7, dtype=torch.float64, requires_grad=True)
     parts = samples.split([3, 4])
 
@@ -20,7 +20,7 @@ def test_weighed_means_are_the_mean_of_all_samples_and_so_are_gradients() -> Non
     torch.testing.assert_close(torch.autograd.grad(mean, samples)[0], 2 / 7 * samples.detach())
 
 
-def test_each_kind_of_output_is_what_one_process_would_have_returned() -> None:
+def test_each_kind_of_output_equals_one_process() -> None:
     def outputs(samples: torch.Tensor) -> dict[str, object]:
         return {
             "scores": samples * 2,
@@ -49,7 +49,7 @@ def test_each_kind_of_output_is_what_one_process_would_have_returned() -> None:
     assert str(gathered) == str(expected)
 
 
-def test_training_output_is_the_weighed_loss_with_everything_else_gathered() -> None:
+def test_training_output_has_the_weighted_loss_and_the_rest_gathered() -> None:
     first, second = torch.tensor(1.0), torch.tensor(4.0)
 
     assert join_training_output([first, second], [1, 2], CPU).item() == 3.0
@@ -76,6 +76,6 @@ def test_replicas_that_skip_are_left_out_of_the_loss() -> None:
         ([None, torch.zeros(2)], "different kinds"),
     ],
 )
-def test_outputs_that_do_not_belong_together_are_refused(outputs, message: str) -> None:
+def test_outputs_of_different_kinds_are_refused(outputs, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         gather(outputs, [2, 2], CPU)

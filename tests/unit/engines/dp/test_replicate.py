@@ -89,7 +89,7 @@ def test_replica_has_its_own_parameters_and_buffers_under_the_same_names() -> No
     assert replica.same is replica.first
 
 
-def test_what_takes_no_part_gets_no_gradient() -> None:
+def test_unused_parameters_get_no_gradient() -> None:
     master = Regression()
     (replica,) = replicate(master).modules
 
@@ -125,7 +125,7 @@ def test_everything_is_on_the_replicas_device() -> None:
     assert replica(torch.ones(3, FEATURES, device=META)).device == META
 
 
-def test_new_parameters_replace_the_old_and_follow_what_requires_gradients() -> None:
+def test_copied_parameters_replace_the_old_and_follow_requires_grad() -> None:
     master = Parts()
     replicas = replicate(master)
     with torch.no_grad():

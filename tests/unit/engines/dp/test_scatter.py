@@ -123,11 +123,11 @@ def test_packed_sequences_are_divided_by_sample(in_order: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", ["text", None, {"a": torch.tensor(1.0)}, [], object()])
-def test_batch_with_nothing_to_divide_goes_whole_to_one_device(batch: object) -> None:
+def test_batch_without_samples_goes_to_one_device(batch: object) -> None:
     assert scatter(batch, TWO) == ([batch], [1])
 
 
-def test_changing_a_part_in_place_changes_no_other_part() -> None:
+def test_changing_a_sub_batch_in_place_changes_no_other() -> None:
     weight = torch.ones(4, 2, requires_grad=True)
     (first, second), _ = scatter(torch.ones(4, 2), TWO)
 

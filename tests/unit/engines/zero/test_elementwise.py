@@ -94,7 +94,7 @@ def test_twin_follows_the_users_groups_and_shares_neither_state_nor_step() -> No
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     users = UsersOptimizer(optimizer, module)
-    twin = twin_of(optimizer, users.busy_groups())
+    twin = twin_of(optimizer, users.trained_groups())
     flat = Parameter(torch.zeros(4))
     twin.param_groups[0]["params"] = [flat]
     seen: list[Any] = []
@@ -117,7 +117,7 @@ def test_group_added_during_the_run() -> None:
     module = Regression()
     optimizer = torch.optim.SGD(module.hidden.parameters(), lr=0.5)
     users = UsersOptimizer(optimizer, module)
-    users.busy_groups()
+    users.trained_groups()
     optimizer.add_param_group({"params": module.out.parameters()})
     with pytest.raises(ConfigurationError, match="had 1 parameter groups when the run began, and has 2"):
         users.before_step()

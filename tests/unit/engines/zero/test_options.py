@@ -44,7 +44,7 @@ from tests.running import quiet_trainer
             "reduce_bucket_size=20.*say 10",
         ),
         ({"deepspeed_config": "missing.json"}, "'missing.json' is not a file"),
-        ({"deepspeed_config": 3}, "dict or a JSON file"),
+        ({"deepspeed_config": 3}, "dict or the path of a JSON file"),
     ],
 )
 def test_contradictory_options(options: dict[str, Any], message: str) -> None:
@@ -207,7 +207,7 @@ def test_no_optimizer_and_lbfgs() -> None:
 def test_nothing_to_train() -> None:
     module = Regression().requires_grad_(False)
     with pytest.raises(ConfigurationError, match="nothing to train"):
-        UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).busy_groups()
+        UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).trained_groups()
 
 
 def test_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

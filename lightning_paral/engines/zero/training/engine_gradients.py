@@ -1,0 +1,80 @@
+"""This rank's shards of averaged gradients, wherever DeepSpeed keeps them: read in full, clipped and dropped."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_paral.compat.deepspeed import gradients
+from lightning_paral.compat.deepspeed.clipping import clip_next_step
+from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
+from lightning_paral.compat.deepspeed.offload import is_offloaded
+from lightning_paral.engines.zero.training.usage import Named
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class EngineGradients:
+    """The gradients that one engine keeps on this rank, on the device, on the host or on NVMe.
+
+    They are averaged, and multiplied by the loss scale. Methods that read or clip them are valid when a window of
+    backward passes is complete.
+    """
+
+    def __init__(self, engine: "DeepSpeedEngine") -> None:
+        self._engine = engine
+        self.stage: int = engine.zero_optimization_stage()
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._engine.optimizer
+
+    @property
+    def are_offloaded(self) -> bool:
+        """Whether they are kept on the host or on NVMe."""
+        return is_offloaded(self._optimizer, self.stage)
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self._optimizer.loss_scale)
+
+    def wait(self) -> None:
+        """Wait for copies to the host. Stage 3 does so itself at the end of each backward pass."""
+        if self.are_offloaded and self.stage < 3:
+            wait_for_copies(self._optimizer)
+
+    def norm(self) -> Tensor:
+        """Return the global 2-norm, fp32, before clipping by norm. *Collective*."""
+        return gradients.scaled_norm(self._optimizer, self.stage) / self._loss_scale
+
+    def full(self, parameter: Parameter) -> Tensor | None:
+        """Return the gradient of `parameter` in full, fp32; `None` if it has none. *Collective*."""
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient = safe_get_full_grad(parameter)
+        return None if gradient is None else gradient.float() / self._loss_scale
+
+    def clip_by_norm(self, max_norm: float) -> None:
+        """Scale gradients in the step that follows so that their global 2-norm is at most `max_norm`."""
+        clip_next_step(self._optimizer, max_norm, self.stage)
+
+    def clip_by_value(self, max_value: float) -> None:
+        """Clamp each element to `[-max_value, max_value]`. No collective."""
+        limit = max_value * self._loss_scale
+        gradients.clamp_gradients(self._optimizer, self.stage, limit, offloaded=self.are_offloaded)
+
+    def drop(self) -> None:
+        """Drop the gradients of the window."""
+        self._optimizer.zero_grad()
+        if self.stage < 3:
+            gradients.forget_window(self._optimizer, offloaded=self.are_offloaded)
+            if self.are_offloaded:
+                forget_copies(self._optimizer)
+
+    def zero_stale(self, unused: Named) -> None:
+        """Zero the gradients that stage 3 and offload keep of an earlier window, of parameters without new ones."""
+        for _, parameter in unused if self.stage < 3 and self.are_offloaded else ():
+            zero_gradient_on_host(self._optimizer, parameter)
+        for _, parameter in unused if self.stage == 3 else ():
+            gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self.are_offloaded)
