@@ -195,8 +195,8 @@ class ShardedModule:
         if dist.get_world_size() > 1:
             share_on(self._sharding.device, _own_tensors(parts))
         replicated = set(unshardable(module))
-        for whole in replicated:
-            whole.data = whole.data.to(self._sharding.device)
+        for each in replicated:
+            each.data = each.data.to(self._sharding.device)
         for part in parts:
             for parameter in own_parameters(part).values():
                 if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
