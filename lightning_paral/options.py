@@ -21,8 +21,8 @@ UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, 
 class ActivationCheckpointing:
     """Keep only the inputs of each unit for the backward pass, and recompute its activations there.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174. Gradients are the same, with
-    dropout, too. The forward pass of each unit runs twice.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174. Gradients are the same, also
+    with dropout. The forward pass of each unit runs twice.
 
     Raises:
         ConfigurationError: a value is out of range, or both `units` and `min_params` are given.

@@ -21,9 +21,8 @@ from lightning_paral.errors import ConfigurationError
 
 _NEW_NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 _FABRIC = (
-    "{given} is a strategy for Lightning's Trainer. Fabric has no Trainer, which would call the strategy's hooks. "
-    "Use lightning.pytorch.Trainer(strategy={given}), or with Fabric one of Fabric's own strategies: 'ddp', "
-    "'fsdp', 'deepspeed'."
+    "{given} is a strategy for Lightning's Trainer. Fabric has no Trainer to call its hooks. Use "
+    "lightning.pytorch.Trainer(strategy={given}), or with Fabric one of its own strategies: 'ddp', 'fsdp', 'deepspeed'."
 )
 _PYTORCH_LIGHTNING = (
     "{given} is a strategy of the package lightning, but this Trainer comes from pytorch_lightning, which has the same "
@@ -42,7 +41,7 @@ def refuse_in_other_trainers(names: Sequence[str]) -> None:
     """Make Fabric, and `pytorch_lightning` once it is imported, refuse our strategies with a message that says why.
 
     Args:
-        names: those of our strategies.
+        names: the names of our strategies.
     """
     check_before_lookup(connector, _make_check(names, _FABRIC))
     for finder in [finder for finder in sys.meta_path if type(finder).__name__ == _PostImportFinder.__name__]:
