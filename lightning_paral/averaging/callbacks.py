@@ -29,7 +29,7 @@ from lightning_paral.compat.lightning.averaging import (
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.errors import ConfigurationError
 
-_OWN = {
+_FULL_WEIGHT_METHODS = {
     WeightAveraging: (SWAP, COPY),
     StochasticWeightAveraging: ("update_parameters", "transfer_weights"),
 }
@@ -61,7 +61,7 @@ class AveragingCallbacks:
         if not self._callbacks:
             return
         if trainer.state.fn != TrainerFn.FITTING:
-            # Nothing is averaged, but the `setup` of one refuses strategies that divide weights, or copies them.
+            # Nothing is averaged, but `StochasticWeightAveraging.setup` would copy the weights, or refuse the strategy.
             self._callbacks = []
             self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
             return
@@ -230,7 +230,7 @@ def forget_ended(callbacks: list[Any]) -> None:
 
 def _check(callback: Any) -> None:
     kind = type(callback)
-    for base, names in _OWN.items():
+    for base, names in _FULL_WEIGHT_METHODS.items():
         for name in names if isinstance(callback, base) else ():
             if getattr(kind, name) is not getattr(base, name):
                 raise ConfigurationError(

@@ -147,9 +147,7 @@ def check_outside(out: Path, checkpoint: str | Path) -> None:
     source = Path(checkpoint).resolve()
     for folder in (target, *target.parents):
         if (folder == source and source.exists()) or _is_checkpoint(folder):
-            raise ConfigurationError(
-                f"{out} is in the checkpoint {folder}, which is to stay as it was saved. Write outside of it."
-            )
+            raise ConfigurationError(f"{out} is in the checkpoint {folder}, which must not change. Write elsewhere.")
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -60,7 +60,7 @@ class Manifest:
             CheckpointError: the text was changed, or has a format that this release does not know.
         """
         if len(text) > MAX_BYTES or text.count("[") + text.count("{") > _FREE_CONTAINERS + len(text) // 10:
-            raise CheckpointError(f"{name} is damaged or hostile: no manifest is like that.")
+            raise CheckpointError(f"{name} is damaged or hostile: it is too large or too nested for a manifest.")
         try:
             content = json.loads(text)
             own = content.pop("checksum")

@@ -92,7 +92,7 @@ def _warn(differing: list[TreePath], averages_later: bool) -> None:
         return
     names = [".".join(map(str, path[1:])) for path in differing]
     rank_zero_warn(
-        f"The ranks have drifted apart: {len(names)} tensors that are to be the same on all of them are not, such as "
+        f"The ranks have drifted apart: {len(names)} tensors that should be the same on all ranks differ, such as "
         f"{', '.join(names[:4])}. The checkpoint holds rank 0's. Training is damaged: something changed weights or "
         "gradients on some ranks only, such as a hook with rank-dependent values, or a parameter that is not reduced."
     )

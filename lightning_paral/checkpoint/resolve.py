@@ -56,7 +56,7 @@ def read_current(path: str | Path, ranks: RankGroup, read: Callable[[str | Path]
             unread = "" if isinstance(error, CheckpointError) else f"{path} cannot be read: "
             missing = isinstance(error, MissingCheckpointError)
             raise (MissingCheckpointError if missing else CheckpointError)(unread + message) from error
-    raise CheckpointError(f"{path} is replaced too often: after each attempt to read it, it was another one.")
+    raise CheckpointError(f"{path} is replaced too often: all {_ATTEMPTS} attempts to read it were interrupted.")
 
 
 def _find(path: str | Path) -> tuple[str | Path, Any]:

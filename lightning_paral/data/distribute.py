@@ -90,8 +90,8 @@ class LoaderDistributor:
             return self._prepare_as_lightning(loader, shuffle, mode)
         training = mode == RunningStage.TRAINING
         shard = ShardSpec(
-            rank=self._dims.data_rank,
-            world_size=self._dims.data_size,
+            data_rank=self._dims.data_rank,
+            data_size=self._dims.data_size,
             split=self._sampling.split,
             remainder=self._sampling.remainder if training else "pad",
         )
@@ -101,7 +101,7 @@ class LoaderDistributor:
         source: Source
         group = self._dims.data_ranks_on_host().group
         if not isinstance(loader.dataset, IterableDataset):
-            shared_rng = draws_as_one_process(self._sampling, shard.world_size)
+            shared_rng = draws_as_one_process(self._sampling, shard.data_size)
             predicting = mode == RunningStage.PREDICTING
             distributed, source = distribute_map_style(
                 loader, shard, self._seed, number, shared_rng=shared_rng, predicting=predicting, group=group

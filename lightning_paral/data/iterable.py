@@ -31,16 +31,16 @@ def distribute_iterable(loader: Loader, shard: ShardSpec, seed: Seed, number: in
     """
     name = type(loader.dataset).__name__
     batch_size = loader.batch_size or 1
-    if shard.split == "global" and batch_size % shard.world_size:
+    if shard.split == "global" and batch_size % shard.data_size:
         if shard.remainder != "pad":
             raise ConfigurationError(
-                f"split='global' divides each batch of {name} among {shard.world_size} ranks, but the loader's "
+                f"split='global' divides each batch of {name} among {shard.data_size} ranks, but the loader's "
                 f"batch_size={loader.batch_size}. Make it a multiple of the number of ranks, or set split='batch'."
             )
         shard = dataclasses.replace(shard, split="batch")
-    if shard.world_size > 1:
+    if shard.data_size > 1:
         rank_zero_info(
-            f"{name} is an iterable dataset: each of {shard.world_size} ranks x {max(1, loader.num_workers)} "
+            f"{name} is an iterable dataset: each of {shard.data_size} ranks x {max(1, loader.num_workers)} "
             "workers reads all of it and keeps its part. If it looks at the rank or the worker itself, set "
             "shard_iterable=False."
         )
@@ -104,12 +104,12 @@ class ShardedIterable(IterableDataset[Any]):
     @property
     def global_batch_size(self) -> int:
         """Number of samples that the ranks together take in a step."""
-        return self.batch_size if self.shard.split == "global" else self.batch_size * self.shard.world_size
+        return self.batch_size if self.shard.split == "global" else self.batch_size * self.shard.data_size
 
     @property
     def local_batch_size(self) -> int:
         """Number of samples that a rank takes in a step."""
-        return self.global_batch_size // self.shard.world_size
+        return self.global_batch_size // self.shard.data_size
 
     def __len__(self) -> int:
         length = len(self.dataset)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class ShardedIterable(IterableDataset[Any]):
 
     def _read_global_batch(self, stream: Iterator[Any], keep: bool) -> tuple[list[Any], list[Any], int]:
         """Read a global batch; return its first batch, this rank's part, both empty unless `keep`, and its size."""
-        rank, world_size = self.shard.rank, self.shard.world_size
+        rank, data_size = self.shard.data_rank, self.shard.data_size
         first: list[Any] = []
         local: list[Any] = []
         size = 0
@@ -157,14 +157,14 @@ class ShardedIterable(IterableDataset[Any]):
             if keep and not index:
                 first = batch
             if keep and self.shard.split == "global":
-                local = batch[rank::world_size]
+                local = batch[rank::data_size]
             elif keep and index == rank:
                 local = batch
         return first, local, size
 
     def _is_full(self, size: int) -> bool:
         """Return whether every rank has a batch, though the last rank's is smaller."""
-        return self.shard.split == "batch" and -(-size // self.batch_size) == self.shard.world_size
+        return self.shard.split == "batch" and -(-size // self.batch_size) == self.shard.data_size
 
     def _remainder(
         self, beginning: list[Any], first: list[Any], local: list[Any], step: int, size: int
@@ -175,12 +175,12 @@ class ShardedIterable(IterableDataset[Any]):
         if self.shard.remainder == "pad":
             return local or [PaddingBatch(sample) for sample in first[: self.local_batch_size]]
         if self.shard.split == "global":
-            missing = -(-size // self.shard.world_size) - len(local)
+            missing = -(-size // self.shard.data_size) - len(local)
             return local + beginning[:missing]
         if self.shard.remainder == "wrap":
             return local or beginning
         if not step and not self._skip:
-            raise too_few_batches(self.dataset, self.shard.world_size)
+            raise too_few_batches(self.dataset, self.shard.data_size)
         return []
 
 

@@ -49,7 +49,7 @@ def distribute_map_style(
     if predicting and getattr(batches, "drop_last", False):
         batches = copy.copy(batches)
         batches.drop_last = False  # as Lightning does
-    several = shard.world_size > 1
+    several = shard.data_size > 1
     order = GlobalOrder(
         batches=batches,
         seed=seed,
@@ -77,7 +77,7 @@ def _with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
     if not sampler.order.batched:
         changed = copy_without_workers(loader, sampler=sampler)
     elif sampler.shard.split == "global" and loader.batch_size is not None:
-        local_batch_size = -(-loader.batch_size // sampler.shard.world_size)
+        local_batch_size = -(-loader.batch_size // sampler.shard.data_size)
         changed = copy_without_workers(loader, batch_sampler=sampler, batch_size=local_batch_size)
     else:
         changed = copy_without_workers(loader, batch_sampler=sampler)
@@ -116,10 +116,10 @@ def _check_training(order: GlobalOrder, shard: ShardSpec, batch_size: int | None
             "split='global' divides the batches of the training loader, but it has batch_size=None and leaves batching "
             "to its dataset. Give it a batch size, or set split='batch'."
         )
-    if shard.split == "global" and batch_size is not None and batch_size < shard.world_size:
+    if shard.split == "global" and batch_size is not None and batch_size < shard.data_size:
         raise ConfigurationError(
-            f"split='global' divides each batch among {shard.world_size} ranks, but the training loader has "
+            f"split='global' divides each batch among {shard.data_size} ranks, but the training loader has "
             f"batch_size={batch_size}. Make it at least the number of ranks, or set split='batch'."
         )
     if num_batches and not shard.num_steps(num_batches):
-        raise too_few_batches(order.batches, shard.world_size)
+        raise too_few_batches(order.batches, shard.data_size)

@@ -18,8 +18,8 @@ _MAX_START_STATES = 64  # more repetitions than workers draw ahead
 class ShardSpec:
     """Which batches of a global order a rank gets, and what happens to a remainder that does not reach all ranks."""
 
-    rank: int
-    world_size: int
+    data_rank: int
+    data_size: int
     split: Literal["batch", "global"]
     """`"batch"`: full batches, rank by rank in turn. `"global"`: a part of each batch."""
     remainder: Literal["drop", "wrap", "pad"]
@@ -28,13 +28,13 @@ class ShardSpec:
     @property
     def may_need_padding(self) -> bool:
         """Whether some ranks may run out of batches before others. A single rank never needs padding."""
-        return self.remainder == "pad" and self.world_size > 1
+        return self.remainder == "pad" and self.data_size > 1
 
     def num_steps(self, num_batches: int) -> int:
         """Return the number of steps in which the ranks together draw `num_batches`; the same on all ranks."""
         if self.split == "global":
             return num_batches
-        return num_batches // self.world_size if self.remainder == "drop" else -(-num_batches // self.world_size)
+        return num_batches // self.data_size if self.remainder == "drop" else -(-num_batches // self.data_size)
 
 
 class RankBatchSampler:
@@ -102,19 +102,19 @@ class RankBatchSampler:
             self._repetition += 1
 
     def _draw_batches(self, num_samples: int) -> Iterator[Any]:
-        rank, world_size, remainder = self.shard.rank, self.shard.world_size, self.shard.remainder
+        rank, data_size, remainder = self.shard.data_rank, self.shard.data_size, self.shard.remainder
         batched, record = self.order.batched, self._num_samples.append
-        beginning: list[Any] = [None] * (world_size - 1) if remainder == "wrap" else []
+        beginning: list[Any] = [None] * (data_size - 1) if remainder == "wrap" else []
         rest: Sequence[Any] = ()
         for chunk in self._drawn(num_samples, beginning):
-            full = len(chunk) - len(chunk) % world_size
-            for start in range(0, full, world_size):
-                num_samples += num_samples_in(chunk[start : start + world_size]) if batched else world_size
+            full = len(chunk) - len(chunk) % data_size
+            for start in range(0, full, data_size):
+                num_samples += num_samples_in(chunk[start : start + data_size]) if batched else data_size
                 record(num_samples)
                 yield chunk[start + rank]
             rest = chunk[full:]  # not empty for the last chunk only
         if rest and remainder == "drop" and not num_samples:
-            raise too_few_batches(self.order.batches, self.shard.world_size)
+            raise too_few_batches(self.order.batches, self.shard.data_size)
         if rest and remainder != "drop":
             self.uneven_steps.add(len(self._num_samples))
             record(num_samples + (num_samples_in(rest) if batched else len(rest)))
@@ -127,23 +127,23 @@ class RankBatchSampler:
                 yield rest[0]
 
     def _draw_batch_slices(self, num_samples: int) -> Iterator[Any]:
-        rank, world_size, record = self.shard.rank, self.shard.world_size, self._num_samples.append
+        rank, data_size, record = self.shard.data_rank, self.shard.data_size, self._num_samples.append
         # The rank after that of the last sample comes first, so that batches of one sample reach all ranks in turn.
-        start = (rank - num_samples) % world_size
+        start = (rank - num_samples) % data_size
         for chunk in self._drawn(num_samples):
             for batch in chunk:
                 size = len(batch)
                 num_samples += size
-                local = batch[start::world_size]
-                if size % world_size:
+                local = batch[start::data_size]
+                if size % data_size:
                     local = self._weigh(len(self._num_samples), local, batch)
-                    start = (rank - num_samples) % world_size
+                    start = (rank - num_samples) % data_size
                 record(num_samples)
                 yield local
 
     def _drawn(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[Sequence[Any]]:
         resume_from = self._resume_from if len(self._starts) == 1 else None
-        batches_per_step = self.shard.world_size if self.shard.split == "batch" else 1
+        batches_per_step = self.shard.data_size if self.shard.split == "batch" else 1
         return self.order.draw(
             self._epoch, self._repetition, num_samples, beginning, resume_from, self._note_start, batches_per_step
         )
@@ -155,8 +155,8 @@ class RankBatchSampler:
 
     def _weigh(self, step: int, local: list[Any], batch: list[Any]) -> list[Any]:
         """Note the loss weight of `local` in a batch that the ranks cannot divide equally; pad it if it is empty."""
-        self.loss_weights[step] = len(local) * self.shard.world_size / len(batch)
-        if len(batch) < self.shard.world_size:
+        self.loss_weights[step] = len(local) * self.shard.data_size / len(batch)
+        if len(batch) < self.shard.data_size:
             self.uneven_steps.add(step)
         if local:
             return local
@@ -192,9 +192,9 @@ class RankBatchSampler:
         return num_steps
 
 
-def too_few_batches(batches: object, world_size: int) -> ConfigurationError:
+def too_few_batches(batches: object, data_size: int) -> ConfigurationError:
     """Return the error for a training loader that `remainder="drop"` leaves without a batch."""
     return ConfigurationError(
-        f"The {type(batches).__name__} has fewer batches than there are ranks, {world_size}, and remainder='drop' "
+        f"The {type(batches).__name__} has fewer batches than there are ranks, {data_size}, and remainder='drop' "
         "drops them all. Set remainder='wrap' or split='global', or make the batches smaller."
     )

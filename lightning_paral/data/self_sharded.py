@@ -20,7 +20,7 @@ def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.Proce
 
     Iterating the copy is *collective*, too, once per batch.
     """
-    if shard.world_size == 1:
+    if shard.data_size == 1:
         return loader
     rank_zero_info(
         f"{type(loader.dataset).__name__} is left to shard itself. Its ranks may end unevenly, so they agree at "

@@ -72,7 +72,7 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # These hooks see the unit's inputs only. The checkpoint's own hooks handle tensors saved inside the unit.
-        with nullcontext() if offloaded is None else offloaded.of_call():
+        with nullcontext() if offloaded is None else offloaded.saving_inputs():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = recomputed

@@ -38,7 +38,7 @@ class OffloadedInputs:
         self._forward = _ForwardState()
         self._streams: dict[torch.device, Any] = {}
 
-    def of_call(self) -> saved_tensors_hooks:
+    def saving_inputs(self) -> saved_tensors_hooks:
         """Return the context for one call of a unit."""
         self._forward.begin_call()
         return saved_tensors_hooks(self._pack, self._unpack)

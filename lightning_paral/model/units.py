@@ -22,7 +22,7 @@ class Unit:
 
     @property
     def num_params(self) -> int:
-        """Elements in `parameters`."""
+        """Number of elements in `parameters`."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     @property

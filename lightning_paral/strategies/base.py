@@ -1,6 +1,5 @@
 """The base of all strategies of several ranks: process group, sampler injection and checkpoint."""
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,8 +25,6 @@ from lightning_paral.strategies.launch import CheckedLaunch
 from lightning_paral.strategies.library_warnings import RESUMED_INSIDE_EPOCH, IgnoredWarnings
 from lightning_paral.strategies.run_data import RunData
 from lightning_paral.strategies.start_line import print_start_line
-
-log = logging.getLogger(__name__)
 
 
 class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrategy):
@@ -82,7 +79,6 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
         if not draws_as_one_process(self.sampling, self.dims.data_size):
             reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
-        log.info("Rank %d of %d on %s: %s.", self.global_rank, self.world_size, self.root_device, self.dims)
         self._begin_run()
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)

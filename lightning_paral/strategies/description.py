@@ -7,10 +7,13 @@ from lightning_paral.options import ActivationCheckpointing, Form, UnitChoice
 
 
 class StrategyDescription(ParallelStrategy):
-    """Mixin: the attributes by which the code that all strategies share tells them apart."""
+    """Mixin: all that the shared code knows of a strategy in advance. The state of a run is its `_sharded_state`."""
 
     strategy_name: str
-    """The registered name, such as `"paral_ddp"`. The line printed at the start of a fit begins with it."""
+    """The registered name, such as `"paral_ddp"`, which begins the line at the start of a fit.
+
+    Where a strategy does not set it, the line begins with the name of its class.
+    """
 
     forward_has_collectives: bool = False
     """Whether a forward pass of the module is *collective*.

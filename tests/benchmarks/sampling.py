@@ -40,7 +40,7 @@ def main() -> None:
         large = BatchSampler(indices, batch_size * options.world_size, drop_last=False)
 
         def ours(split: str, batches: BatchSampler = batches) -> RankBatchSampler:
-            shard = ShardSpec(rank=1, world_size=options.world_size, split=split, remainder="wrap")
+            shard = ShardSpec(data_rank=1, data_size=options.world_size, split=split, remainder="wrap")
             return RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
 
         num_steps = options.length // (batch_size * options.world_size) // 2

@@ -121,7 +121,7 @@ class Blocks(nn.Module):
             if self.offloaded is None:
                 x = checkpoint(self.block, number, x, mask, use_reentrant=False)
             else:
-                with self.offloaded.of_call():
+                with self.offloaded.saving_inputs():
                     x = checkpoint(self.block, number, x, mask, use_reentrant=False)
         return x
 

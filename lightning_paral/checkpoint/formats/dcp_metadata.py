@@ -62,14 +62,14 @@ class _MetadataRules:
             return PurePosixPath(*args)
         if name == _MEMORY_FORMAT or (name in _RECORDS and not args):
             return Made(name, args)
-        raise PickleError(f"it calls {name} with {len(args)} values, which its metadata have no place for")
+        raise PickleError(f"it calls {name} with {len(args)} arguments, which metadata never contain")
 
     def build(self, target: Made, state: Any) -> None:
         if target.by not in _RECORDS or type(state) is not (tuple if target.by.endswith("TensorProperties") else dict):
-            raise PickleError(f"it sets attributes of {target.by}, which have no place there")
+            raise PickleError(f"it sets attributes of {target.by}, which is not allowed")
 
     def stored(self, identity: Any) -> Any:
-        raise PickleError("it refers to what lies beside it")
+        raise PickleError("it refers to data outside of the pickle")
 
 
 def load_metadata(data: bytes, name: object) -> metadata.Metadata:

@@ -43,7 +43,9 @@ def _check_structure(path: str | Path, checkpoint: dict[str, Any]) -> None:
     fits = isinstance(checkpoint["state_dict"], Mapping) and isinstance(states, list)
     fits = fits and all(isinstance(name, str) for name in checkpoint["state_dict"])
     if not fits or not all(map(_is_state, states)):
-        raise CheckpointError(f"{path} is damaged, or no checkpoint: its state_dict or optimizer_states are none.")
+        raise CheckpointError(
+            f"{path} is damaged, or no checkpoint: its state_dict or optimizer_states have the wrong type."
+        )
 
 
 def _is_state(state: Any) -> bool:
@@ -77,7 +79,7 @@ def _open_sharded(folder: Folder, path: str | Path, weights_only: bool, manifest
     if PACKAGE_STATE_KEY in checkpoint and manifest is None:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
     if any(not isinstance(key, str) for key in checkpoint):
-        raise CheckpointError(f"{folder.name(META)} is damaged: its keys are no names.")
+        raise CheckpointError(f"{folder.name(META)} is damaged: its keys are not strings.")
     tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
     weights = tree.pop("state_dict", None)
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights

@@ -49,7 +49,9 @@ class PretrainedModel:
             "obstacle": str | None,
         }
         if not isinstance(data, Mapping) or any(not isinstance(data.get(key), kind) for key, kind in kinds.items()):
-            raise CheckpointError("What the checkpoint holds of its Hugging Face model is broken. Give it by --config.")
+            raise CheckpointError(
+                "The description of the Hugging Face model in the checkpoint is damaged. Give its config by --config."
+            )
         return PretrainedModel(**{key: data[key] for key in kinds})
 
 

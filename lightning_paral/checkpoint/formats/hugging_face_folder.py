@@ -71,11 +71,11 @@ def contents_of(
     selected: dict[str, Any] = {}
     for name, value in without_prefix(weights, model.prefix, only=only_prefix).items():
         if selected.setdefault(without_wrappers(name), value) is not value:
-            raise CheckpointError(f"Two weights would be called {without_wrappers(name)}.")
+            raise CheckpointError(f"Two weights would have the name {without_wrappers(name)}.")
     frozen = [name for name in own.get("frozen") or () if name.startswith(model.prefix) and name not in weights]
     if frozen:
         raise CheckpointError(
-            "The checkpoint was saved without frozen parameters (save_frozen=False), so the model is not whole. "
+            "The checkpoint was saved without frozen parameters (save_frozen=False), so the model is incomplete. "
             + listing("Missing", frozen)
         )
     pairs = _untied({name: value for name, value in selected.items() if name not in model.ignored}, model)
@@ -129,9 +129,9 @@ def _given(
     expected = expected_by(config)
     if expected is None:
         raise ConfigurationError(
-            f"What the model of {path} is made of cannot be known: `transformers` is not installed, or has no class of "
-            f"the name in its 'architectures', {json.loads(config).get('architectures')}. Install it, or write the "
-            "weights alone: OUT.safetensors --strip-prefix PREFIX."
+            f"The weights of the model of {path} cannot be determined: `transformers` is not installed, or has no "
+            f"class of the name in its 'architectures', {json.loads(config).get('architectures')}. Install it, or "
+            "write the weights alone: OUT.safetensors --strip-prefix PREFIX."
         )
     generation_config = _read(beside) if path.is_dir() and beside.is_file() else expected.model.generation_config
     return replace(expected.model, prefix=prefix, config=config, generation_config=generation_config), expected
@@ -205,7 +205,7 @@ def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: 
             os.rename(draft.path, out)  # replaces an empty folder only
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise CheckpointError(f"{out} is there by now, and is not replaced: {error}.") from error
+                raise CheckpointError(f"{out} was created meanwhile, and is not replaced: {error}.") from error
             raise
         _sync(out.parent)
     return [out / name for name in sorted([*layout.files, *(name for name, text in texts.items() if text is not None)])]

@@ -180,7 +180,9 @@ def write_shard(shard: Pairs, path: Path, progress: Progress) -> None:
     for item, _ in shard:
         kind = _DTYPES.get(item.dtype)
         if kind is None:
-            raise CheckpointError(f"safetensors has no {item.dtype}, of which {item.path[1]} is. Choose a --dtype.")
+            raise CheckpointError(
+                f"safetensors does not support {item.dtype}, the dtype of {item.path[1]}. Choose a --dtype."
+            )
         header[str(item.path[1])] = {
             "dtype": kind,
             "shape": list(item.shape),

@@ -260,7 +260,7 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
         try:
             insert(tree, (metadata.planner_data or {}).get(key, (key,)), value, room)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder.name(name)} is damaged: {key} has no place ({error}).") from error
+            raise CheckpointError(f"{folder.name(name)} is damaged: {key} has an invalid path ({error}).") from error
     return tree
 
 

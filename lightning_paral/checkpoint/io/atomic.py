@@ -180,7 +180,7 @@ def remove(target: Path) -> None:
         elif not found.is_checkpoint and not found.is_empty:
             rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
         elif found.foreign:
-            rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
+            rank_zero_warn(f"{path} was removed except for files that do not belong to the checkpoint: {found.listed}.")
             for file in found.own:  # first the files that make it a checkpoint
                 delete(path / file)
         else:

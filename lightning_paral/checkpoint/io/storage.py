@@ -189,7 +189,7 @@ class FsspecStorage:
             return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
         except FileExistsError as error:
             raise CheckpointError(
-                f"There is a file at {self.url}, where a folder is to be saved. Remove it, or save elsewhere."
+                f"There is a file at {self.url}, where a folder would be saved. Remove it, or save elsewhere."
             ) from error
 
     def keep(self, files: set[str]) -> None:
@@ -284,7 +284,7 @@ def remove_at(path: str) -> None:
     if not found.is_checkpoint and not found.is_empty:
         rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
     elif found.foreign:
-        rank_zero_warn(f"{path} was removed but for what is not the checkpoint's: {found.listed}.")
+        rank_zero_warn(f"{path} was removed except for files that do not belong to the checkpoint: {found.listed}.")
         for file in found.own:  # first what makes it a checkpoint
             fs.rm(f"{name}/{file}", recursive=True)
     else:

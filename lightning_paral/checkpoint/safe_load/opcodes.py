@@ -75,7 +75,7 @@ def interpret(data: bytes, rules: Rules) -> Any:
     try:
         return machine.run()
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise PickleError(f"its pickle breaks off or is damaged at byte {machine.at} ({error!r})") from error
+        raise PickleError(f"its pickle is truncated or damaged at byte {machine.at} ({error!r})") from error
 
 
 class _Machine:
@@ -119,7 +119,7 @@ class _Machine:
     def number(self, form: Struct) -> Any:
         (value,) = form.unpack_from(self.data, self.at) if self.at + form.size <= len(self.data) else (None,)
         if value is None:
-            raise PickleError("its pickle breaks off")
+            raise PickleError("its pickle is truncated")
         self.at += form.size
         return value
 
@@ -236,7 +236,7 @@ def check_key(key: Any, depth: int = 0) -> None:
             check_key(item, depth + 1)
     elif type(key) is int:
         if not -_LARGE_INT < key < _LARGE_INT:
-            raise PickleError("its pickle has keys that are no numbers of anything")
+            raise PickleError("its pickle has integer keys that are too large")
     elif type(key) not in (str, bytes, float, bool, type(None), frozenset, complex, Made, Named):
         raise PickleError(f"its pickle has {_said(key)} as a key")
 

@@ -124,7 +124,7 @@ class SavedOptimizer:
         missing, unexpected = sorted(wanted - self._group_of.keys()), sorted(self._group_of.keys() - wanted)
         if missing or unexpected:
             raise CheckpointError(
-                "The checkpoint's optimizer is one of other parameters. "
+                "The checkpoint's optimizer has other parameters. "
                 + listing("Not in the checkpoint", missing)
                 + listing("Only in the checkpoint", unexpected)
                 + _REMEDY

@@ -69,9 +69,9 @@ def is_zero_attribute(name: str) -> bool:
 
 def restore_container(module: Module, kind: type) -> None:
     """Keep the parameters of `module` in a dictionary of class `kind` again."""
-    divided: Any = own_parameters(module)
-    if type(divided) is not kind:
+    current: Any = own_parameters(module)
+    if type(current) is not kind:
         # DeepSpeed's dictionary gathers a parameter when it is read by key.
-        plain = kind(divided.items())
+        plain = kind(current.items())
         del module._parameters
         module._parameters = plain

@@ -42,7 +42,7 @@ def overlaps(optimizer: Any) -> bool:
     return bool(optimizer.overlap_comm)
 
 
-def reduce_what_hooks_left(optimizer: Any) -> None:
+def reduce_skipped_by_hooks(optimizer: Any) -> None:
     """Include every gradient in the reduction that ends a window of `optimizer`.
 
     Args:

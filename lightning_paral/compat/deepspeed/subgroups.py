@@ -90,6 +90,6 @@ def swap_out(optimizer: Any, index: int) -> None:
     optimizer._optimizer_states_and_gradient_swap_out(index)
 
 
-def let_go(optimizer: Any, index: int) -> None:
+def release_buffers(optimizer: Any, index: int) -> None:
     """Free the memory of a sub-group without writing it back."""
     optimizer._release_swap_buffers(index)

@@ -46,16 +46,16 @@ CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "ra
 """The functions of torch that `zero.Init` replaces with its own, which choose device and dtype."""
 
 
-def divide_parameters_by(init: Any, divide: Callable[[Callable[[Parameter], None], Parameter], None]) -> None:
-    """Let `init` shard each parameter by `divide(as_deepspeed_does, parameter)`."""
+def partition_parameters_by(init: Any, partition: Callable[[Callable[[Parameter], None], Parameter], None]) -> None:
+    """Let `init` shard each parameter by `partition(as_deepspeed_does, parameter)`."""
     as_deepspeed_does = init._zero_init_param
-    init._zero_init_param = lambda parameter: divide(as_deepspeed_does, parameter)
+    init._zero_init_param = lambda parameter: partition(as_deepspeed_does, parameter)
 
 
-def divide_modules_by(init: Any, divide: Callable[[Callable[[Module], None], Module], None]) -> None:
-    """Let `init` shard the parameters of each newly built module by `divide(as_deepspeed_does, module)`."""
+def partition_modules_by(init: Any, partition: Callable[[Callable[[Module], None], Module], None]) -> None:
+    """Let `init` shard the parameters of each newly built module by `partition(as_deepspeed_does, module)`."""
     as_deepspeed_does = init._post_init_method
-    init._post_init_method = lambda module: divide(as_deepspeed_does, module)
+    init._post_init_method = lambda module: partition(as_deepspeed_does, module)
 
 
 def keep_decorated_constructors(init: Any) -> None:
@@ -105,7 +105,7 @@ def _code_of(function: Any) -> Any:
     return getattr(function, "__code__", None)
 
 
-def divide_whole(init: Any, parameter: Parameter) -> None:
+def partition_full(init: Any, parameter: Parameter) -> None:
     """Shard a full parameter. *Collective* over the world; rank 0's values are used."""
     init._convert_to_zero_parameters([parameter])
 

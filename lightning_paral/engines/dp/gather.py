@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_paral.engines.dp.scatter import has_tensors, is_named_tuple
@@ -115,19 +116,8 @@ def _gather_sequences(sequences: Sequence[Any], sizes: Sequence[int], device: to
     )
     per_sample = lengths == list(sizes) and not (hold_samples and has_tensors(sequences[0]))
     if per_sample or len(set(lengths)) > 1:
-        return kind(_to_device(item, device) for sequence in sequences for item in sequence)
+        return kind(move_data_to_device(item, device) for sequence in sequences for item in sequence)
     return kind(gather(items, sizes, device) for items in zip(*sequences, strict=True))
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Return the `value` of one sample with its tensors on `device`."""
-    if isinstance(value, Mapping) and type(value) is dict:
-        return {key: _to_device(item, device) for key, item in value.items()}
-    if is_named_tuple(value):
-        return type(value)(*(_to_device(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_to_device(item, device) for item in value)
-    return _tensor_to(value, device)
 
 
 def _tensor_to(value: Any, device: torch.device) -> Any:

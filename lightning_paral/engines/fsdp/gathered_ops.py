@@ -102,8 +102,8 @@ def _like_second(by_default: Handler) -> Handler:
         chunk = own_chunk(model) if isinstance(model, DTensor) else None
         if chunk is None and isinstance(model, DTensor):
             return by_default(operation, args, kwargs)
-        whole = on_full(operation, args, kwargs)
-        return whole if chunk is None else like(model, whole, chunk)
+        full = on_full(operation, args, kwargs)
+        return full if chunk is None else like(model, full, chunk)
 
     return handle
 
@@ -191,9 +191,9 @@ def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any
     chunk = own_chunk(tensor)
     if chunk is None:
         raise RuntimeError(f"{operation}: got mixed torch.Tensor and DTensor")
-    whole = in_place_of(tensor, chunk)
-    operation([whole] if isinstance(target, list) else whole, *others, **kwargs)
-    local_of(tensor).copy_(whole[chunk])
+    full = in_place_of(tensor, chunk)
+    operation([full] if isinstance(target, list) else full, *others, **kwargs)
+    local_of(tensor).copy_(full[chunk])
 
 
 def _nth(other: Any, number: int) -> Any:

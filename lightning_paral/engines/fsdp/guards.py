@@ -71,7 +71,7 @@ class Registrations:
     They would be neither sharded nor trained, and FSDP2 would restore those that they replace at the next unshard.
 
     Args:
-        root: the whole module.
+        root: the sharded LightningModule.
         params: its `FSDPParam`s.
     """
 

@@ -68,22 +68,22 @@ def in_place_of(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
     """
     local = local_of(tensor)
     # With the strides: random numbers are drawn in the order of memory.
-    whole: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
+    full: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
     if filled:
-        whole.zero_()
-        whole[chunk] = local
-    return whole
+        full.zero_()
+        full[chunk] = local
+    return full
 
 
-def like(tensor: Any, whole: Tensor, chunk: Chunk) -> Tensor:
-    """Return `whole`, a full tensor, as a DTensor laid out like `tensor`, with this rank's `chunk`. No collective."""
+def like(tensor: Any, full: Tensor, chunk: Chunk) -> Tensor:
+    """Return `full`, a full tensor, as a DTensor laid out like `tensor`, with this rank's `chunk`. No collective."""
     made: Tensor = DTensor.from_local(
-        whole[chunk].clone(),
+        full[chunk].clone(),
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=full.shape,
+        stride=full.stride(),
     )
     return made
 
@@ -94,10 +94,10 @@ def as_full(value: Any) -> Any:
     *Collective* if there are any.
     """
     if isinstance(value, DTensor):
-        whole = value.full_tensor()
-        if whole.stride() == value.stride() or 0 in value.stride():
-            return whole
-        return torch.empty_strided(whole.shape, value.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+        full = value.full_tensor()
+        if full.stride() == value.stride() or 0 in value.stride():
+            return full
+        return torch.empty_strided(full.shape, value.stride(), dtype=full.dtype, device=full.device).copy_(full)
     if isinstance(value, list | tuple):
         return type(value)(map(as_full, value))
     return value

@@ -46,10 +46,10 @@ def check_optimizers(
 
 def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: list[Parameter]) -> None:
     together = [option for option in ("foreach", "fused") if optimizer.defaults.get(option)]
-    whole = set(replicated) & set(held)
-    if together and whole and len(held) > len(whole):
+    full = set(replicated) & set(held)
+    if together and full and len(held) > len(full):
         raise ConfigurationError(
-            f"{type(optimizer).__name__}({together[0]}=True) would update shards and the {len(whole)} 0-dimensional "
+            f"{type(optimizer).__name__}({together[0]}=True) would update shards and the {len(full)} 0-dimensional "
             "or empty parameter(s), which are not sharded, in one call; torch cannot. Leave the option out, or give "
             "the parameters that have `dim() == 0` the shape [1]."
         )

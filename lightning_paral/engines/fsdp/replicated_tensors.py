@@ -14,8 +14,6 @@ from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.backward import at_end_of_backward
 from lightning_paral.compat.torch.fsdp_param import can_be_sharded
 
-__all__ = ["AveragedGradients", "broadcast", "unshardable"]
-
 _DATA: Any = Tensor.data
 
 

@@ -89,11 +89,16 @@ class FSDPRun:
         self._trained: TrainedShards | None = None
         self._undo = ExitStack()
 
+    @property
+    def _num_units(self) -> int:
+        return len(self.units.inner) + bool(self.units.root.parameters)
+
     def print_units(self) -> None:
         """Print the units on rank 0, and warn if there is only the root."""
-        count = len(self.units.inner) + bool(self.units.root.parameters)
         replicas = f", {self.dims.replicate} replicas" if self.dims.replicate > 1 else ""
-        rank_zero_info(f"FSDP: {count} units over {self.dims.num_ranks} ranks{replicas}\n{as_tree(self.units)}")
+        rank_zero_info(
+            f"FSDP: {self._num_units} units over {self.dims.num_ranks} ranks{replicas}\n{as_tree(self.units)}"
+        )
         if not self.units.inner and self.dims.shard > 1:
             rank_zero_warn(explain_single_unit(self.units))
 
@@ -104,7 +109,8 @@ class FSDPRun:
             ConfigurationError: a unit has trained parameters of several dtypes.
         """
         self.sharded.shard()
-        log.info("FSDP: sharded %s, %d bytes of parameters.", type(self.module).__name__, self.sharded.num_bytes)
+        kind, num_bytes = type(self.module).__name__, self.sharded.num_bytes
+        log.info("module sharded: %s, %d units, %d bytes unsharded", kind, self._num_units, num_bytes)
 
     # Training
 

@@ -1,6 +1,7 @@
 """Shard a module unit by unit, in place."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +52,17 @@ class Sharding:
     """How each unit is sharded: arguments of `fully_shard`, and units to prefetch."""
 
     mesh: DeviceMesh
+    """Its last dimension is the one that a copy of the module is sharded over."""
+
     device: torch.device
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | int | None = None
+
     prefetch: int | None = None
+    """Number of units that are unsharded ahead of use; `None`: FSDP2's own choice."""
+
     offload: bool = False
+    """Whether shards are on the host."""
 
 
 class ShardedModule:
@@ -74,10 +81,8 @@ class ShardedModule:
         self._deferred = deferred
         self._snapshot = ModuleSnapshot(self.root)
         self._sharded: list[Any] = []
-        self._averaged: AveragedGradients | None = None
-        self._semantics: DTensorSemantics | None = None
-        self._end_assignments: Callable[[], None] = lambda: None
-        self._registrations: Registrations | None = None
+        self._undo = ExitStack()
+        """Ends what this has changed outside of the submodules, and hooks on parameters."""
         self._originals = list(self.root.named_parameters())
 
     def shard(self) -> None:
@@ -106,16 +111,19 @@ class ShardedModule:
             match_inputs(self.root)
         self.replicated = unshardable(self.root)
         if dist.get_world_size() > 1:
-            self._averaged = AveragedGradients(self.replicated)
+            self._undo.callback(AveragedGradients(self.replicated).remove)
         _move_metrics(self.root, sharding.device)
         self._install_communication()
-        inner = {unit.module for unit in units.inner}
+        self._unshard_around_calls()
+        self._watch_writes()
+
+    def _unshard_around_calls(self) -> None:
+        inner = {unit.module for unit in self.units.inner}
         calls = [UnitUnshard(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
         initialize(self.root)
         for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
             keep_dtype(param)
         self.root_unshard = RootUnshard(self._sharded[-1], calls, inner)
-        self._watch_writes()
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the names and parameters before sharding; while the module is sharded, these parameters are empty."""
@@ -146,13 +154,7 @@ class ShardedModule:
         Returns:
             dict[Parameter, Parameter]: the module's own parameter by sharded parameter; empty if they stay sharded.
         """
-        if self._averaged is not None:
-            self._averaged.remove()
-        self._end_assignments()
-        if self._semantics is not None:
-            self._semantics.remove()
-        if self._registrations is not None:
-            self._registrations.remove()
+        self._undo.close()
         self.reshard()
         return self._snapshot.restore(gather)
 
@@ -171,9 +173,9 @@ class ShardedModule:
         watched += [
             WatchedGroup(group, is_of_another, lambda: self.root_unshard.await_backward, hooks) for group in groups
         ]
-        self._end_assignments = watch_assignments(self.replicated)
-        self._semantics = DTensorSemantics(params, lambda: self.root_unshard.are_running, hooks)
-        self._registrations = Registrations(self.root, params)
+        self._undo.callback(watch_assignments(self.replicated))
+        self._undo.callback(DTensorSemantics(params, lambda: self.root_unshard.are_running, hooks).remove)
+        self._undo.callback(Registrations(self.root, params).remove)
 
     def _compute_values_of_sharded(self) -> None:
         """Compute the values of what the user sharded in `configure_model`, module by module."""
@@ -193,8 +195,8 @@ class ShardedModule:
         if dist.get_world_size() > 1:
             share_on(self._sharding.device, _own_tensors(parts))
         replicated = set(unshardable(module))
-        for whole in replicated:
-            whole.data = whole.data.to(self._sharding.device)
+        for each in replicated:
+            each.data = each.data.to(self._sharding.device)
         for part in parts:
             for parameter in own_parameters(part).values():
                 if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():

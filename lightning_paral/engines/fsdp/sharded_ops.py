@@ -42,9 +42,9 @@ def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     chunk = _chunk(target)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
-    whole = in_place_of(target, chunk, filled=False)
-    operation(whole, *map(as_full, others), **_full_values(kwargs))
-    local_of(target).copy_(whole[chunk])
+    full = in_place_of(target, chunk, filled=False)
+    operation(full, *map(as_full, others), **_full_values(kwargs))
+    local_of(target).copy_(full[chunk])
     return target
 
 
@@ -53,8 +53,8 @@ def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     chunk = _chunk(model)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
-    whole = in_place_of(model, chunk, filled=False)
-    return like(model, operation(whole, *map(as_full, others), **_full_values(kwargs)), chunk)
+    full = in_place_of(model, chunk, filled=False)
+    return like(model, operation(full, *map(as_full, others), **_full_values(kwargs)), chunk)
 
 
 def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,11 +63,11 @@ def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     chunk = own_chunk(model)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
-    whole = operation(*map(as_full, args), **_full_values(kwargs))
-    if whole.shape == model.shape:
-        return like(model, whole, chunk)
+    full = operation(*map(as_full, args), **_full_values(kwargs))
+    if full.shape == model.shape:
+        return like(model, full, chunk)
     mesh = model.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,9 +97,9 @@ def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, A
     chunk = _chunk(target)
     if chunk is None:
         return _by_default(operation, args, kwargs)
-    whole = in_place_of(target, chunk)
-    operation(whole, *map(as_full, others), **_full_values(kwargs))
-    local_of(target).copy_(whole[chunk])
+    full = in_place_of(target, chunk)
+    operation(full, *map(as_full, others), **_full_values(kwargs))
+    local_of(target).copy_(full[chunk])
     return target
 
 
@@ -118,9 +118,9 @@ def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     chunk = _chunk(target)
     if chunk is None:
         return _by_default(operation, args, kwargs)
-    whole = in_place_of(target, chunk, filled=False)
-    operation(*map(as_full, args), **_full_values({**kwargs, "out": whole}))
-    local_of(target).copy_(whole[chunk])
+    full = in_place_of(target, chunk, filled=False)
+    operation(*map(as_full, args), **_full_values({**kwargs, "out": full}))
+    local_of(target).copy_(full[chunk])
     return target
 
 
@@ -145,8 +145,8 @@ def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if not any(words in str(error) for words in ("unevenly sharded", "sharded dimension")):
             raise
     origin, *others = args
-    whole = origin.redistribute(placements=[Replicate()] * origin.device_mesh.ndim)
-    return mark_gathered(_by_default(operation, (whole, *others), kwargs), operation, args, kwargs)
+    full = origin.redistribute(placements=[Replicate()] * origin.device_mesh.ndim)
+    return mark_gathered(_by_default(operation, (full, *others), kwargs), operation, args, kwargs)
 
 
 _NAMES: dict[Handler, tuple[str, ...]] = {
@@ -231,9 +231,9 @@ def set_items(target: Any, index: Any, value: Any) -> None:
         if masked and index.placements == target.placements and not isinstance(value, Tensor):
             local[local_of(index)] = value
         else:
-            whole = in_place_of(target, chunk)
-            whole[as_full(index)] = as_full(value)
-            local.copy_(whole[chunk])
+            full = in_place_of(target, chunk)
+            full[as_full(index)] = as_full(value)
+            local.copy_(full[chunk])
     torch.autograd.graph.increment_version(target)
     if isinstance(target, GatheredView):
         target.write_back()

@@ -86,7 +86,7 @@ class UnshardedParameter(Parameter):
         aliased = self._alias is not None and version_of(self._alias) > 0
         return version_of(self) != self._seen or self._assigned or aliased
 
-    def watch_anew(self) -> None:
+    def watch_again(self) -> None:
         """Take its values for those of the shards, and watch from now on."""
         if self._assigned:
             _DATA.__set__(self, self._gathered)
@@ -141,7 +141,8 @@ class WatchedGroup:
         """Whether `value` is in the memory of an unsharded parameter of this unit other than `param`."""
         start = value.untyped_storage().data_ptr()
         return start != 0 and any(
-            whole is not param and whole._gathered.untyped_storage().data_ptr() == start for _, whole in self._watched
+            unsharded is not param and unsharded._gathered.untyped_storage().data_ptr() == start
+            for _, unsharded in self._watched
         )
 
     def _after_unshard(self) -> None:
@@ -154,41 +155,41 @@ class WatchedGroup:
             self._gradient_hooks.attach(param)
 
     def _watch(self, param: Any) -> UnshardedParameter:
-        whole: Any = fsdp_param.gathered(param)
-        whole.__class__ = UnshardedParameter
-        whole._name, whole._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
-        whole._sharded = lambda: param.sharded_param if self._in_hooks() else None
-        whole._register_hook = partial(self._gradient_hooks.register, param)
-        whole._gathered, whole._seen = _DATA.__get__(whole), version_of(whole)
-        watched: UnshardedParameter = whole
+        unsharded: Any = fsdp_param.gathered(param)
+        unsharded.__class__ = UnshardedParameter
+        unsharded._name, unsharded._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
+        unsharded._sharded = lambda: param.sharded_param if self._in_hooks() else None
+        unsharded._register_hook = partial(self._gradient_hooks.register, param)
+        unsharded._gathered, unsharded._seen = _DATA.__get__(unsharded), version_of(unsharded)
+        watched: UnshardedParameter = unsharded
         return watched
 
     def _before_reshard(self) -> None:
         changed = False
-        for param, whole in self._watched:
-            if version_of(whole) == whole._seen and whole._alias is None and not whole._assigned:
+        for param, unsharded in self._watched:
+            if version_of(unsharded) == unsharded._seen and unsharded._alias is None and not unsharded._assigned:
                 continue
-            written = whole.was_written
+            written = unsharded.was_written
             try:
                 if param.param_dtype is None:
                     # Also if `data` was only read: writes through `data` of `data` change no version.
-                    _copy_own_shard(param, whole)
+                    _copy_own_shard(param, unsharded)
                     changed = True
                 elif written:
                     raise ConfigurationError(_too_narrow(param))
             finally:
-                whole.watch_anew()
+                unsharded.watch_again()
         if changed:
             fsdp_group.await_writes(self._group)
 
 
 @torch.no_grad()
-def _copy_own_shard(param: Any, whole: UnshardedParameter) -> None:
+def _copy_own_shard(param: Any, unsharded: UnshardedParameter) -> None:
     local = local_of(param.sharded_param)
     if local.numel() > 0:
-        local.copy_(fsdp_param.own_part(param, whole.detach()))
-    if whole._assigned:  # FSDP2 reshards from its own memory, perhaps over fewer ranks
-        whole._gathered.copy_(whole.detach())
+        local.copy_(fsdp_param.own_part(param, unsharded.detach()))
+    if unsharded._assigned:  # FSDP2 reshards from its own memory, perhaps over fewer ranks
+        unsharded._gathered.copy_(unsharded.detach())
 
 
 def _too_narrow(param: Any) -> str:

@@ -52,8 +52,8 @@ class GatheredView(DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Return the elements as an ordinary tensor."""
         self.refresh()
-        whole: Tensor = super().full_tensor(**options)
-        return whole
+        full: Tensor = super().full_tensor(**options)
+        return full
 
     def refresh(self) -> None:
         """Gather the current elements. *Collective*."""
@@ -78,9 +78,9 @@ class GatheredView(DTensor):
                 "the parameter by index instead: parameter.data[...] = value."
             )
         with torch.no_grad():
-            whole = in_place_of(origin, chunk)
-            self._take(whole).copy_(local_of(self))
-            local_of(origin).copy_(whole[chunk])
+            full = in_place_of(origin, chunk)
+            self._take(full).copy_(local_of(self))
+            local_of(origin).copy_(full[chunk])
         torch.autograd.graph.increment_version(origin)
         if isinstance(origin, GatheredView):
             origin.write_back()

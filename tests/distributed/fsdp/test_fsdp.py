@@ -310,19 +310,22 @@ def test_compiled_blocks_train(on_ranks) -> None:
     assert_same_fit(on_ranks(2, fit_compiled_on_rank), fit(Tied, NUM_BATCHES, 1))
 
 
-def printed_tree() -> list[str]:
+def logged_in_two_fits(logger: logging.Logger) -> list[str]:
     lines: list[str] = []
-    strategy = ParalFSDPStrategy()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     try:
-        trainer = quiet_trainer(max_steps=1, devices=2, strategy=strategy)
+        trainer = quiet_trainer(max_steps=1, devices=2, strategy=ParalFSDPStrategy())
         trainer.fit(Tied(), token_loader(1, 2))
         trainer.fit(Tied(), token_loader(1, 2))
     finally:
         logger.removeHandler(handler)
+    return lines
+
+
+def printed_tree() -> list[str]:
+    lines = logged_in_two_fits(logging.getLogger("lightning.pytorch.utilities.rank_zero"))
     return [line for line in lines if line.startswith("FSDP: ")]
 
 
@@ -335,6 +338,22 @@ def test_units_are_printed_once_with_their_sizes(on_ranks) -> None:
         "Tied (the root): 320 parameters, 0.0 MB\n"
         "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 0.0 MB"
     )
+
+
+def logged_at_info() -> list[str]:
+    logger = logging.getLogger("lightning_paral.engines.fsdp")
+    before, _ = logger.level, logger.setLevel(logging.INFO)
+    try:
+        return logged_in_two_fits(logger)
+    finally:
+        logger.setLevel(before)
+
+
+def test_each_rank_logs_at_info_what_was_sharded(on_ranks) -> None:
+    num_bytes = 4 * sum(parameter.numel() for parameter in Tied().parameters())
+
+    for lines in on_ranks(2, logged_at_info):
+        assert lines == [f"module sharded: Tied, 4 units, {num_bytes} bytes unsharded"] * 2
 
 
 def fit_without_room() -> tuple[str, str]:

@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.mesh import make_mesh
 from lightning_paral.engines.fsdp.gather import gather_after_failure
 from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value
 from lightning_paral.engines.fsdp.precision import ShardedScaler
-from lightning_paral.engines.fsdp.replicated_tensors import AveragedGradients, broadcast
+from lightning_paral.engines.fsdp.replicated_tensors import AveragedGradients
 from lightning_paral.model.full_tensors import gradient_norm
 
 CPU = torch.device("cpu")

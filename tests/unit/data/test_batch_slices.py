@@ -106,7 +106,7 @@ class Counted(list[int]):
 def test_rank_slices_its_own_batches_only() -> None:
     world_size, batch_size, num_steps = 64, 4, 40
     batches = BatchSampler(FromList(Counted(range(world_size * batch_size * num_steps))), batch_size, False)
-    shard = ShardSpec(rank=3, world_size=world_size, split="batch", remainder="drop")
+    shard = ShardSpec(data_rank=3, data_size=world_size, split="batch", remainder="drop")
     sampler = RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
 
     Counted.taken = 0

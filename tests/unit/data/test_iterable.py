@@ -48,7 +48,7 @@ def loaders(
     made = []
     for rank in range(world_size):
         loader = DataLoader(dataset, batch_size, **options)
-        shard = ShardSpec(rank=rank, world_size=world_size, split=split, remainder=remainder)
+        shard = ShardSpec(data_rank=rank, data_size=world_size, split=split, remainder=remainder)
         stream = ShardedIterable(dataset, shard, batch_size or 1, loader.drop_last, Seed(5), 0)
         made.append(with_stream(loader, stream))
     return made
@@ -151,7 +151,7 @@ def agreed(lengths: list[int], remainder: str) -> list[list[object]]:
         def restart() -> Iterator[int]:
             return iter(range(lengths[rank]))
 
-        shard = ShardSpec(rank=rank, world_size=len(lengths), split="batch", remainder=remainder)
+        shard = ShardSpec(data_rank=rank, data_size=len(lengths), split="batch", remainder=remainder)
         any_has, all_have = (lambda flag: any(all_flags(flag))), (lambda flag: all(all_flags(flag)))
         return list(in_lockstep(restart(), restart, shard, any_has, all_have))
 

@@ -23,7 +23,7 @@ exactly = settings(deadline=None, max_examples=60)
 
 
 def sampler_of(rank: int, world_size: int, split: str, remainder: str, batches: Any) -> RankBatchSampler:
-    shard = ShardSpec(rank=rank, world_size=world_size, split=split, remainder=remainder)
+    shard = ShardSpec(data_rank=rank, data_size=world_size, split=split, remainder=remainder)
     return RankBatchSampler(GlobalOrder(batches, Seed(7), samplers=(batches, getattr(batches, "sampler", None))), shard)
 
 

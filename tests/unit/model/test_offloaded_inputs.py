@@ -56,7 +56,7 @@ class Net(nn.Module):
             if offloaded is None:
                 x = self.unit(*arguments)
             else:
-                with offloaded.of_call():
+                with offloaded.saving_inputs():
                     x = checkpoint(self.unit, *arguments, use_reentrant=False)
             del arguments
         return x
@@ -147,7 +147,7 @@ def test_a_change_in_place_is_an_error_as_without_offloading(offloads: bool, dep
     def run() -> None:
         x = torch.zeros(3, WIDTH, requires_grad=True) * 2
         for _ in range(depth):
-            with offloaded.of_call():
+            with offloaded.saving_inputs():
                 x = checkpoint(changes_its_input, x, use_reentrant=False)
         x.sum().backward()
 
@@ -160,6 +160,6 @@ def test_a_tensor_written_to_between_units_is_copied_again() -> None:
     table = torch.zeros(2, WIDTH)
     for value in (1.0, 2.0):
         table.fill_(value)
-        with offloaded.of_call():
+        with offloaded.saving_inputs():
             checkpoint(lambda x: layer(x), table, use_reentrant=False)
     assert offloaded.copies == [("to host", 1.0), ("to host", 2.0)]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.checks import check_instance
 from lightning_paral.compat.deepspeed.masters import find_masters_again, find_masters_in_round_robin
-from lightning_paral.compat.deepspeed.overlap import overlaps, reduce_what_hooks_left
+from lightning_paral.compat.deepspeed.overlap import overlaps, reduce_skipped_by_hooks
 from lightning_paral.compat.deepspeed.weight_dtype import dtype_as_given
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.zero.engine.checks import check_first_dtype, check_parameters
@@ -53,7 +53,7 @@ def build_training_engine(
     if engine.zero_optimization_stage() < 3:
         find_masters_in_round_robin(engine.optimizer)
     if engine.zero_optimization_stage() == 1 and overlaps(engine.optimizer):
-        reduce_what_hooks_left(engine.optimizer)
+        reduce_skipped_by_hooks(engine.optimizer)
     return engine
 
 

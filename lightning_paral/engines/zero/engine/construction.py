@@ -43,7 +43,7 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     with linear_as_before():  # `zero.Init` replaces it permanently
         # Not the dtype: the default dtype is that of the weights already, and a dtype that code names is what it needs.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
-        init = _for_any_parameter(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
+        init = _for_any_layout(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
         zero_init.keep_decorated_constructors(init)
         with init, _Initialization():
             _pause_while_loading(init, constructors)
@@ -54,7 +54,7 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
             _partition(init, gained.values())
 
 
-def _for_any_parameter(init: Any) -> Any:
+def _for_any_layout(init: Any) -> Any:
     """Let `zero.Init` partition parameters of any layout, dimension and dtype, converted to that of the weights."""
 
     def partition_any(partition: Callable[[Parameter], None], parameter: Parameter) -> None:
@@ -64,7 +64,7 @@ def _for_any_parameter(init: Any) -> Any:
         with scalars_as_bytes():
             partition(parameter)
 
-    zero_init.divide_parameters_by(init, partition_any)
+    zero_init.partition_parameters_by(init, partition_any)
     return init
 
 
@@ -82,7 +82,7 @@ def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor
         if not is_loading():
             partition(module)
 
-    zero_init.divide_modules_by(init, partition_unless_loading)
+    zero_init.partition_modules_by(init, partition_unless_loading)
     zero_init.choose_constructors(constructors, is_loading)
 
 
@@ -95,7 +95,7 @@ def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
         if dist.get_rank() > 0:
             # It may be a private mapping of a file, in which received values would take memory as long as it exists.
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        zero_init.divide_whole(init, parameter)
+        zero_init.partition_full(init, parameter)
 
 
 def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) -> None:

@@ -132,7 +132,7 @@ class SubgroupSwapper:
 
     def _release(self) -> None:
         if self._loaded is not None:
-            subgroups.let_go(self._optimizer, self._loaded)
+            subgroups.release_buffers(self._optimizer, self._loaded)
             self._loaded = None
 
 
