@@ -36,7 +36,11 @@ class Benchmark:
         """Return what it prints on standard output."""
         launcher = TORCHRUN if self.on_ranks else ("-m",)
         command = [sys.executable, *launcher, f"tests.benchmarks.{self.module}", *self.options]
-        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600).stdout.strip()
+        return (
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
+            .stdout.strip("\n")
+            .rstrip()
+        )
 
 
 BENCHMARKS = {

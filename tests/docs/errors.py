@@ -98,7 +98,7 @@ def messages() -> list[Message]:
         for kind, texts in _raised_in(path):
             for text in texts:
                 words = " ".join(re.sub(r"…[:.]?", "", text).split())
-                if len(words.split()) >= 4 and re.search(r"[.:?…)'`]$", text.strip()):
+                if len(words.split()) >= 3 and re.search(r"[.:?…)'`]$", text.strip()):
                     found.setdefault((topic_of(path), words), Message(kind, topic_of(path), text))
     return list(found.values())
 

@@ -109,6 +109,19 @@ def test_every_error_with_a_message_of_its_own_is_listed() -> None:
     assert any(text.startswith("MASTER_PORT=") for text in listed)
 
 
+def test_messages_that_the_guide_quotes_are_those_of_the_code() -> None:
+    text = (DOCS / "guides" / "failures.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE)
+    known = [message.text for message in messages()]
+    source = "\n".join(path.read_text() for path in (PACKAGE / "engines").rglob("*.py"))  # lines of the log, too
+
+    assert len(quoted) > 4
+    for message in quoted:
+        parts = [part for part in re.split(r"\s*\.\.\.\s*", message) if part]
+        pattern = ".*".join(map(re.escape, parts))
+        assert any(re.search(pattern, text) for text in known) or all(part in source for part in parts), message
+
+
 @pytest.mark.parametrize("path", [path for path in PAGES_OF_SITE if path.parent.name != "reference"], ids=names)
 def test_named_files_exist(path: Path) -> None:
     text = path.read_text()
