@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_paral.averaging.buffers import broadcast_averaged_buffers
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.weights import sharded_state_dict
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.buffers import RankZeroBuffers
 
 
 class ShardedAverages:
@@ -42,23 +42,23 @@ class ShardedAverages:
         self._options = options
         self._shards: WeightShards | None = None
         self._inner = AveragedModel(Module(), **options)
-        self._broadcasts_buffers = False
+        self._buffers_of_rank_zero: RankZeroBuffers | None = None
         self._swapped = False
         self._became_weights = False
         self._state_to_read: Mapping[str, Any] | None = None
 
-    def attach(self, shards: WeightShards, *, broadcasts_buffers: bool) -> None:
+    def attach(self, shards: WeightShards, buffers: RankZeroBuffers | None) -> None:
         """Start the averages from the current weights.
 
         Args:
             shards: this rank's shards of the weights.
-            broadcasts_buffers: whether all ranks evaluate rank 0's buffers.
+            buffers: broadcasts averages of buffers, as it does buffers; `None` if the ranks keep their own.
         """
         inner = AveragedModel(_ShardModule(shards.current(), self._module), self._device, **self._options)
         if self._device is None:
             inner.n_averaged = inner.n_averaged.cpu()
         inner.n_averaged.copy_(self._inner.n_averaged)
-        self._inner, self._shards, self._broadcasts_buffers = inner, shards, broadcasts_buffers
+        self._inner, self._shards, self._buffers_of_rank_zero = inner, shards, buffers
         state, self._state_to_read = self._state_to_read, None
         if state is not None:
             self.load_state_dict(state)
@@ -234,8 +234,8 @@ class ShardedAverages:
         yield from zip(self._module.buffers(), self._inner.module.buffers(), strict=True)
 
     def _broadcast_buffers(self) -> None:
-        if self._broadcasts_buffers and not self._swapped:
-            broadcast_averaged_buffers(self._module, self._inner.module)
+        if self._buffers_of_rank_zero is not None and not self._swapped:
+            self._buffers_of_rank_zero.share_averages(self._inner.module)
 
 
 class ShardedSWAAverages(ShardedAverages):

@@ -28,6 +28,7 @@ from lightning_paral.compat.lightning.averaging import (
 )
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.buffers import RankZeroBuffers
 
 _FULL_WEIGHT_METHODS = {
     WeightAveraging: (SWAP, COPY),
@@ -72,7 +73,7 @@ class AveragingCallbacks:
         self._undo.callback(replace_methods(WeightAveraging, self._of_weight_averaging()))
         self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
 
-    def attach(self, make_shards: Callable[[], WeightShards], *, broadcasts_buffers: bool) -> None:
+    def attach(self, make_shards: Callable[[], WeightShards], buffers: RankZeroBuffers | None) -> None:
         """Start averaging. Call it when the module is sharded. *Collective* if there are averaging callbacks.
 
         Raises:
@@ -88,7 +89,7 @@ class AveragingCallbacks:
                     f"{type(callback).__name__} copies the full module in its own setup, but ranks hold shards of it. "
                     "Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
                 )
-            averages.attach(shards, broadcasts_buffers=broadcasts_buffers)
+            averages.attach(shards, buffers)
 
     @property
     def are_in_state_dict(self) -> bool:

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from lightning_paral.averaging.callbacks import AveragingCallbacks
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.tree import CURRENT_KEY
+from lightning_paral.model.buffers import RankZeroBuffers
 
 LoadWeights = Callable[[Mapping[str, Any], bool], None]
 """`Strategy.load_model_state_dict`, called with a checkpoint and whether it has to match the module exactly."""
@@ -34,19 +35,19 @@ class RunAverages:
         self._is_loading_weights = False
 
     def attach(
-        self, make_shards: Callable[[], WeightShards], *, broadcasts_buffers: bool, load_weights: LoadWeights
+        self, make_shards: Callable[[], WeightShards], buffers: RankZeroBuffers | None, load_weights: LoadWeights
     ) -> None:
         """Start averaging. *Collective* over the world if there are averaging callbacks.
 
         Args:
             make_shards: returns this rank's shards; called only if there are averaging callbacks.
-            broadcasts_buffers: whether all ranks evaluate rank 0's buffers.
+            buffers: broadcasts averages of buffers, as it does buffers; `None` if the ranks keep their own.
             load_weights: loads the weights of a checkpoint that was loaded before this call.
 
         Raises:
             ConfigurationError: a callback keeps a full copy of the module.
         """
-        self._callbacks.attach(make_shards, broadcasts_buffers=broadcasts_buffers)
+        self._callbacks.attach(make_shards, buffers)
         pending, self._pending = self._pending, None
         if pending is not None:
             self.load(*pending, load_weights)

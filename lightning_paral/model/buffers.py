@@ -57,6 +57,17 @@ class RankZeroBuffers:
         if self._enabled:
             broadcast(shared_buffers(self._module), self._dims.stage_group())
 
+    def share_averages(self, averaged: Module) -> None:
+        """Broadcast the first rank's averages of the buffers, in place. *Collective* over the ranks that hold them.
+
+        Args:
+            averaged: a module with an average for each buffer of this one, in the same order.
+        """
+        if self._enabled:
+            shared = {id(buffer) for buffer in shared_buffers(self._module)}
+            averages = zip(self._module.buffers(), averaged.buffers(), strict=True)
+            broadcast([average for buffer, average in averages if id(buffer) in shared], self._dims.stage_group())
+
 
 def _unshard_buffers(module: Module) -> None:
     """Unshard buffers that were assigned values of sharded parameters, such as averages of weights."""

@@ -8,7 +8,6 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -17,7 +16,7 @@ from torch.nn.modules.module import (
 
 from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
 from lightning_paral.distributed.failure import new_run_name
-from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
@@ -87,11 +86,13 @@ class TrainingAgreement:
 
     Args:
         trained: tracks the parameters of this rank.
+        dims: which ranks train the same parameters: those that differ in their data rank alone.
         timeout: how long to wait for other ranks.
     """
 
-    def __init__(self, trained: TrainedParameters, timeout: timedelta) -> None:
+    def __init__(self, trained: TrainedParameters, dims: ParallelDims, timeout: timedelta) -> None:
         self.trained = trained
+        self._dims = dims
         self._timeout = timeout
         self._epoch: int | None = None
         self._epoch_name = ""
@@ -120,14 +121,16 @@ class TrainingAgreement:
         where, names = f"At batch {batch_idx} of epoch {epoch}", list(self.trained.by_name)
         if epoch_begins:
             digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            by_rank = gather_objects((digest, new_run_name()))
+            data_ranks = self._dims.data_ranks_on_host()
+            by_rank = data_ranks.gather((digest, new_run_name()))
             self._epoch_name = by_rank[0][1]
             if len({each for each, _ in by_rank}) > 1:
-                _check_same(gather_objects(names), where)
+                _check_same(data_ranks.gather(names), where)
         elif changed and is_relevant():
             key = f"requires_grad/{self._epoch_name}/{batch_idx}"
-            found = exchange_in_store(key, json.dumps(names), self._timeout)
-            absent = [rank for rank in range(dist.get_world_size()) if rank not in found]
+            ranks = self._dims.data_ranks
+            found = exchange_in_store(key, json.dumps(names), self._timeout, ranks)
+            absent = [rank for rank in ranks if rank not in found]
             if absent:
                 raise ConfigurationError(_changed_on_some(where, changed, absent))
             _check_same([json.loads(found[rank]) for rank in sorted(found)], where)

@@ -111,12 +111,10 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
         if self._buffers is not None:
             self._buffers.share()
 
-    def _attach_averages(self, make_shards: Callable[[], WeightShards], broadcasts_buffers: bool) -> None:
+    def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
         """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(
-                make_shards, broadcasts_buffers=broadcasts_buffers, load_weights=self.load_model_state_dict
-            )
+            self._averages.attach(make_shards, self._buffers, self.load_model_state_dict)
 
     # Sampler injection
 

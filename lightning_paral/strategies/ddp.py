@@ -131,10 +131,10 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """Wrap the module in `DistributedDataParallel`. *Collective* over the world."""
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.dims.data_size)
-        self._ddp = DDPRun(self, self._reduction, super().configure_ddp, self.timeout, self._undo)
+        self._ddp = DDPRun(self, self._reduction, super().configure_ddp, self.dims, self.timeout, self._undo)
         self._buffers = RankZeroBuffers(self.lightning_module, self._ddp.shares_buffers, self.dims)
         if self._ddp.shares_buffers:
-            self._undo.callback(broadcast_when_swapped())
+            self._undo.callback(broadcast_when_swapped(self._buffers))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizers; let DDP find unused parameters if several take turns. *Collective* over the world.

@@ -184,7 +184,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self._engine.start_fit(self.timeout)
             self.setup_optimizers(trainer)
             self._engine.add_optimizers(self.optimizers)
-            self._attach_averages(self._sharded_state.weight_shards, self._options.broadcast_buffers)
+            self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()
 

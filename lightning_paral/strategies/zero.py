@@ -259,7 +259,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self._buffers = RankZeroBuffers(module, self._options.broadcast_buffers, self.dims)
         if run.trains:
             self._buffers.share()
-            self._attach_averages(run.weight_shards, self._options.broadcast_buffers)
+            self._attach_averages(run.weight_shards)
 
     @property
     def handles_gradient_accumulation(self) -> bool:

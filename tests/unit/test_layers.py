@@ -32,6 +32,21 @@ LAYERS = (
     "suggestions",
     "errors",
 )
+MAY_READ_THE_WORLD = {
+    "strategies/description.py": "makes the dimensions of a run",
+    "strategies/fsdp.py": "makes the dimensions of a run",
+    "strategies/zero.py": "makes the dimensions of a run, and tells DeepSpeed about all ranks",
+    "strategies/collectives.py": "whether ranks fail alone or together concerns all of them",
+    "checkpoint/state/ended_optimizers.py": "the process group may be another one than that of the run that ended",
+    "data/exact_evaluation.py": "names a rank in an error",
+    "data/logged_keys.py": "names a rank in an error",
+    "data/predictions.py": "strategies of others have no dimensions",
+    "engines/ddp/run.py": "names a rank in an error",
+    "engines/zero/engine/construction.py": "DeepSpeed shards over the world",
+    "engines/zero/state/averaged_shards.py": "DeepSpeed shards over the world",
+    "engines/zero/training/usage.py": "DeepSpeed shards over the world",
+}
+"""Files outside of `distributed`, `comm`, `compat` and `cli` that ask for the world size or the global rank."""
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -68,3 +83,25 @@ def test_engines_do_not_import_each_other(engine: str) -> None:
 
 def test_files_hold_one_idea_each() -> None:
     assert not [path for path in FILES if path.stem in ("utils", "helpers", "common")]
+
+
+def reads_the_world(path: Path) -> bool:
+    """Return whether a file asks for the world size or the global rank of a run."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in ("world_size", "global_rank"):
+            owner = ast.unparse(node.value).split(".")[-1]
+            if owner in ("trainer", "_trainer", "strategy", "_strategy") or (
+                owner == "self" and path.parent.name == "strategies"
+            ):
+                return True
+        called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        if called in ("get_world_size", "get_rank") and not (node.args or node.keywords):  # type: ignore[attr-defined]
+            return True
+    return False
+
+
+def test_only_parallel_dims_decide_which_ranks_draw_samples_and_hold_replicas() -> None:
+    rooms = ("distributed", "comm", "compat", "cli")
+    files = {path.relative_to(ROOT).as_posix(): path for path in FILES if path.relative_to(ROOT).parts[0] not in rooms}
+
+    assert {name for name, path in files.items() if reads_the_world(path)} == set(MAY_READ_THE_WORLD)

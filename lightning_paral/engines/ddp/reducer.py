@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.ddp.unreduced_backward import UnreducedBackwardGuard
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
@@ -28,20 +28,21 @@ class ReducedParameters:
 
     Args:
         module: the module that DDP wraps.
+        dims: which ranks average their gradients.
         timeout: how long to wait for other ranks.
         undo: stack that the functions to stop tracking are pushed to.
     """
 
-    def __init__(self, module: LightningModule, timeout: timedelta, undo: ExitStack) -> None:
+    def __init__(self, module: LightningModule, dims: ParallelDims, timeout: timedelta, undo: ExitStack) -> None:
         self._trained = TrainedParameters(module, undo)
         self._reduced = self._trained.by_name
         self._needed = self._reduced
         self._synchronized = set(self._trained.all_by_name.values())
-        self._agreement = TrainingAgreement(self._trained, timeout)
+        self._agreement = TrainingAgreement(self._trained, dims, timeout)
         self._num_rebuilds = 0
         self._guard: UnreducedBackwardGuard | None = None
         self._is_manual = not module.automatic_optimization
-        if dist.get_world_size() > 1 and _may_run_backward(module):
+        if dims.data_size > 1 and _may_run_backward(module):
             self._guard = UnreducedBackwardGuard(is_manual=self._is_manual)
             self._guard.watch(self._reduced.values())
             undo.callback(self._guard.end)

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.compat.lightning.strategies import ddp_options, forget_static_graph, set_ddp_options
 from lightning_paral.compat.torch.ddp_reducer import remove_reducer
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
 from lightning_paral.engines.ddp.options import explain_unused
 from lightning_paral.engines.ddp.reducer import ReducedParameters
@@ -40,6 +41,7 @@ class DDPRun:
         strategy: DDPStrategy,
         reduction: GradientReduction,
         wrap: Callable[[], None],
+        dims: ParallelDims,
         timeout: timedelta,
         undo: ExitStack,
     ) -> None:
@@ -51,7 +53,7 @@ class DDPRun:
         self._undo = undo
         self._is_static_graph_known = False
         self._wrap_and_register()
-        self._parameters = ReducedParameters(self._module, timeout, undo)
+        self._parameters = ReducedParameters(self._module, dims, timeout, undo)
 
     @property
     def model(self) -> DistributedDataParallel:

@@ -59,12 +59,17 @@ def watch_assignments(parameters: Iterable[Parameter]) -> Callable[[], None]:
 
 
 class AveragedGradients:
-    """Averages the gradients of replicated parameters over all ranks at the end of each backward pass.
+    """Averages the gradients of replicated parameters over the data ranks at the end of each backward pass.
 
     One all-reduce per dtype. Accumulating steps average, too: averaging equal values again changes nothing.
+
+    Args:
+        parameters: replicated on the data ranks.
+        group: of the data ranks; `None` is the world.
     """
 
-    def __init__(self, parameters: list[Parameter]) -> None:
+    def __init__(self, parameters: list[Parameter], group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
         self._parameters = parameters
         self._queued = False
@@ -85,8 +90,8 @@ class AveragedGradients:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         for alike in group_by_dtype_and_device(gradients):
             flat = torch.cat([gradient.view(-1) for gradient in alike])
-            dist.all_reduce(flat)
-            flat.div_(dist.get_world_size())
+            dist.all_reduce(flat, group=self._group)
+            flat.div_(dist.get_world_size(self._group))
             for gradient, averaged in zip(alike, torch.split(flat, [g.numel() for g in alike]), strict=True):
                 gradient.copy_(averaged.view_as(gradient))
 
@@ -99,14 +104,16 @@ def _on_gradient(parameter: Parameter, hook: object) -> torch.utils.hooks.Remova
     return handle
 
 
-def share_on(device: torch.device, tensors: Iterable[Tensor]) -> None:
-    """Broadcast rank 0's values of a unit's `tensors` on `device`, before the unit is sharded there. *Collective*.
+def share_on(device: torch.device, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast the first rank's values of a unit's `tensors` on `device`, before the unit is sharded there.
+
+    *Collective* over `group`; `None` is the world.
 
     This uses the network of the devices, and no more memory than FSDP2 needs for the unit in any case.
     """
     tensors = list(tensors)
-    make_room_on(device, tensors, is_source=dist.get_rank() == 0)
-    broadcast(tensors)
+    make_room_on(device, tensors, is_source=dist.get_rank(group) == 0)
+    broadcast(tensors, group)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from lightning_paral.compat.torch.fsdp_param import gathered
 from lightning_paral.compat.torch.fsdp_state import groups_of
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 
@@ -22,13 +23,14 @@ class TrainedShards:
 
     Args:
         root: the sharded LightningModule, all of it resharded.
+        dims: which ranks train the same parameters.
         timeout: how long to wait for other ranks.
         undo: closing it ends the watch.
     """
 
-    def __init__(self, root: Module, timeout: timedelta, undo: ExitStack) -> None:
+    def __init__(self, root: Module, dims: ParallelDims, timeout: timedelta, undo: ExitStack) -> None:
         self._trained = TrainedParameters(root, undo)
-        self._agreement = TrainingAgreement(self._trained, timeout)
+        self._agreement = TrainingAgreement(self._trained, dims, timeout)
         self._root = root
         self._known = set(root.parameters())
         self._of_root = _sharded_params(root)

@@ -79,6 +79,7 @@ class FSDPRun:
         self.units = choose_units(module, options.units, options.min_params, children=children)
         sharding = Sharding(
             mesh=mesh,
+            dims=dims,
             device=device,
             policy=sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None),
             reshard_after_forward=options.reshard_after_forward,
@@ -116,7 +117,7 @@ class FSDPRun:
 
     def start_fit(self, timeout: timedelta) -> None:
         """Watch which parameters are trained from now on; `timeout` is how long other ranks are waited for."""
-        self._trained = TrainedShards(self.module, timeout, self._undo)
+        self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and let `module.zero_grad()` set the gradients of their shards to zero, too.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,6 +26,7 @@ from lightning_paral.compat.torch.iteration import reset_iteration
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
 from lightning_paral.compat.torch.normalization import BatchNorm, InstanceNorm
 from lightning_paral.compat.torch.sharded_classes import prepare_class
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
 from lightning_paral.engines.fsdp.gather import GatherToHost
 from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
@@ -53,6 +53,9 @@ class Sharding:
 
     mesh: DeviceMesh
     """Its last dimension is the one that a copy of the module is sharded over."""
+
+    dims: ParallelDims
+    """Whose data ranks are those of `mesh`."""
 
     device: torch.device
     policy: MixedPrecisionPolicy
@@ -110,8 +113,8 @@ class ShardedModule:
         if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
             match_inputs(self.root)
         self.replicated = unshardable(self.root)
-        if dist.get_world_size() > 1:
-            self._undo.callback(AveragedGradients(self.replicated).remove)
+        if sharding.dims.data_size > 1:
+            self._undo.callback(AveragedGradients(self.replicated, sharding.dims.data_group()).remove)
         _move_metrics(self.root, sharding.device)
         self._install_communication()
         self._unshard_around_calls()
@@ -192,8 +195,8 @@ class ShardedModule:
         if self._deferred is not None:
             self._deferred.fill(parts)
             self._snapshot.record_values(parts)
-        if dist.get_world_size() > 1:
-            share_on(self._sharding.device, _own_tensors(parts))
+        if self._sharding.dims.data_size > 1:
+            share_on(self._sharding.device, _own_tensors(parts), self._sharding.dims.data_group())
         replicated = set(unshardable(module))
         for each in replicated:
             each.data = each.data.to(self._sharding.device)

@@ -230,7 +230,7 @@ def test_prefix_is_stripped(fitted, consolidate, tmp_path: Path) -> None:
         (["--strip-prefix", "mod"], "No weight's name begins with 'mod.'"),
         (["--strip-prefix", "model"], "2 of 31 names do not begin with 'model.', and would be lost. They are: head.w"),
         (["--only-prefix"], "--only-prefix needs --strip-prefix"),
-        (["--config", "x"], "--config is for --hugging-face"),
+        (["--config", "x"], "--config needs --hugging-face"),
     ],
 )
 def test_prefixes_that_do_not_fit_are_named(fitted, consolidate, tmp_path: Path, options: Any, reason: str) -> None:
@@ -249,7 +249,7 @@ def test_other_weights_are_left_out_when_asked_for(fitted, consolidate, tmp_path
 
 def test_lightning_file_keeps_its_names(fitted, consolidate, tmp_path: Path) -> None:
     path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
-    assert "is for safetensors" in consolidate(path, tmp_path / "x.ckpt", "--strip-prefix", "model.")
+    assert "--strip-prefix needs safetensors" in consolidate(path, tmp_path / "x.ckpt", "--strip-prefix", "model.")
 
 
 # What is not ours, and checkpoints, are left alone

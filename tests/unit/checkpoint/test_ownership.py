@@ -214,7 +214,7 @@ def test_what_came_there_while_it_was_written_is_not_replaced(tmp_path: Path, mo
 def test_removing_keeps_what_is_not_the_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "best.ckpt"
     checkpoint_with("thesis.tex")(path)
-    with pytest.warns(UserWarning, match=r"best\.ckpt was removed but for .*: thesis\.tex"):
+    with pytest.warns(UserWarning, match=r"best\.ckpt was removed except for .*: thesis\.tex"):
         remove_at(str(path))
     assert tree(tmp_path) == {"best.ckpt": None, "best.ckpt/thesis.tex": b"mine"}
     with pytest.warns(UserWarning, match="It was not removed"):
@@ -258,7 +258,7 @@ def test_files_beside_a_checkpoint_behind_a_url_are_kept(memory: Any, form: Form
     memory.pipe("/owned/x.ckpt/thesis.tex", b"mine")
     with pytest.raises(CheckpointError, match=r"not its own: thesis\.tex"):
         save("memory://owned/x.ckpt", form)
-    with pytest.warns(UserWarning, match=r"removed but for .*thesis\.tex"):
+    with pytest.warns(UserWarning, match=r"removed except for .*thesis\.tex"):
         remove_at("memory://owned/x.ckpt")
     assert memory.find("/owned") == ["/owned/x.ckpt/thesis.tex"]
 
