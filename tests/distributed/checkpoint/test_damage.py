@@ -322,7 +322,7 @@ def test_trust_reaches_what_lies_among_tensors(tmp_path: Path) -> None:
 
 def test_users_types_are_named_and_load_once_they_are_trusted(tmp_path: Path, sound: Path) -> None:
     torch.save(torch.load(sound / "full") | {"settings": Settings()}, tmp_path / "x.ckpt")
-    with pytest.raises(CheckpointError, match=r"test_checkpoint_damage\.Settings.*add_safe_globals\(\[Settings\]\)"):
+    with pytest.raises(CheckpointError, match=r"test_damage\.Settings.*add_safe_globals\(\[Settings\]\)"):
         load(tmp_path / "x.ckpt", RankGroup())
     with torch.serialization.safe_globals([Settings]):
         assert load(tmp_path / "x.ckpt", RankGroup())["settings"].depth == 3
