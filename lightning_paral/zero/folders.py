@@ -40,9 +40,10 @@ class RunFolders:
         return folders
 
     def leave(self, module: Module | None) -> None:
-        """Remove this rank's files, but for parameters of `module` that are nowhere else: they go with it.
+        """Remove this rank's files, except for parameters of `module` that are stored nowhere else.
 
-        Files of other ranks stay: they may still need them. What a killed rank left goes as its peers exit.
+        These are removed when `module` is freed. Files of other ranks stay, because they may still be in use; those of
+        a killed rank are removed when another rank of its host exits.
         """
         for folder in self._paths:
             if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):
@@ -58,10 +59,10 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_rank(folder: Path, rank: int) -> None:
-    """Remove what DeepSpeed wrote below `folder` on `rank`, and the folders this leaves empty."""
-    for inner, _, _ in os.walk(folder, topdown=False):
-        if Path(inner).name == f"rank{rank}":
-            _remove(Path(inner))
-        else:
-            with suppress(OSError):  # other ranks' files are there
-                os.rmdir(inner)
+    """Remove what DeepSpeed wrote below `folder` on `rank`, and the folders that this leaves empty."""
+    for inner in (Path(name) for name, _, _ in os.walk(folder, topdown=False)):
+        if inner.name == f"rank{rank}":
+            _remove(inner)
+        elif not inner.name.startswith("rank"):  # an empty folder of another rank may be written to later
+            with suppress(OSError):  # other ranks' folders are in it
+                inner.rmdir()
