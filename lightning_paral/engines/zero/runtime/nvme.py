@@ -124,10 +124,10 @@ class RunFolders:
         return folders
 
     def leave(self, module: Module | None) -> None:
-        """Remove this rank's files. Files with the only copy of parameters of `module` are removed when it is deleted.
+        """Remove this rank's files, except for parameters of `module` that are stored nowhere else.
 
-        Files of other ranks stay, as those may still need them. Files of a killed rank are removed when other ranks
-        exit.
+        These are removed when `module` is freed. Files of other ranks stay, because they may still be in use; those of
+        a killed rank are removed when another rank of its node exits.
         """
         for folder in self._paths:
             if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):
@@ -143,10 +143,10 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_rank(folder: Path, rank: int) -> None:
-    """Remove what DeepSpeed wrote below `folder` on `rank`, and the folders this leaves empty."""
-    for inner, _, _ in os.walk(folder, topdown=False):
-        if Path(inner).name == f"rank{rank}":
-            _remove(Path(inner))
-        else:
-            with suppress(OSError):  # other ranks' files are there
-                os.rmdir(inner)
+    """Remove what DeepSpeed wrote below `folder` on `rank`, and the folders that this leaves empty."""
+    for inner in (Path(name) for name, _, _ in os.walk(folder, topdown=False)):
+        if inner.name == f"rank{rank}":
+            _remove(inner)
+        elif not inner.name.startswith("rank"):  # an empty folder of another rank may be written to later
+            with suppress(OSError):  # other ranks' folders are in it
+                inner.rmdir()
