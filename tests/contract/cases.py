@@ -1,7 +1,7 @@
-"""The one table of strategies under test, from which every suite takes its parameters.
+"""The table of strategies under test, from which every suite takes its parameters.
 
-`PARAL_MORE_CASES` names modules with `CASES` of their own, which are added: so a strategy of another package can run
-these suites.
+The environment variable `PARAL_MORE_CASES` lists modules, separated by commas, whose `CASES` are added to the table.
+With it the suites run on strategies of other packages.
 """
 
 import importlib
@@ -26,8 +26,8 @@ def on_nvme() -> dict[str, Any]:
 
 
 def variant(label: str, constructor: Any = None, **row: Any) -> StrategyCase:
-    """Return a case that differs from another one in an option."""
-    settings: dict[str, Any] = {"differs_in": "option", "resumes_others": False}
+    """Return a case that differs from another case in an option only."""
+    settings: dict[str, Any] = {"differs_in": "option", "resumes_others": False, "world_sizes": (1, 2, 4)}
     return StrategyCase(label=label, constructor=constructor, **(settings | row))
 
 
@@ -40,14 +40,14 @@ def fsdp(label: str, world_sizes: tuple[int, ...] = (1, 2, 4), **options: Any) -
 
 
 def with_cpu_adam(label: str, constructor: Any = None, **row: Any) -> StrategyCase:
-    """Return a case whose optimizer is `DeepSpeedCPUAdam`, which rounds differently from torch's AdamW: 8.3e-6 seen."""
+    """Return a case whose optimizer is `DeepSpeedCPUAdam`, which rounds differently from torch's AdamW, by 8.3e-6."""
     return variant(label, constructor, **({"tolerance": 1e-4, "world_sizes": (2, 4)} | row))
 
 
-CASES = (
+OWN_CASES = (
     StrategyCase(label="paral_dp", world_sizes=(), devices_per_process=(1, 2, 3, 4), themes_of_user_code="all"),
     StrategyCase(label="paral_ddp", themes_of_user_code="all"),
-    # Gradients take another way than under paral_ddp; all else is the same.
+    # Only the reduction of gradients differs from paral_ddp.
     variant("paral_ddp_ring", themes_of_user_code=("gradients", "freezing", "buffers")),
     ddp("ddp_reduce_broadcast", all_reduce="reduce_broadcast"),
     ddp("ddp_all_to_all", all_reduce="all_to_all"),
@@ -65,7 +65,7 @@ CASES = (
     StrategyCase(label="paral_zero1", differs_in="optimizer", themes_of_user_code="all"),
     StrategyCase(label="paral_zero2", themes_of_user_code="all"),
     StrategyCase(label="paral_zero3", differs_in="parameters", shards_parameters=True, themes_of_user_code="named"),
-    # By default parameters below 100,000 elements stay whole.
+    # By default parameters with fewer than 100,000 elements are not partitioned.
     variant(
         "zero3_partitioned",
         ParalZeROStrategy,
@@ -75,9 +75,21 @@ CASES = (
         themes_of_user_code="all",
     ),
     with_cpu_adam("paral_zero1_offload"),
-    with_cpu_adam("paral_zero2_offload", resumes_others=True, themes_of_user_code="named"),
+    with_cpu_adam("paral_zero2_offload", world_sizes=(1, 2, 4), resumes_others=True, themes_of_user_code="named"),
     with_cpu_adam("paral_zero3_offload", shards_parameters=True, themes_of_user_code="named"),
-    with_cpu_adam("paral_zero3_nvme", ParalZeROStrategy, options=on_nvme, shards_parameters=True, resumes_others=True),
+    with_cpu_adam(
+        "paral_zero3_nvme",
+        ParalZeROStrategy,
+        options=on_nvme,
+        shards_parameters=True,
+        world_sizes=(1, 2, 4),
+        resumes_others=True,
+    ),
+)
+"""The strategies of this package. The documented tables have columns for these only."""
+
+CASES: tuple[StrategyCase, ...] = (
+    *OWN_CASES,
     *(
         case
         for module in filter(None, os.environ.get(MORE_CASES, "").split(","))
@@ -87,15 +99,15 @@ CASES = (
 BY_LABEL = {case.label: case for case in CASES}
 
 MAIN = tuple(case for case in CASES if case.differs_in != "option")
-PER_ENGINE = tuple(case for case in CASES if case.differs_in == "engine")
-"""For what is a matter of the loops alone, and of when they end."""
+PER_ENGINE = tuple(case for case in MAIN if case.differs_in == "engine")
+"""For behavior that depends on the engine only, such as when loops end."""
 PER_PLACEMENT = tuple(case for case in MAIN if case.differs_in != "optimizer")
-"""For what is no matter of optimizers: ZeRO stage 1 differs from stage 2 in nothing else."""
+"""For behavior that does not depend on the optimizer, in which alone ZeRO stages 1 and 2 differ."""
 
 
-def with_ranks(cases: Iterable[StrategyCase]) -> tuple[StrategyCase, ...]:
-    """Return those of `cases` with a process per device."""
-    return tuple(case for case in cases if case.has_ranks)
+def with_ranks(cases: Iterable[StrategyCase], *world_sizes: int) -> tuple[StrategyCase, ...]:
+    """Return the cases with a process per device that run with each of `world_sizes`."""
+    return tuple(case for case in cases if case.has_ranks and set(world_sizes) <= set(case.world_sizes))
 
 
 def labels(cases: Iterable[StrategyCase]) -> tuple[str, ...]:
@@ -103,5 +115,10 @@ def labels(cases: Iterable[StrategyCase]) -> tuple[str, ...]:
 
 
 def strategy_of(label: str, **options: Any) -> Any:
-    """The case's strategy with more options; `one process` is Lightning's own, without any of ours."""
-    return "auto" if label == "one process" else BY_LABEL[label].strategy(**options)
+    """Return a new strategy of the case with `options` added.
+
+    For "one process", return Lightning's own strategy. Any other label that is not a case is returned unchanged.
+    """
+    if label not in BY_LABEL:
+        return "auto" if label == "one process" else label
+    return BY_LABEL[label].strategy(**options)

@@ -1,4 +1,4 @@
-"""Lightning's public features: under every strategy as in one process or under `ddp`, or an error names them."""
+"""Every public feature of Lightning works under every strategy as in one process or as under `ddp`, or is refused."""
 
 import inspect
 import re
@@ -9,11 +9,11 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
 from tests.contract.lightning_api import table
 from tests.contract.lightning_api.outcomes import cells, outcome
-from tests.contract.lightning_api.rows import ROWS
+from tests.contract.lightning_api.rows import DOCUMENTED, ROWS
 from tests.contract.user_code.table import OPEN, word
 from tests.rank_pool import RankPool
 
-ADVICE = "If this is meant, write docs/lightning.md anew: python -m tests.contract.lightning_api --write"
+ADVICE = "If this is intended, write docs/lightning.md again: python -m tests.contract.lightning_api --write"
 NOT_OF_OURS = {
     "configure_sharded_model": "removed from use by Lightning, for configure_model",
     "XLAProfiler": "needs a TPU",
@@ -39,11 +39,12 @@ def test_feature_is_as_without_us_or_refused(row: str, column: str, said, rank_p
     found = outcome(row, column, rank_pool)
 
     assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
-    assert (word(found), found.reason) == said[row, column], ADVICE
+    if column in DOCUMENTED:
+        assert (word(found), found.reason) == said[row, column], ADVICE
 
 
 def test_table_has_every_cell(said) -> None:
-    assert said.keys() == set(cells())
+    assert said.keys() == {(row, column) for row, column in cells() if column in DOCUMENTED}
     assert OPEN not in {kind for kind, _ in said.values()}
 
 

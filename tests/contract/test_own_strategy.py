@@ -22,8 +22,8 @@ SUITES = (
 )
 SOME = (
     "test_training_equals_one_process[flat_all_reduce-2-3]",
-    "test_evaluation_equals_one_process[flat_all_reduce-batch-3]",
-    "test_training_on_global_batches_is_the_same_run_at_any_world_size[flat_all_reduce]",
+    "test_evaluation_equals_one_process[flat_all_reduce-2-batch]",
+    "test_training_on_global_batches_equals_one_process[flat_all_reduce-2]",
     "test_resuming_inside_an_epoch_equals_the_uninterrupted_run[flat_all_reduce-batch]",
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-flat_all_reduce-2]",
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-paral_fsdp-2]",

@@ -1,4 +1,4 @@
-"""Whatever stands in a module or callback: under every strategy it equals one process, or an error names it."""
+"""Everything that people write in modules and callbacks equals one process under every strategy, or is refused."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.outcomes import cells, outcome
 from tests.rank_pool import RankPool
 
-ADVICE = "If this is meant, write docs/user-code.md anew: python -m tests.contract.user_code --write"
+ADVICE = "If this is intended, write docs/user-code.md again: python -m tests.contract.user_code --write"
 
 
 def parameters(needs_operators: bool) -> list[object]:
@@ -23,6 +23,8 @@ def said() -> dict[tuple[str, str], tuple[str, str]]:
 def assert_as_said(cell: tuple[str, str], said: dict[tuple[str, str], tuple[str, str]], pool: RankPool) -> None:
     found = outcome(*cell, pool)
     assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
+    if not COLUMNS[cell[1]].documented:
+        return
     word, note = said[cell]
     assert table.word(found) == word, f"{found.reason}\n{ADVICE}"
     assert found.reason == note, ADVICE
@@ -42,5 +44,5 @@ def test_user_code_with_offload_equals_one_process_or_is_refused(
 
 
 def test_table_has_every_cell(said) -> None:
-    assert said.keys() == set(cells())
+    assert said.keys() == {(row, column) for row, column in cells() if COLUMNS[column].documented}
     assert table.OPEN not in {word for word, _ in said.values()}

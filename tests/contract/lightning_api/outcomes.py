@@ -18,6 +18,7 @@ import torch
 
 import tests.contract.lightning_api.themes  # noqa: F401  registers the rows
 from lightning_paral.errors import ParalError
+from tests.contract.cases import BY_LABEL
 from tests.contract.lightning_api.comparing import differences
 from tests.contract.lightning_api.rows import ROWS
 from tests.contract.lightning_api.run import Run
@@ -37,7 +38,12 @@ CLEAR_HERE = {
 
 def cells() -> list[tuple[str, str]]:
     """Return all cells as labels of row and column, in order."""
-    return [(row.label, column) for row in ROWS.values() for column in row.columns]
+    return [
+        (row.label, column)
+        for row in ROWS.values()
+        for column in row.columns
+        if BY_LABEL[column].sizes_among(row.num_ranks)
+    ]
 
 
 def attempt(label: str, column: str, folder: str, num_devices: int) -> dict[str, Any] | Raised:

@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract.case import StrategyCase
-from tests.contract.cases import MAIN, PER_ENGINE, PER_PLACEMENT, labels, with_ranks
+from tests.contract.cases import MAIN, OWN_CASES, PER_ENGINE, PER_PLACEMENT, labels, with_ranks
 from tests.contract.lightning_api.run import Run
 
 
-def documented(cases: Iterable[StrategyCase]) -> tuple[str, ...]:
+def columns_for(cases: Iterable[StrategyCase]) -> tuple[str, ...]:
+    """Return the labels of the cases that have a column."""
     return labels(case for case in cases if case.themes_of_user_code)
 
 
-ALL = documented(MAIN)
-ENOUGH = documented(PER_PLACEMENT)
-"""For what is no matter of optimizers: stage 1 differs from stage 2 in nothing else."""
-LIGHT = documented(PER_ENGINE)
-"""For what is a matter of the loops alone, and of when they end."""
-RANKS = documented(with_ranks(PER_PLACEMENT))
-"""For what one process does not have."""
+ALL = columns_for(MAIN)
+DOCUMENTED = columns_for(case for case in MAIN if case in OWN_CASES)
+"""The columns of the page. Strategies of other packages are not on it: their cells must be allowed."""
+ENOUGH = columns_for(PER_PLACEMENT)
+"""For features that do not depend on the optimizer, in which alone ZeRO stages 1 and 2 differ."""
+LIGHT = columns_for(PER_ENGINE)
+"""For features that depend on the engine only, such as when loops end."""
+RANKS = columns_for(with_ranks(PER_PLACEMENT))
+"""For features that a single process does not have."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.contract.lightning_api.rows import ALL, ROWS
+from tests.contract.lightning_api.rows import DOCUMENTED, ROWS
 from tests.contract.user_code.outcomes import Outcome
 from tests.contract.user_code.table import in_cell
 
@@ -45,11 +45,11 @@ def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
     notes: dict[str, int] = {}
     lines = [INTRODUCTION]
     for theme, title in TITLES.items():
-        lines += [f"## {title}", "", "| | " + " | ".join(f"`{label}`" for label in ALL) + " |"]
-        lines += ["|---" * (len(ALL) + 1) + "|"]
+        lines += [f"## {title}", "", "| | " + " | ".join(f"`{label}`" for label in DOCUMENTED) + " |"]
+        lines += ["|---" * (len(DOCUMENTED) + 1) + "|"]
         for row in ROWS.values():
             if row.theme == theme:
-                words = [in_cell(outcomes.get((row.label, column)), notes) for column in ALL]
+                words = [in_cell(outcomes.get((row.label, column)), notes) for column in DOCUMENTED]
                 lines += [f"| {row.label} | " + " | ".join(words) + " |"]
         lines += [""]
     lines += [f"[^{number}]: {note}" for note, number in notes.items()]
@@ -66,7 +66,7 @@ def read() -> dict[tuple[str, str], tuple[str, str]]:
         if not line.startswith("| ") or line.startswith("| |"):
             continue
         label, *words = [cell.strip() for cell in line.split("|")[1:-1]]
-        for column, cell in zip(ALL, words, strict=True):
+        for column, cell in zip(DOCUMENTED, words, strict=True):
             if cell:
                 word, _, number = cell.partition(" [^")
                 said[label, column] = (word, notes.get(number.rstrip("]"), ""))

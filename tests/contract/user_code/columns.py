@@ -1,4 +1,4 @@
-"""The columns of the contract: the strategies, by what the Trainer is given."""
+"""The columns of the table: the strategies under test, on two ranks or on two devices of one process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,26 +6,28 @@ from dataclasses import dataclass
 from lightning.pytorch.strategies import Strategy
 
 from tests.contract.case import StrategyCase
-from tests.contract.cases import CASES
+from tests.contract.cases import CASES, OWN_CASES
 
 
 @dataclass(frozen=True)
 class Column:
-    """A strategy at two ranks, or two devices of one process."""
+    """A strategy on two ranks, or on two devices of one process."""
 
     label: str
     strategy: Callable[[], str | Strategy]
     on_ranks: bool = True
     always: bool = True
-    """Every row runs in it; others name it in `Row.strategies`."""
+    """Whether every row runs in the column. Otherwise, only rows that name it in `Row.strategies`."""
     themes: tuple[str, ...] = ()
-    """Where not empty: only their rows run in it."""
+    """If not empty, only rows of these themes run in the column."""
     tolerance: float = 1e-5
     needs_operators: bool = False
+    documented: bool = True
+    """Whether the page has the column. Strategies of other packages are not on it: their cells must be allowed."""
 
 
 NAMES = {"zero3_partitioned": "paral_zero3", "paral_zero3": "paral_zero3_whole"}
-"""Column names that are not those of the cases: rows run in stage 3 that partitions the smallest parameters, too."""
+"""Label of a case -> label of its column. The column `paral_zero3` partitions even the smallest parameters."""
 
 
 def column_of(case: StrategyCase) -> Column:
@@ -38,10 +40,11 @@ def column_of(case: StrategyCase) -> Column:
         themes=themes if isinstance(themes, tuple) else (),
         tolerance=case.tolerance,
         needs_operators=case.needs_operators,
+        documented=case in OWN_CASES,
     )
 
 
-_columns = [column_of(case) for case in CASES if case.themes_of_user_code]
+_columns = [column_of(case) for case in CASES if case.themes_of_user_code and case.sizes_among(2)]
 _columns.sort(key=lambda column: (not column.always, "offload" in column.label))
 COLUMNS = {column.label: column for column in _columns}
 

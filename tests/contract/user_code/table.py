@@ -54,7 +54,8 @@ def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
         themes[row.theme].append(row.label)
     lines = [INTRODUCTION]
     for theme, labels in themes.items():
-        columns = [label for label in COLUMNS if any(label in columns_of(ROWS[row]) for row in labels)]
+        documented = [label for label, column in COLUMNS.items() if column.documented]
+        columns = [label for label in documented if any(label in columns_of(ROWS[row]) for row in labels)]
         lines += [f"## {TITLES[theme]}", ""]
         lines += ["| | " + " | ".join(SHORT.get(label, f"`{label}`") for label in columns) + " |"]
         lines += ["|---" * (len(columns) + 1) + "|"]

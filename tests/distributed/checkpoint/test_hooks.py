@@ -60,7 +60,7 @@ def save_and_resume(path: str, label: str, saving: Any, loading: Any) -> list[di
     return losses
 
 
-@pytest.mark.parametrize("label", labels(with_ranks(PER_PLACEMENT)))
+@pytest.mark.parametrize("label", labels(with_ranks(PER_PLACEMENT, 2)))
 @pytest.mark.parametrize(("saving", "loading"), [(Old, Renamed), (Stripped, Stripped)])
 def test_hooks_rename_as_they_do_in_torch(on_ranks, tmp_path: Path, label: str, saving: Any, loading: Any) -> None:
     ranks = on_ranks(2, save_and_resume, str(tmp_path / "x.ckpt"), label, saving, loading)

@@ -1,4 +1,4 @@
-"""What any strategy saves, every strategy loads, at any world size: training goes on as if it had not stopped."""
+"""Every strategy resumes from the checkpoints of every strategy, at any world size, as if training had not stopped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,27 +13,36 @@ from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, fit, mean_losses
 Losses = dict[int, float]
 
 
-def needs(case: StrategyCase) -> str:
+def requirement(case: StrategyCase) -> str:
     return "operators" if case.needs_operators else "deepspeed" if case.needs_deepspeed else "torch"
 
 
-TARGETS = [case for case in CASES if case.resumes_others]
-SOURCES = {need: [case for case in TARGETS if needs(case) == need] for need in ("torch", "deepspeed", "operators")}
-"""The strategies that save, by what they need. A fit is short, so a test resumes from all of a kind."""
+CASES_TO_RESUME = [case for case in CASES if case.resumes_others and case.sizes_among(1, 2, 4)]
+GROUPS = ("torch", "deepspeed", "operators")
+SOURCES = {group: [case for case in CASES_TO_RESUME if requirement(case) == group] for group in GROUPS}
+"""The cases that save, by what they need. A test resumes from the checkpoints of all of a group."""
 
 
-def save(folder: str, label: str) -> Losses:
-    return fit(BY_LABEL[label].strategy(), 2, save_to=f"{folder}/{label}").losses
+def num_processes(case: StrategyCase, size: int) -> int:
+    return size if case.has_ranks else 1
+
+
+def save(folder: str, label: str, size: int) -> Losses:
+    return fit(BY_LABEL[label].strategy(), size, save_to=f"{folder}/{label}").losses
 
 
 @pytest.fixture(scope="module")
 def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[StrategyCase], tuple[str, Losses]]:
-    """Saves in the middle of an epoch at 2 ranks; returns where, and the losses of the run, which went on."""
+    """A function that saves in the middle of an epoch, on 2 ranks if the case runs with 2.
+
+    It returns the path and the losses of the run, which was not interrupted.
+    """
     folder, losses = str(tmp_path_factory.mktemp("matrix")), {}
 
     def saved_under(case: StrategyCase) -> tuple[str, Losses]:
         if case.label not in losses:
-            losses[case.label] = mean_losses(rank_pool.run(2 if case.has_ranks else 1, save, folder, case.label))
+            size = case.sizes_among(2, 4, 1)[0]
+            losses[case.label] = mean_losses(rank_pool.run(num_processes(case, size), save, folder, case.label, size))
         return f"{folder}/{case.label}", losses[case.label]
 
     return saved_under
@@ -44,22 +53,22 @@ def resume_from(paths: list[str], target: str, world_size: int) -> list[Losses]:
 
 
 def parameters() -> list[Any]:
-    """Return each kind of sources with each target."""
+    """Return each group of sources with each target at each of its sizes."""
     return [
-        pytest.param(kind, target.label, marks=marks_of(target, *sources))
-        for target in TARGETS
-        for kind, sources in SOURCES.items()
+        pytest.param(group, target.label, size, marks=marks_of(target, *sources))
+        for target in CASES_TO_RESUME
+        for group, sources in SOURCES.items()
+        for size in target.sizes_among(1, 2, 4)
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("sources", "target"), parameters())
+@pytest.mark.parametrize(("sources", "target", "size"), parameters())
 def test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run(
-    on_ranks, saved, sources: str, target: str, world_size: int
+    on_ranks, saved, sources: str, target: str, size: int
 ) -> None:
     runs = [(case, *saved(case)) for case in SOURCES[sources]]
-    num_processes = world_size if BY_LABEL[target].has_ranks else 1
-    ranks = on_ranks(num_processes, resume_from, [path for _, path, _ in runs], target, world_size, timeout=300)
+    paths = [path for _, path, _ in runs]
+    ranks = on_ranks(num_processes(BY_LABEL[target], size), resume_from, paths, target, size, timeout=300)
     for number, (source, _, expected) in enumerate(runs):
         found = mean_losses([losses[number] for losses in ranks])
         assert list(found) == list(range(SAVED_AFTER, NUM_BATCHES))

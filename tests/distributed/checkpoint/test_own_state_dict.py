@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.load import peek
-from tests.contract.cases import PER_PLACEMENT, labels, with_ranks
+from tests.contract.cases import PER_PLACEMENT, labels, strategy_of, with_ranks
 from tests.models.resumable import Resumable, fit, mean_losses
 
-STRATEGIES = labels(with_ranks(PER_PLACEMENT))
+STRATEGIES = labels(with_ranks(PER_PLACEMENT, 2))
 
 
 class Renames(Resumable):
@@ -43,7 +43,7 @@ def save_and_resume(path: str, strategy: str) -> list[dict[int, float]]:
     losses = []
     for keep in ("save_to", "resume_from"):
         torch.manual_seed(3)  # what is frozen is not saved
-        losses.append(fit(strategy, 2, module=Renames(), **{keep: path}).losses)  # type: ignore[arg-type]
+        losses.append(fit(strategy_of(strategy), 2, module=Renames(), **{keep: path}).losses)  # type: ignore[arg-type]
     return losses
 
 

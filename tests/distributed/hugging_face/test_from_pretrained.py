@@ -33,8 +33,8 @@ KINDS = (
     "BertForSequenceClassification",
     "MixtralForCausalLM",
 )
-DIVIDED = labels(case for case in with_ranks(MAIN) if case.shards_parameters)
-WHOLE = labels(case for case in with_ranks(MAIN) if not case.shards_parameters)
+DIVIDED = labels(case for case in with_ranks(MAIN, 2) if case.shards_parameters)
+WHOLE = labels(case for case in with_ranks(MAIN, 2) if not case.shards_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

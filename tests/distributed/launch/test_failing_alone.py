@@ -86,7 +86,7 @@ def fail_alone(label: str, port: int) -> list[str]:
     return happened
 
 
-@pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE)))
+@pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE, 2)))
 def test_a_rank_that_fails_alone_reports_at_once_and_aborts(on_ranks, rank_pool, label: str) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]

@@ -13,7 +13,7 @@ from tests.running import assert_same_fit
 
 NUM_BATCHES = 4
 ONE_UNIT = "paral_fsdp, one unit"
-LABELS = (*labels(case for case in with_ranks(MAIN) if case.label != "paral_zero3"), ONE_UNIT, "zero3_partitioned")
+LABELS = (*labels(case for case in with_ranks(MAIN, 2) if case.label != "paral_zero3"), ONE_UNIT, "zero3_partitioned")
 
 
 class Deep(Tied):

@@ -3,15 +3,16 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.comm.broadcast import broadcast
-from tests.contract.cases import MAIN, labels, with_ranks
+from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.running import quiet_trainer
 
-STRATEGIES = (*labels(with_ranks(MAIN)), "paral_ddp_ring")
+STRATEGIES = (*labels(with_ranks(MAIN, 2)), "paral_ddp_ring")
 
 
 class Normalized(LightningModule):
@@ -58,11 +59,13 @@ def rows(num: int, seed: int, rank: int) -> DataLoader[Tensor]:
     return DataLoader(data[rank::2], batch_size=4)
 
 
-def fit(strategy: object, accumulate: int, manual: bool = False, num_evaluated: int = 16) -> dict[str, object]:
+def fit(strategy: str | Strategy, accumulate: int, manual: bool = False, num_evaluated: int = 16) -> dict[str, object]:
     torch.manual_seed(0)
     model = Normalized()
     model.automatic_optimization = not manual
     options = {} if manual else {"accumulate_grad_batches": accumulate}
+    if isinstance(strategy, str):
+        strategy = strategy_of(strategy)
     trainer = quiet_trainer(
         strategy=strategy, devices=2, max_epochs=2, use_distributed_sampler=False, num_sanity_val_steps=0, **options
     )
@@ -96,11 +99,11 @@ def test_rank_zeros_buffers_are_evaluated_in_manual_optimization(on_ranks, strat
     assert first["after"] == second["after"]
 
 
-def fit_with_validation_in_the_window(strategy: object) -> list[list[float]]:
+def fit_with_validation_in_the_window(label: str) -> list[list[float]]:
     torch.manual_seed(0)
     model = Normalized()
     trainer = quiet_trainer(
-        strategy=strategy,
+        strategy=strategy_of(label),
         devices=2,
         max_epochs=1,
         accumulate_grad_batches=3,
@@ -147,8 +150,8 @@ class Unseeded(LightningModule):
         self.seen = [float(self.layer(torch.ones(4)).sum()), float(self.noise.sum())]
 
 
-def validate_unseeded(strategy: str) -> list[float]:
-    trainer = quiet_trainer(strategy=strategy, devices=2)
+def validate_unseeded(label: str) -> list[float]:
+    trainer = quiet_trainer(strategy=strategy_of(label), devices=2)
     torch.manual_seed(trainer.global_rank)
     model = Unseeded()
     trainer.validate(model, DataLoader(torch.randn(8, 4), batch_size=4), verbose=False)

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.process_group import made_group
-from tests.contract.cases import MAIN, labels, with_ranks
+from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.regression import FEATURES, GLOBAL_BATCH_SIZE, Regression
 from tests.running import quiet_trainer
 
-STRATEGIES = labels(with_ranks(MAIN))
+STRATEGIES = labels(with_ranks(MAIN, 2))
 ALONE = [("paral_dp", 1), ("paral_fsdp", 1), ("paral_zero3", 1)]
 BATCHES = 3
 
@@ -60,6 +60,8 @@ def fitted(strategy: Any, num_ranks: int, epochs: int, **options: Any) -> tuple[
     fit_options = {key: options.pop(key) for key in ("ckpt_path",) if key in options}
     torch.manual_seed(3)
     model = Scheduled()
+    if isinstance(strategy, str):
+        strategy = strategy_of(strategy)
     trainer = quiet_trainer(strategy=strategy, devices=num_ranks, max_epochs=epochs, **options)
     trainer.fit(model, shuffled(num_ranks), **fit_options)
     return trainer, model
@@ -172,7 +174,9 @@ def fail(strategy: str, where: str, folder: str) -> str:
     torch.manual_seed(3)
     checkpoint = ModelCheckpoint(folder, "failed", save_on_exception=True, save_last="link", save_top_k=-1)
     callbacks = [checkpoint, SavesOnException(folder)]
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
+    trainer = quiet_trainer(
+        strategy=strategy_of(strategy), devices=2, max_epochs=1, enable_checkpointing=True, callbacks=callbacks
+    )
     try:
         trainer.fit(Failing(where, folder), shuffled(2))
     except KeyError as error:
