@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_paral.distributed.process_group import release_process_group
-from tests.lanes import OPERATORS, is_slow, needs_deepspeed, needs_operators
+from tests.lanes import OPERATORS, is_slow, needs_deepspeed, needs_one_set, needs_operators
 from tests.rank_pool import RankPool
 
-# A shell starts what runs in its background with SIGINT ignored, and processes started here would inherit that.
+# A shell ignores SIGINT in its background jobs, and the processes started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -29,47 +28,42 @@ def rank_pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
-    """Call as `on_ranks(world_size, function, *args)`; returns each rank's result."""
+    """A function, called as `on_ranks(world_size, function, *args)`, that returns the result of each rank."""
     return rank_pool.run
 
 
-BUILD = """
-import os
-os.environ["DS_ACCELERATOR"] = "cpu"
-from lightning_paral.engines.zero.runtime.operators import load_operator
-load_operator("cpu_adam", "the tests")
-load_operator("async_io", "the tests")
-"""
 _build = pytest.StashKey["subprocess.Popen[str]"]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests, and let those come last that need DeepSpeed's operators: compiling these takes minutes."""
+    """Mark tests, and sort those last that need DeepSpeed's operators, which take minutes to compile."""
     for item in items:
         if needs_deepspeed(item):
             item.add_marker("deepspeed")
         if is_slow(item):
             item.add_marker("slow")
+        if needs_one_set(item):
+            item.add_marker("one_set")
     items.sort(key=needs_operators)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start to compile DeepSpeed's operators, on what processor time the tests leave."""
+    """Start to compile DeepSpeed's operators if a test needs them. The other tests run meanwhile."""
     if session.config.option.collectonly:
         return
     if any(map(needs_operators, session.items)):
-        command = ["nice", "-n", "5", sys.executable, "-c", BUILD]
+        command = [sys.executable, "-m", "tests.compile_operators"]
         session.config.stash[_build] = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the compilation where no test waited for it."""
+    """End the compilation if no test waited for it."""
     build = session.config.stash.get(_build, None)
     if build is not None and build.poll() is None:
-        os.killpg(build.pid, signal.SIGTERM)  # the compilers, too
+        os.killpg(build.pid, signal.SIGTERM)  # includes the compilers
         build.communicate(timeout=30)
 
 
@@ -77,29 +71,26 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def deepspeed_operators(request: pytest.FixtureRequest) -> None:
     """Wait until DeepSpeed's operators are compiled, before ranks with a time limit need them."""
     build = request.config.stash[_build]
-    if build.poll() is None:
-        with suppress(PermissionError):  # only root may
-            os.setpriority(os.PRIO_PGRP, build.pid, 0)
-    said, _ = build.communicate(timeout=3600)
-    assert build.returncode == 0, said
+    printed, _ = build.communicate(timeout=3600)
+    assert build.returncode == 0, printed
 
 
 @pytest.fixture(autouse=True)
-def _operators_of_this_parameter(request: pytest.FixtureRequest) -> None:
+def _operators_for_marked_parameters(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker(OPERATORS):
         request.getfixturevalue(OPERATORS)
 
 
 @pytest.fixture(autouse=True)
-def _environment_as_before() -> Iterator[None]:
-    """Forget what fits write into the environment, those of this test and those of fixtures that were made before."""
+def _environment_restored() -> Iterator[None]:
+    """Undo changes to the environment by fits in this test and in fixtures with a wider scope."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     before = dict(os.environ)
-    rank_zero_only.rank = 0  # strategies set it when they are made, to what the environment of their test says
+    rank_zero_only.rank = 0  # the constructors of strategies set it to the rank in the environment
     yield
-    release_process_group()  # which stays after a fit
+    release_process_group()  # stays after a fit
     if dist.is_initialized():
-        dist.destroy_process_group()  # Lightning's own ddp leaves one, too
+        dist.destroy_process_group()  # Lightning's own ddp also leaves one
     os.environ.clear()
     os.environ.update(before)

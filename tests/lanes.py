@@ -1,4 +1,4 @@
-"""Which tests need DeepSpeed, and which are slow: what `pytest -m "not deepspeed and not slow"` leaves out."""
+"""Markers that tests get by rule: for the fast lane, `-m "not deepspeed and not slow"`, and for the sets of CI."""
 
 import re
 from collections.abc import Iterable
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from lightning_paral import ParalZeROStrategy
+from tests.contract.cases import BY_LABEL
 
 OPERATORS = "deepspeed_operators"
-"""The fixture of tests that need DeepSpeed's compiled operators, and the mark of parameters that do."""
+"""The fixture of tests that need DeepSpeed's compiled operators, and the marker of parameters that need them."""
 
 SLOW = (
     "tests/contract/test_fsdp_options.py",
@@ -36,19 +37,40 @@ SLOW = (
     "tests/unit/test_import.py",
     "tests/unit/test_tested_versions.py",
 )
-"""Beginnings of the IDs of tests that the fast lane leaves out, besides those marked by hand: measured, not guessed."""
+"""Prefixes of the IDs of tests that the fast lane leaves out because they take long. Measure before adding one."""
+
+ONE_SET = (
+    "tests/contract/test_fsdp_options.py::test_pairs",
+    "tests/distributed/checkpoint/test_consolidate.py::test_interruption",
+    "tests/distributed/checkpoint/test_damage.py::test_every_byte",
+    "tests/distributed/checkpoint/test_kill.py::test_ranks_killed",
+    "tests/distributed/checkpoint/test_replaced.py",
+    "tests/distributed/zero/test_compiling.py",
+    "tests/distributed/zero/test_nvme.py::test_two_runs",
+    "tests/gpu/test_programs.py::test_a_check",
+    "tests/gpu/test_programs.py::test_benchmarks",
+    "tests/gpu/test_programs.py::test_bisection",
+    "tests/unit/checkpoint/io/test_atomic.py",
+    "tests/unit/checkpoint/test_fuzz.py::test_each",
+    "tests/unit/test_documents.py",
+    "tests/unit/test_layers.py",
+)
+"""Prefixes of the IDs of tests of signals, files and our own source, which CI runs on the newest versions only.
+
+They do not depend on the versions of torch, Lightning and DeepSpeed.
+"""
 
 _ZERO_IN_ID = re.compile(r"zero[123]")
 _ZERO_IN_PATH = re.compile(r"/zero/|deepspeed|test_zero")
 
 
 def needs_operators(item: pytest.Item) -> bool:
-    """Whether the test waits until DeepSpeed's operators are compiled."""
+    """Return whether the test waits until DeepSpeed's operators are compiled."""
     return OPERATORS in getattr(item, "fixturenames", ()) or item.get_closest_marker(OPERATORS) is not None
 
 
 def needs_deepspeed(item: pytest.Item) -> bool:
-    """Whether the test trains by DeepSpeed: by its fixtures, its folder, or one of its parameters."""
+    """Return whether the test trains with DeepSpeed, judged by its fixtures, folder and parameters."""
     callspec = getattr(item, "callspec", None)
     return (
         needs_operators(item)
@@ -58,16 +80,27 @@ def needs_deepspeed(item: pytest.Item) -> bool:
 
 
 _TABLES = ("tests/contract/test_user_code.py", "tests/contract/test_lightning_api.py")
-"""One of their columns is quick, all of them are not."""
+"""Tables with many cells. The fast lane runs one column of each."""
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Whether the fast lane leaves the test out."""
+    """Return whether the fast lane leaves the test out."""
     return item.nodeid.startswith(SLOW) or (item.nodeid.startswith(_TABLES) and not item.nodeid.endswith("-paral_ddp]"))
 
 
+def needs_one_set(item: pytest.Item) -> bool:
+    """Return whether CI runs the test on the newest versions only."""
+    return item.nodeid.startswith(ONE_SET)
+
+
 def _has_zero(parameters: dict[str, Any]) -> bool:
-    return any(isinstance(value, ParalZeROStrategy) or value is ParalZeROStrategy for value in _flat(parameters))
+    return any(_is_zero(value) for value in _flat(parameters))
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, str) and value in BY_LABEL:
+        return BY_LABEL[value].needs_deepspeed
+    return isinstance(value, ParalZeROStrategy) or value is ParalZeROStrategy
 
 
 def _flat(parameters: dict[str, Any]) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""With `split="global"` the batches are those of one plain process from the same seed, whatever draws an order."""
+"""With `split="global"`, batches equal those of one process with the same seed, for every sampler and generator."""
 
 from collections.abc import Iterator
 from itertools import chain, product
@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
+from lightning_paral.data import global_order
 from tests.contract.cases import strategy_of
 from tests.running import SaveAt, quiet_trainer
 
@@ -21,14 +22,14 @@ CASES: tuple[dict[str, Any], ...] = (
     ),
     {"seed": 2, "validation": "shuffled"},
     {"seed": 3, "validation": "shuffled", "workers": 2},
-    *({"seed": 4, "sampler": kind, "validation": "plain"} for kind in ("weighted", "as it goes", "replacement")),
+    *({"seed": 4, "sampler": kind, "validation": "plain"} for kind in ("weighted", "one by one", "replacement")),
     {"seed": 5, "everything": True, "validation": "plain"},
-    {"seed": 6, "sampler": "as it goes", "batch_size": 4, "num_samples": 4 * 258, "epochs": 2},  # drawn 256 at a time
+    {"seed": 6, "sampler": "one by one", "batch_size": 4, "num_samples": 4 * 18, "epochs": 2, "chunk": 16},
 )
 
 
-class AsItGoes(Sampler[int]):
-    """Draws each index when it is asked for."""
+class OneByOne(Sampler[int]):
+    """Draws each index on request."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -53,7 +54,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Listening(LightningModule):
-    """Notes the samples of each batch, and draws nothing after it was built."""
+    """Records the samples of each batch, and draws no random numbers after construction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,13 +75,13 @@ class Listening(LightningModule):
 
 
 def fit(label: str, num_devices: int, case: dict[str, Any], **more: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Fit on shuffled batches; return the samples of each batch that this rank has seen."""
+    """Fit on shuffled batches; return the samples of each batch of this rank, for training and for validation."""
     (seed_everything if case.get("everything") else torch.manual_seed)(case["seed"])
     module = Listening()
     length, batch_size = case.get("num_samples", NUM_SAMPLES), case.get("batch_size", 8)
     samplers = {
         "weighted": lambda: WeightedRandomSampler(torch.linspace(1, 2, length), length),
-        "as it goes": lambda: AsItGoes(length),
+        "one by one": lambda: OneByOne(length),
         "replacement": lambda: RandomSampler(range(length), replacement=True),
     }
     sampler = samplers[case["sampler"]]() if "sampler" in case else None
@@ -105,7 +106,9 @@ def fit(label: str, num_devices: int, case: dict[str, Any], **more: Any) -> tupl
         "callbacks": callbacks,
         "use_distributed_sampler": True,
     } | more
-    quiet_trainer(strategy=strategy, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(global_order, "_CHUNK", case.get("chunk", global_order._CHUNK))
+        quiet_trainer(strategy=strategy, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
     return module.seen, module.validated
 
 
@@ -114,13 +117,13 @@ def fit_all(label: str, num_devices: int) -> list[Any]:
 
 
 def joined(ranks: list[list[list[int]]]) -> list[list[int]]:
-    """The samples of each global batch."""
+    """Return the samples of each global batch."""
     return [sorted(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def expected(rank_pool) -> list[Any]:
-    """What one process draws, under Lightning's own strategy."""
+    """The batches of one process under Lightning's own strategy."""
     (found,) = rank_pool.run(1, fit_all, "one process", 1, timeout=300)
     return found
 
@@ -136,20 +139,18 @@ def expected(rank_pool) -> list[Any]:
         ("paral_dp", 1),
     ],
 )
-def test_batches_are_those_of_one_process(on_ranks, expected: list[Any], label: str, world_size: int) -> None:
+def test_batches_equal_those_of_one_process(on_ranks, expected: list[Any], label: str, world_size: int) -> None:
     num_devices = 2 if label == "paral_dp" else world_size
     ranks = on_ranks(world_size, fit_all, label, num_devices, timeout=300)
     for number, case in enumerate(CASES):
-        if label == "paral_dp":  # its replicas are threads, which note their parts in any order
+        if label == "paral_dp":  # replicas are threads, which record their sub-batches in any order
             continue
         assert joined([rank[number][0] for rank in ranks]) == joined([expected[number][0]]), case
-    of_global_generator = [
-        str(drawn) for (drawn, _), case in zip(expected, CASES, strict=True) if "generator" not in case
-    ]
-    assert len(set(of_global_generator)) == len(of_global_generator), "each case has an order of its own"
+    orders = [str(drawn) for (drawn, _), case in zip(expected, CASES, strict=True) if "generator" not in case]
+    assert len(set(orders)) == len(orders), "cases must differ in their order"
 
 
-def test_one_rank_draws_as_one_process_whatever_the_split(on_ranks, expected: list[Any]) -> None:
+def test_single_rank_draws_as_one_process_for_any_split(on_ranks, expected: list[Any]) -> None:
     ((seen, _),) = on_ranks(1, fit_of_batches, CASES[0])
     assert seen == expected[0][0]
 
@@ -165,7 +166,7 @@ def fit_of_batches(case: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("step", [1, 3, 4])
 @pytest.mark.parametrize("generator", [False, True])
-def test_resuming_goes_on_with_the_batches_of_one_process(
+def test_resuming_continues_with_the_batches_of_one_process(
     on_ranks, expected: list[Any], tmp_path, world_size: int, step: int, generator: bool
 ) -> None:
     case = {"seed": 1, "validation": "plain", "generator": generator}

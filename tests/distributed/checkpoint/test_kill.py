@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.io.atomic import _new_save_id, _sibling
 from tests.models.resumable import fit
 
 ROOT = Path(__file__).parents[3]
-NUM_KILLS = 16
+NUM_KILLS = 10
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Real launches: Lightning's launcher, torchrun, SLURM's environment, two hosts; and what happens when a rank fails."""
+"""Launch real processes with Lightning's launcher, torchrun, SLURM's environment and two nodes; make ranks fail."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from tests.network import joined_hosts, why_no_hosts
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 300
+SLEEPING = ("rank_one_sleeps", "rank_one_sleeps_in_ring")
 LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RUN_ID")
 
 
 def start(arguments: list[str], **environment: str) -> "subprocess.Popen[str]":
-    """Start a process whose output is kept, as a user with an untouched environment would."""
+    """Start a process without the variables of a launcher in its environment, and capture its output."""
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     return subprocess.Popen(
         arguments,
@@ -35,7 +37,7 @@ def script(scenario: str, folder: Path) -> list[str]:
 
 
 def outputs(*processes: "subprocess.Popen[str]") -> list[str]:
-    """Wait for all processes, end those that take too long, and return what each printed."""
+    """Wait for all processes, kill those that take too long, and return the output of each."""
     deadline = time.monotonic() + SECONDS
     try:
         return [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
@@ -46,7 +48,7 @@ def outputs(*processes: "subprocess.Popen[str]") -> list[str]:
 
 
 def check_two_fits(folder: Path) -> None:
-    """Both ranks made two fits in one process, each in a group of its own, which stays after it, and agree."""
+    """Assert that both ranks fitted twice, in a new process group each time, and have the same weights."""
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for rank, report in enumerate(reports):
         first, second = report["fits"]
@@ -138,13 +140,22 @@ def test_failure_of_another_rank_ends_all_and_shows_the_reason(tmp_path: Path) -
     assert "ValueError: the reason why rank 1 failed" in printed
 
 
-@pytest.mark.parametrize("scenario", ["rank_one_sleeps", "rank_one_sleeps_in_ring"])
-def test_timeout_is_named_when_it_passes(tmp_path: Path, scenario: str) -> None:
-    process = start([sys.executable, *script(scenario, tmp_path)])
+@pytest.fixture(scope="module")
+def sleeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+    """Runs that wait for their timeout, by scenario. They wait at the same time."""
+    folder = tmp_path_factory.mktemp("sleeping")
+    runs = {scenario: start([sys.executable, *script(scenario, folder)]) for scenario in SLEEPING}
+    yield runs
+    for run in runs.values():
+        run.kill()
+        run.wait(timeout=60)
 
-    (printed,) = outputs(process)
 
-    assert process.returncode != 0
+@pytest.mark.parametrize("scenario", SLEEPING)
+def test_timeout_is_named_when_it_passes(sleeping: dict[str, "subprocess.Popen[str]"], scenario: str) -> None:
+    (printed,) = outputs(sleeping[scenario])
+
+    assert sleeping[scenario].returncode != 0
     assert "did not finish within timeout=0:00:12, set by `ParalDDPStrategy(timeout=...)`" in printed
 
 
