@@ -1,19 +1,20 @@
-"""Count the calls that would make the host wait for a GPU, in tests where every device is the host.
+"""Count calls that would make the host wait for a GPU, in tests where the CPU is the only device.
 
-Seen are functions of torch, by patches, which act on every thread, and operations, by a mode, which acts on the calling
-thread, in the backward passes that it starts, and on threads that start meanwhile. So values that C++ reads are seen,
-too: those that `tensor[mask]`, `torch.where(condition)` or an index that is a tensor need.
+Two means find such calls. Patches of torch's functions see calls on every thread. A dispatch mode sees operations on
+the calling thread, in its backward passes, and on threads started inside the context. It also sees the values that C++
+code reads: those that `tensor[mask]`, `torch.where(condition)` and tensors as indices need.
 
-Not seen, since there is only one device:
+Some waits are not found, because there is only one device:
 
-- a move or `copy_` from one device to another, unless `Tensor.to` is told the host by name: the string `"cpu"`, or a
-  `torch.device` of it where the calling function holds that string, or its module a constant that is this object.
-  `square.to(other.device)` and `on_host.copy_(tensor)` wait if the devices differ, as they may under offloading;
-- a copy from the host: `torch.tensor(number, device=device)`, an index that is a list or on the host;
-- `tensor[mask] = value` with a `value` of one element: a number needs no wait, but a tensor of the device does;
-- waits for streams, events and collectives, and what copies memory itself, as `torch.save` and object collectives do.
+- A move or `copy_` between devices, unless `Tensor.to` names the host: as the string `"cpu"`, or as a `torch.device` if
+  the calling function has a constant `"cpu"`, or its module has that `torch.device` as a global.
+  `square.to(other.device)` and `on_host.copy_(tensor)` wait if the devices differ, as they may under offloading.
+- A copy from the host: `torch.tensor(number, device=device)`, or an index that is a list or a tensor on the host.
+- `tensor[mask] = value` with a `value` of one element. A number needs no wait, but a tensor on the device does.
+- Waits for streams, events and collectives, and functions that copy memory themselves, such as `torch.save` and
+  collectives of objects.
 
-`tests/gpu/syncs.py` counts real waits, these included.
+`tests/gpu/syncs.py` counts all waits on a GPU.
 """
 
 import functools
@@ -35,18 +36,18 @@ import lightning_paral
 
 OURS = str(Path(lightning_paral.__file__).parent) + "/"
 OTHERS = ("/lightning/", "/deepspeed/", "/torch/optim/", "/torchmetrics/", "/tests/")
-"""Code that is held responsible for its calls of torch. Other code in torch is called on behalf of these."""
+"""Code outside this package whose calls of torch are counted as its own. Other code is not a caller."""
 
-_OF_TENSORS = (
+_TENSOR_METHODS = (
     *("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
     *("__contains__", "nonzero", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero"),
     *("argwhere", "bincount", "to"),
 )
-_OF_TORCH = (
+_TORCH_FUNCTIONS = (
     *("equal", "allclose", "nonzero", "masked_select", "unique", "unique_consecutive", "is_nonzero", "argwhere"),
     "bincount",
 )
-_OF_CUDA = ("synchronize",)
+_CUDA_FUNCTIONS = ("synchronize",)
 _OPERATIONS = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "bincount", "_linalg_check_errors"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "_coalesce"),
@@ -55,20 +56,20 @@ _INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index
 
 
 class HostSyncs:
-    """Records where in this package such calls come from, on any thread."""
+    """Records from which lines of this package the waiting calls come, on any thread."""
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
-        self.num_of_others = 0
+        self.num_elsewhere = 0
         self.is_counting = False
         self._nested = threading.local()
 
     @contextmanager
     def watched(self) -> Iterator["HostSyncs"]:
-        """Watch calls inside the context; count only while `is_counting`."""
-        owners: list[tuple[Any, str]] = [(Tensor, name) for name in _OF_TENSORS]
-        owners += [(torch, name) for name in _OF_TORCH]
-        owners += [(torch.cuda, name) for name in _OF_CUDA]
+        """Watch calls inside the context. They are counted only while `is_counting` is true."""
+        owners: list[tuple[Any, str]] = [(Tensor, name) for name in _TENSOR_METHODS]
+        owners += [(torch, name) for name in _TORCH_FUNCTIONS]
+        owners += [(torch.cuda, name) for name in _CUDA_FUNCTIONS]
         before = [(owner, name, vars(owner).get(name), getattr(owner, name)) for owner, name in owners]
         for owner, name, _, function in before:
             setattr(owner, name, self._counted(name, function))
@@ -86,7 +87,7 @@ class HostSyncs:
                     setattr(owner, name, own)
 
     def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function that waits, and count it, but not what it calls in turn."""
+        """Call a function that waits, and count this call, but not the calls that it makes itself."""
         if not self.is_counting or getattr(self._nested, "is_inside", False):
             return function(*args, **kwargs)
         responsible = _responsible()
@@ -115,14 +116,14 @@ class HostSyncs:
 
     def _note(self, name: str, responsible: FrameType | None) -> None:
         if responsible is None or not responsible.f_code.co_filename.startswith(OURS):
-            self.num_of_others += 1
+            self.num_elsewhere += 1
             return
         code = responsible.f_code
         self.found[f"{Path(code.co_filename).relative_to(OURS).as_posix()}: {code.co_name}: {name}"] += 1
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations of one thread that wait."""
+    """Counts the waiting operations of one thread."""
 
     def __init__(self, syncs: HostSyncs) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ and each is not FakeTensor for each in types):
-            return NotImplemented  # the class of these tensors runs operations on what it holds: those are counted
+            return NotImplemented  # a subclass then runs operations on its inner tensors, and those are counted
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "aten" and _waits(name, args, kwargs):
@@ -153,7 +154,7 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _responsible() -> FrameType | None:
-    """Return the innermost frame of this package or `OTHERS`, whose call is being counted."""
+    """Return the innermost frame in this package or in `OTHERS`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -164,7 +165,7 @@ def _responsible() -> FrameType | None:
 
 
 def _names_the_host(responsible: FrameType | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of `Tensor.to` name the host, rather than a device that is the host in these tests."""
+    """Return whether the arguments of `Tensor.to` name the host itself, not a device that is the CPU in these tests."""
     for device in (*args, kwargs.get("device")):
         if isinstance(device, str) and torch.device(device).type == "cpu":
             return True

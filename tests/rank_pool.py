@@ -1,7 +1,7 @@
-"""Ranks that stay: processes spawned once per test session, which run test functions as the ranks of a world.
+"""A pool of worker processes that run test functions as the ranks of a process group.
 
-Each worker looks to Lightning like one started by torchrun, so that a Trainer in it spawns nothing and a fit costs
-hundredths of a second. A world of any size up to the number of workers is made from the first of them.
+The workers are started once per test session and reused. To Lightning they look like processes of torchrun, so a
+Trainer in a worker starts no processes, and a fit takes hundredths of a second.
 """
 
 import os
@@ -17,19 +17,19 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 START_SECONDS = 300.0
-END_SECONDS = 10.0  # for workers to end by themselves
-LINGER_SECONDS = 3.0  # for the other ranks to report, once one has failed
+END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
+LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
 
 
 class RankError(AssertionError):
-    """A rank raised, died, or did not answer in time; the message holds every rank's own traceback."""
+    """A rank raised, died, or did not answer in time. The message has the traceback of every rank that raised."""
 
 
 class RankPool:
-    """Runs functions on the ranks of a world, each in its own process."""
+    """Runs functions on the ranks of a process group, each in its own process."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")  # imports once, for all workers there will be
+        self._context = multiprocessing.get_context("forkserver")  # imports modules once for all workers
         self._context.set_forkserver_preload(["lightning.pytorch", "lightning_paral"])
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.mkdtemp(prefix="rank-pool-")
@@ -37,10 +37,17 @@ class RankPool:
         self._world: tuple[int, str] | None = None
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
-        """Call `function(*args)` on ranks 0 to `world_size - 1`; return what each returned, by rank.
+        """Call `function(*args)` on `world_size` ranks, and return the results in order of the ranks.
 
-        `function` lives at the top level of a module. Raises `RankError` if any rank fails or `timeout` seconds pass;
-        all workers are then ended, and the next call starts new ones.
+        Args:
+            world_size: the number of ranks. Missing workers are started.
+            function: a function at the top level of a module.
+            *args: its arguments, which are pickled.
+            timeout: seconds to wait for all ranks, besides the time to start workers.
+
+        Raises:
+            RankError: a rank failed, or did not answer in time. All workers are then killed, and the next call starts
+                new ones.
         """
         started = self._grow_to(world_size)
         if self._world is None or self._world[0] != world_size:
@@ -55,11 +62,11 @@ class RankPool:
             raise
 
     def renew_world(self) -> None:
-        """Let the ranks join anew before the next call, after one that left collectives unfinished on all of them."""
+        """Make the ranks create a new process group at the next call, because collectives are unfinished."""
         self._world = None
 
     def close(self) -> None:
-        """Let all workers end by themselves, which writes what was counted in them, and end those that do not."""
+        """Let all workers exit, so that they write their coverage data, and kill those that do not exit in time."""
         for _, connection in self._workers:
             connection.close()
         deadline = time.monotonic() + END_SECONDS
@@ -110,11 +117,11 @@ class RankPool:
 
 
 def _serve(connection: Connection) -> None:
-    """The life of a worker: join the world asked for, call the function, report; until the pool closes the pipe."""
+    """Serve calls in a worker until the pool closes the pipe: join the process group, call the function, report."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
     import torch
 
-    # Daemons may not start processes, as loaders with workers do. Theirs end with them: they are daemons, too.
+    # Processes that are daemons must not start any, but loaders with workers do. Those are daemons and end with this one.
     multiprocessing.current_process()._config["daemon"] = False
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)
@@ -129,13 +136,13 @@ def _serve(connection: Connection) -> None:
             if world != (world_size, store):
                 _join(rank, world_size, store)
                 world = (world_size, store)
-            connection.send((True, _undone(function, args)))
+            connection.send((True, _call_and_restore(function, args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
 
 
-def _undone(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call `function(*args)`, then forget what it did to the environment, such as a seed, and to the current folder."""
+def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call `function(*args)`, and restore the environment variables and the current folder afterwards."""
     environment, folder = dict(os.environ), os.getcwd()
     try:
         return function(*args)

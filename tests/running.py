@@ -1,4 +1,4 @@
-"""How tests run a Trainer and compare what it trained."""
+"""Run a Trainer in a test, and compare the trained weights."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 def quiet_trainer(**options: Any) -> Trainer:
-    """A Trainer on CPU that writes and prints nothing."""
+    """Return a Trainer on CPU that writes no files and prints nothing, unless `options` say otherwise."""
     silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return Trainer(**({"accelerator": "cpu", "enable_model_summary": False, **silent} | options))
 
 
 class SaveAt(Callback):
-    """Saves a checkpoint after a step of the run, in the middle of an epoch."""
+    """Saves a checkpoint to `path` after optimizer step number `step`."""
 
     def __init__(self, step: int, path: str) -> None:
         self.step = step
@@ -30,7 +30,13 @@ def assert_same_fit(
     expected: tuple[list[float], dict[str, Tensor]],
     tolerance: float = 1e-5,
 ) -> None:
-    """Assert that mean losses and every rank's weights are those of one process."""
+    """Assert that the mean losses of the ranks, and the weights of each rank, equal those of one process.
+
+    Args:
+        ranks: the losses and the weights of each rank.
+        expected: the losses and the weights of one process.
+        tolerance: the largest difference, relative for losses and absolute for weights.
+    """
     losses = torch.tensor([losses for losses, _ in ranks]).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(expected[0]), rtol=tolerance, atol=0.0)
     for _, weights in ranks:

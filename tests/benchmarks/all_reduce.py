@@ -1,7 +1,7 @@
 """All-reduce algorithms against the backend's own and against what the link allows.
 
-    python -m tests.benchmarks.all_reduce            # over links of 1 Gbit/s between hosts (needs root)
-    python -m tests.benchmarks.all_reduce --loopback # inside one host, where memory copies are the limit
+    python -m tests.benchmarks.all_reduce            # over links of 1 Gbit/s between nodes (needs root)
+    python -m tests.benchmarks.all_reduce --loopback # inside one node, where memory copies are the limit
 
 Every algorithm reduces in turn in each round, so that noise meets all alike; printed are medians over rounds.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from lightning_paral.comm import ALL_REDUCE
-from tests.network import joined_hosts
+from tests.network import joined_nodes
 
 SIZES_MIB = (1, 4, 25)
 RATE, BYTES_PER_SECOND = "1gbit", 125e6
@@ -90,7 +90,7 @@ def report(world_size: int, medians: dict[str, dict[str, float]], with_limit: bo
             row = [size, name, seconds * 1e3, seconds / by_candidate["native"], seconds / by_candidate["ring"]]
             rows.append([*row, seconds / limit] if with_limit else row)
     headers = ["MiB", "algorithm", "ms", "/ native", "/ ring"] + (["/ limit"] if with_limit else [])
-    print(f"\n{world_size} {'hosts at 1 Gbit/s' if with_limit else 'ranks on loopback'}, gloo, fp32")
+    print(f"\n{world_size} {'nodes at 1 Gbit/s' if with_limit else 'ranks on loopback'}, gloo, fp32")
     print(tabulate(rows, headers, floatfmt=".2f"), flush=True)
 
 
@@ -110,10 +110,10 @@ def main() -> None:
                 port = server.getsockname()[1]
             medians = run_world(world_size, arguments.rounds, [[]] * world_size, "127.0.0.1", port)
         else:
-            with joined_hosts(world_size, RATE) as hosts:
-                commands = [hosts.command_on(host, []) for host in range(world_size)]
+            with joined_nodes(world_size, RATE) as nodes:
+                commands = [nodes.command_on(node, []) for node in range(world_size)]
                 medians = run_world(
-                    world_size, arguments.rounds, commands, hosts.addresses[0], 29544, GLOO_SOCKET_IFNAME="eth0"
+                    world_size, arguments.rounds, commands, nodes.addresses[0], 29544, GLOO_SOCKET_IFNAME="eth0"
                 )
         report(world_size, medians, with_limit=not arguments.loopback)
 

@@ -95,7 +95,7 @@ def syncs_of(label: str, kind: str, options: dict[str, Any]) -> tuple[dict[str, 
         loader = DataLoader(OfThisRank(), batch_size=None)
     with syncs.watched():
         trainer.fit(Normalized(kind == "manual"), loader)
-    return dict(syncs.found), syncs.num_of_others
+    return dict(syncs.found), syncs.num_elsewhere
 
 
 def syncs_on_rank(label: str) -> dict[str, tuple[dict[str, int], int]]:
@@ -110,9 +110,9 @@ def syncs_on_rank(label: str) -> dict[str, tuple[dict[str, int], int]]:
 @pytest.mark.parametrize("label", LABELS)
 def test_no_step_reads_a_tensor_of_the_device_on_the_host(on_ranks, label: str) -> None:
     for told in on_ranks(2, syncs_on_rank, label):
-        for kind, (found, num_of_others) in told.items():
+        for kind, (found, num_elsewhere) in told.items():
             assert found.keys() <= ON_THE_HOST, kind
-            assert num_of_others, (
+            assert num_elsewhere, (
                 "torch's optimizers read their step counter: if no such read is found, the counter does not work"
             )
 
@@ -131,7 +131,7 @@ def test_the_count_finds_what_reads() -> None:
         assert (float(found[0]), bool(found.any()), found.to("cpu").tolist(), found.numpy().sum()) == (1, 1, [1, 0], 1)
 
     assert syncs.found == {"data/async_scalar.py: read: item": 1}
-    assert syncs.num_of_others == 5
+    assert syncs.num_elsewhere == 5
     assert not {"item", "to", "__bool__"} & vars(Tensor).keys()
 
 

@@ -60,7 +60,7 @@ def counted(step: Any, *args: Any) -> Counter[str]:
     with syncs.watched():
         syncs.is_counting = True
         step(*args)
-    assert syncs.num_of_others == 0
+    assert syncs.num_elsewhere == 0
     return syncs.found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.network import joined_hosts, why_no_hosts
+from tests.network import joined_nodes, why_no_nodes
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 300
@@ -97,16 +97,16 @@ def test_slurm(tmp_path: Path) -> None:
     check_two_fits(tmp_path)
 
 
-def test_two_hosts(tmp_path: Path) -> None:
-    reason = why_no_hosts()
+def test_two_nodes(tmp_path: Path) -> None:
+    reason = why_no_nodes()
     if reason:
         pytest.skip(reason)
-    with joined_hosts(2) as hosts:
-        environment = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29533", "TEST_NUM_NODES": "2"}
+    with joined_nodes(2) as nodes:
+        environment = {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29533", "TEST_NUM_NODES": "2"}
         environment |= {"GLOO_SOCKET_IFNAME": "eth0"}
         processes = [
             start(
-                hosts.command_on(node, [sys.executable, *script("two_fits", tmp_path)]),
+                nodes.command_on(node, [sys.executable, *script("two_fits", tmp_path)]),
                 NODE_RANK=str(node),
                 TEST_NODE_RANK=str(node),
                 **environment,
