@@ -121,7 +121,7 @@ def _serve(connection: Connection) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
     import torch
 
-    # Processes that are daemons must not start any, but loaders with workers do. Those are daemons and end with this one.
+    # A daemonic process may not start processes, but a loader with workers does. The workers are daemons as well.
     multiprocessing.current_process()._config["daemon"] = False
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)

@@ -1,4 +1,4 @@
-"""Modules as people write them, without a strategy in mind: tied, frozen, 0-dimensional and shared parameters."""
+"""Modules written without a strategy in mind, with tied, frozen, 0-dimensional and shared parameters."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class Contrastive(Fitted):
 
 
 class Decayed(Fitted):
-    """Weight decay for matrices only, by `p.dim() > 1`; a scheduler per step; a group in which nothing is trained."""
+    """Weight decay for matrices only, by `p.dim() > 1`; a scheduler per step; a group of frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Decayed(Fitted):
 
 
 class TiedLanguageModel(Fitted):
-    """Tied embeddings, a frozen part, a block called twice, a non-persistent buffer, a weight used elsewhere."""
+    """Tied embeddings, a frozen submodule, a block called twice, a non-persistent buffer, a weight in the loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A module whose weights are averaged during a fit, and what is compared of such a fit."""
+"""A module for tests of weight averaging, and a function that fits it."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ SAVED_AFTER_EPOCH = 1
 
 
 class Averaged(LightningModule):
-    """Tied, frozen, 0-dimensional, and parts smaller than the number of ranks; a buffer that changes."""
+    """Tied, frozen and 0-dimensional parameters, parameters with fewer elements than ranks, and a changing buffer."""
 
     steps: Tensor
 
@@ -55,7 +55,7 @@ class Averaged(LightningModule):
 
 
 class SaveAfterEpoch(Callback):
-    """Saves where `ModelCheckpoint` does, after an epoch."""
+    """Saves in the same hook as `ModelCheckpoint`, after an epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,7 +76,7 @@ def fit(
     num_batches: int = NUM_BATCHES,
     **options: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Fit; return the weights after it and the validation loss of each epoch."""
+    """Fit; return the final weights and the validation loss of each epoch."""
     torch.manual_seed(3)
     module = Averaged(with_norm)
     callbacks = [callback, *options.pop("callbacks", []), *([SaveAfterEpoch(save_to)] if save_to else [])]

@@ -1,4 +1,4 @@
-"""Modules made of blocks, which strategies may shard one by one."""
+"""Modules made of repeated blocks, which are units of FSDP and of activation checkpointing."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Tied(Fitted):
-    """Blocks that are units, one of them called twice; the embedding is the head as well."""
+    """Three blocks, one of them called twice, and an embedding whose weight is also that of the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class Tied(Fitted):
         return next_token_loss(self(batch[0]), batch[0])
 
     def configure_optimizers(self) -> Any:
-        # Some gradients are all but zero; Adam would make steps of their rounding errors.
+        # Some gradients are almost zero, and Adam would turn their rounding errors into full steps.
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 class TiedBlocks(Tied):
-    """One projection in two blocks."""
+    """Two blocks share a projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class TiedBlocks(Tied):
 
 
 class FrozenEncoder(Fitted):
-    """A frozen encoder without gradients, a trained head."""
+    """A frozen encoder, run without gradients, and a trained head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class FrozenEncoder(Fitted):
 
 
 class Adapter(nn.Module):
-    """LoRA: a frozen layer and a trained product of two small matrices."""
+    """LoRA: a frozen layer plus the trained product of two small matrices."""
 
     def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Adapter(nn.Module):
 
 
 class LoRA(Tied):
-    """Adapters in frozen blocks."""
+    """Frozen blocks with trained adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class LoRA(Tied):
 
 
 class OnTheModule(Fitted):
-    """Parameters on the LightningModule itself, one of them 0-dimensional, used in the step and not in `forward`."""
+    """Parameters of the LightningModule itself, one of them 0-dimensional, used in `forward` and in the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class OnTheModule(Fitted):
 
 
 class Network(nn.Module):
-    """Has methods besides `forward`, which call one another, and blocks that have them, too."""
+    """Has methods besides `forward` that call one another, and so do its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Head(nn.Module):
 
 
 class OtherMethods(Fitted):
-    """Never calls a `forward` of its own: methods of the network, of its blocks, and of one unit from another."""
+    """Calls methods of the network and of its blocks instead of `forward`, also those of one unit from another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class UpdatedBuffers(Tied):
 
 
 class GAN(Fitted):
-    """Two networks, two optimizers, manual optimization; one parameter on the module itself."""
+    """Two networks, two optimizers, manual optimization, and a parameter of the module itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models of transformers in a LightningModule, and how they are fitted."""
+"""Small models of transformers in a LightningModule, and a function that fits and saves them."""
 
 import os
 from typing import Any
@@ -50,7 +50,7 @@ def tokens(length: int = 16) -> Tensor:
 
 
 def outputs(model: Any) -> Tensor:
-    """Logits of a model in evaluation."""
+    """Return the logits of a model in evaluation mode."""
     batch = tokens(4)
     more = {"decoder_input_ids": batch} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
@@ -58,7 +58,13 @@ def outputs(model: Any) -> Tensor:
 
 
 class Wrapped(LightningModule):
-    """A model of transformers as people wrap it; with a head of its own, a second model, or compiled, if asked for."""
+    """Wraps a model of transformers.
+
+    Args:
+        kind: the class of the model.
+        extra: `"head"` adds a head, `"teacher"` a frozen second model; `"compiled"` compiles the model and
+            `"compiled inside"` one of its blocks.
+    """
 
     def __init__(self, kind: str = "GPT2LMHeadModel", extra: str = "") -> None:
         super().__init__()

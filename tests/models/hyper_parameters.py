@@ -50,7 +50,7 @@ class Save(Callback):
 
 
 def fit(strategy: Any, path: str, num_ranks: int, module: LightningModule | None = None) -> LightningModule:
-    """Train for a batch and save to `path`."""
+    """Train on one batch and save to `path`."""
     module = make_given() if module is None else module
     data = torch.randn(8, 6, generator=torch.Generator().manual_seed(5))
     trainer = quiet_trainer(strategy=strategy, devices=num_ranks, max_steps=1, callbacks=[Save(path)])

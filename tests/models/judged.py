@@ -1,4 +1,4 @@
-"""A module that tells apart every way of counting a sample twice, and how it is evaluated and fitted."""
+"""A module whose results show whether any sample counts twice or not at all, and functions that evaluate and fit it."""
 
 import random
 from typing import Any
@@ -15,12 +15,12 @@ from tests.contract.cases import strategy_of
 from tests.running import SaveAt, quiet_trainer
 
 FEATURES = 6
-# samples and batch size: fewer samples than ranks, one sample, primes, a last batch of one sample
 SIZES = ((1, 4), (3, 2), (7, 2), (13, 4), (16, 2), (2, 1), (29, 3))
+"""Samples and batch size of each loader: among them fewer samples than ranks, and last batches of one sample."""
 
 
 class Judged(LightningModule):
-    """Logs in every way there is, draws random numbers in its steps, and counts them in a buffer and in Python."""
+    """Logs with every reduction, draws random numbers in its steps, and counts its steps in a buffer and in Python."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def samples(length: int) -> TensorDataset:
 
 
 def evaluate(label: str, num_ranks: int, split: str) -> dict[str, Any]:
-    """Validate and predict on loaders of all `SIZES`; return what there is to compare."""
+    """Validate and predict on loaders of all `SIZES`; return logged values, outputs, and the state they leave."""
     model = judged()
     trainer = quiet_trainer(
         strategy=strategy_of(label, split=split), devices=num_ranks, callbacks=[GatherPredictions()]
@@ -112,7 +112,7 @@ def evaluate(label: str, num_ranks: int, split: str) -> dict[str, Any]:
 
 
 def train(label: str, num_ranks: int, options: dict[str, Any], trainer_options: dict[str, Any]) -> dict[str, Any]:
-    """Fit on shuffled batches of which the last is smaller, two epochs; return losses, weights and the last metric."""
+    """Fit two epochs of shuffled batches, the last one smaller; return losses, weights and the last metrics."""
     model = judged(trainer_options.pop("dropout", 0.0))
     fit = {key: trainer_options.pop(key) for key in ("ckpt_path",) if key in trainer_options}
     save_at = trainer_options.pop("save_at", None)

@@ -1,4 +1,4 @@
-"""A module that imports transformers only when it is built, as people do to start quickly."""
+"""A module that imports transformers late, in `configure_model`."""
 
 import sys
 from typing import Any
@@ -32,7 +32,10 @@ class ImportsLate(LightningModule):
 
 
 def load_late(label: str, folder: str) -> tuple[bool, dict[str, Tensor]]:
-    """Return whether transformers had been imported, and the values. *Collective* over the default group."""
+    """Return whether transformers was imported before, and the full parameters and buffers by name.
+
+    *Collective* over the default group.
+    """
     module = ImportsLate(folder)
     trainer = quiet_trainer(strategy=strategy_of(label), devices=2, limit_val_batches=1)
     trainer.validate(module, DataLoader(torch.ones(4, 2), batch_size=2), verbose=False)

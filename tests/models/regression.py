@@ -1,4 +1,4 @@
-"""A small model and its data, on which every strategy has to give the numbers of one process."""
+"""A small model and its data, with which training under every strategy equals training in one process."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ FEATURES = 8
 
 
 class Regression(LightningModule):
-    """Two layers fitted to a fixed function. No parameter's gradient is truly zero, which Adam would amplify."""
+    """Two layers fitted to a fixed function. No gradient is truly zero: Adam would amplify its rounding errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Regression(LightningModule):
 
 
 def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
-    """`num_batches` global batches in order, of each of which this rank draws its share."""
+    """Return a loader of this rank's samples of `num_batches` global batches, in order."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(num_batches * GLOBAL_BATCH_SIZE, FEATURES, generator=generator)
     targets = torch.stack([inputs.sum(dim=1), inputs.prod(dim=1)], dim=1)
     dataset = TensorDataset(inputs, targets)
-    # Already distributed, so left alone: what a rank draws stays the same, however the strategies would spread it.
+    # Strategies do not replace a DistributedSampler, so each rank draws the same samples under all of them.
     rank = dist.get_rank() if dist.is_initialized() else 0
     sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
     return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks, sampler=sampler)
@@ -51,7 +51,10 @@ def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor
 def fit_regression(
     num_steps: int, accumulate: int, num_ranks: int, **trainer_options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train for `num_steps` steps, the last on a partial window; return this rank's losses and the final weights."""
+    """Train for `num_steps` steps; return this rank's losses and the final weights.
+
+    With accumulation, the last accumulation window lacks a batch.
+    """
     torch.manual_seed(3)
     model = Regression()
     num_batches = num_steps * accumulate - (1 if accumulate > 1 else 0)

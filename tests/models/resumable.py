@@ -1,4 +1,4 @@
-"""A module whose run can be stopped and resumed anywhere, and how checkpoints of it are written and resumed from."""
+"""A module whose fit can be resumed anywhere, and a function that fits it, saves and resumes."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ GLOBAL_BATCH_SIZE = 8
 FEATURES = 5
 NUM_BATCHES = 10
 SAVED_AFTER = 4
-"""Batches trained on when the checkpoint is saved: two optimizer steps, in the midst of an epoch."""
+"""The number of batches before the checkpoint is saved: two optimizer steps, inside an epoch."""
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,10 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Resumable(LightningModule):
-    """Tied, frozen, 0-dimensional and buffered parts, two groups, a scheduler; a batch depends on its number only."""
+    """Tied, frozen and 0-dimensional parameters, buffers, two parameter groups, a scheduler.
+
+    A batch depends on its number only.
+    """
 
     def __init__(self, scalar: bool = True) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class Resumable(LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.norm(self.first(x))  # buffers that change, and change nothing: they differ between ranks
+            self.norm(self.first(x))  # its buffers change, differ between ranks, and do not affect the loss
         hidden = self.frozen(torch.tanh(self.first(x)))
         return self.out(self.tied(torch.tanh(self.second(hidden)))) * self.scale
 
@@ -84,14 +87,14 @@ def fit(
     module: LightningModule | None = None,
     **trainer_options: Any,
 ) -> Any:
-    """Fit; return the module."""
+    """Fit, save after `SAVED_AFTER` batches if `save_to` is given, and return the module."""
     torch.manual_seed(3)
     module = Resumable() if module is None else module
     callbacks = trainer_options.pop("callbacks", []) + ([SaveOnce(str(save_to))] if save_to else [])
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": callbacks} | trainer_options
     options["use_distributed_sampler"] = False
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    batches: Any = range(num_batches)  # on every rank; only the number of a batch counts
+    batches: Any = range(num_batches)  # the same on every rank: the module makes a batch from its number
     path = None if resume_from is None else str(resume_from)
     trainer.fit(module, DataLoader(batches), ckpt_path=path, weights_only=weights_only)
     return module

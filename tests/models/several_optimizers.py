@@ -1,4 +1,4 @@
-"""Modules that train by several optimizers, as GANs and actor-critics do, and how they are fitted."""
+"""Modules with several optimizers, such as GANs and actor-critics, and a function that fits them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ Fitted = tuple[list[float], dict[str, Tensor]]
 
 
 class Several(LightningModule):
-    """Base of them: manual optimization, losses kept."""
+    """Base class: manual optimization, and a list of losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,9 +27,9 @@ class Several(LightningModule):
 
 
 class GAN(Several):
-    """The generator's loss goes backward through the discriminator, whose gradients of it are not to count.
+    """The generator's loss also gives gradients to the discriminator, which must not affect its step.
 
-    Nobody's parameters are beside them: some get gradients, some are frozen, some are not used.
+    Some parameters belong to no optimizer: they get gradients, are frozen, or are not used.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class GAN(Several):
 
 
 class Toggled(GAN):
-    """Lightning's example: what another optimizer trains is frozen for each step. Clipped, with schedulers."""
+    """Lightning's example: each step freezes the parameters of the other optimizer. Clips, and has schedulers."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator, discriminator = self.optimizers()
@@ -79,7 +79,7 @@ class Toggled(GAN):
 
 
 class Plain(GAN):
-    """Nothing is toggled; the discriminator's `zero_grad` forgets what the generator's loss left there."""
+    """Toggles nothing; the discriminator's `zero_grad` drops the gradients of the generator's loss."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator, discriminator = self.optimizers()
@@ -92,7 +92,7 @@ class Plain(GAN):
 
 
 class Adding(GAN):
-    """The discriminator's gradients of the generator's loss are left, and added to: over two batches, too."""
+    """Keeps the discriminator's gradients of the generator's loss and adds to them, over two batches."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator, discriminator = self.optimizers()
@@ -105,7 +105,7 @@ class Adding(GAN):
 
 
 class Wasserstein(GAN):
-    """Two steps of the critic, whose weights are clamped, for one of the generator; freezing by `requires_grad`."""
+    """Takes two steps of the critic, with clamped weights, for each of the generator; freezes by `requires_grad`."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator, critic = self.optimizers()
@@ -128,7 +128,7 @@ class Wasserstein(GAN):
 
 
 class ActorCritic(Several):
-    """One loss for both: the trunk is the actor's, and the critic's loss reaches it. A third optimizer for a scalar."""
+    """One loss trains both. The critic's loss also trains the actor's trunk. A third optimizer trains a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ KINDS = {kind.__name__: kind for kind in (Toggled, Plain, Adding, Wasserstein, A
 
 
 def fit(model: Any, num_ranks: int, num_batches: int = 6, **options: Any) -> Fitted:
-    """Fit `model` from the same first weights each time; return this rank's losses and the final weights."""
+    """Fit `model` from fixed initial weights; return this rank's losses and the final weights."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Batches of tokens, and how a module whose loss is of them is fitted."""
+"""Batches of tokens, the base class of modules that train on them, and a function that fits these."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ VOCABULARY = 20
 
 
 class Fitted(LightningModule):
-    """Base of the suite: AdamW at one learning rate, losses kept."""
+    """Base class: AdamW with one learning rate, and a list of losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ def tokens(num_batches: int) -> TensorDataset:
 
 
 def token_loader(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches in order, such that what `num_ranks` draw in a step is a global batch, `num_batches` of them."""
+    """Return a loader of batches in order, with which `num_ranks` ranks draw `num_batches` global batches."""
     return DataLoader(tokens(num_batches), GLOBAL_BATCH_SIZE // num_ranks)
 
 
-class WholeBatches(torch.utils.data.IterableDataset[list[Tensor]]):
-    """The same batches as such, for a loader with `batch_size=None`."""
+class BatchStream(torch.utils.data.IterableDataset[list[Tensor]]):
+    """Yields the same batches, for a loader with `batch_size=None`."""
 
     def __init__(self, num_batches: int, num_ranks: int) -> None:
         self.num_batches = num_batches
@@ -60,7 +60,7 @@ class WholeBatches(torch.utils.data.IterableDataset[list[Tensor]]):
 def fit(
     make: Callable[[], Fitted], num_batches: int, num_ranks: int, loader: Any = None, **trainer_options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Fit what `make` makes; return this rank's losses and the final weights."""
+    """Fit the module that `make` returns; return this rank's losses and the final weights."""
     torch.manual_seed(5)
     model = make()
     trainer = quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | trainer_options))

@@ -15,7 +15,7 @@ from lightning_paral import ConfigurationError, ParalZeROStrategy
 from lightning_paral.model import host_memory_check as room
 from tests.models.architectures import MODULES
 from tests.models.regression import Regression, regression_data
-from tests.models.tokens import LENGTH, VOCABULARY, Fitted, WholeBatches, fit, token_loader
+from tests.models.tokens import LENGTH, VOCABULARY, BatchStream, Fitted, fit, token_loader
 from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 5
@@ -37,7 +37,7 @@ def test_module_trains_as_in_one_process(on_ranks, name: str, strategy: str) -> 
 
 
 def fit_whole_batches(num_ranks: int, **options: Any) -> Any:
-    loader = DataLoader(WholeBatches(NUM_BATCHES, num_ranks), batch_size=None)
+    loader = DataLoader(BatchStream(NUM_BATCHES, num_ranks), batch_size=None)
     return fit(MODULES["TiedLanguageModel"], NUM_BATCHES, num_ranks, loader=loader, **options)
 
 
