@@ -1,4 +1,4 @@
-"""Run cells of a table from the command line, print how they come out, and write the table."""
+"""The command line of both tables: run cells, print their outcomes, and write the page."""
 
 import argparse
 import json
@@ -20,20 +20,20 @@ def main(
     outcome: Callable[[str, str, RankPool], Outcome],
     write: Callable[[dict[Cell, Outcome]], None],
 ) -> None:
-    """Do what the command line says.
+    """Parse the arguments of the command line, and run the chosen cells.
 
     Args:
-        description: how to call it.
-        cells: all there are, as labels of row and column.
-        outcome: runs a cell, given by its labels.
-        write: writes the page of the table.
+        description: the help text.
+        cells: all cells, as labels of row and column.
+        outcome: a function that runs the cell with the given labels.
+        write: a function that writes the page of the table.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", nargs="?", default="")
     parser.add_argument("column", nargs="?", default="")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--trace", action="store_true", help="print where errors come from")
-    parser.add_argument("--log", type=Path, help="keep outcomes in this file, and run no cell that it has")
+    parser.add_argument("--trace", action="store_true", help="print the traceback of errors")
+    parser.add_argument("--log", type=Path, help="append outcomes to this file, and do not run the cells in it")
     args = parser.parse_args()
     chosen = [cell for cell in cells if re.search(args.row, cell[0]) and re.search(args.column, cell[1])]
     outcomes = read_log(args.log) if args.log else {}

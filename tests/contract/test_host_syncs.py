@@ -1,4 +1,4 @@
-"""Our code reads no tensor on the host within a step: on a GPU that would wait for all queued work."""
+"""No step makes the host wait for the device: our code reads no tensor of the device in it."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from tests.running import quiet_trainer
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 ON_THE_HOST = {"distributed/host_exchange.py: _reduce: __bool__", "data/async_scalar.py: read: item"}
-"""Reads of tensors that are on the host on every machine."""
+"""Reads of tensors that are in host memory even if there is a GPU."""
 
 LABELS = (
     *("paral_ddp", "ddp_small_buckets", "ddp_checkpointing", "paral_fsdp", "fsdp_hybrid_unsharded"),
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Normalized(LightningModule):
-    """Has changing buffers, logs, and clips gradients itself under manual optimization."""
+    """Has changing buffers, logs, and clips gradients itself in manual optimization."""
 
     def __init__(self, manual: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Normalized(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class OfThisRank(IterableDataset[Tensor]):
+class SelfSharding(IterableDataset[Tensor]):
     """A dataset that shards itself."""
 
     def __iter__(self) -> Any:
@@ -71,7 +71,7 @@ class OfThisRank(IterableDataset[Tensor]):
 
 
 class Between(Callback):
-    """Counts from the end of the second step to the end of the sixth: what happens in every step."""
+    """Counts from the end of the second step to the end of the sixth, which leaves out work done once."""
 
     def __init__(self, syncs: HostSyncs) -> None:
         self.syncs = syncs
@@ -92,7 +92,7 @@ def syncs_of(label: str, kind: str, options: dict[str, Any]) -> tuple[dict[str, 
     sampling = getattr(trainer.strategy, "sampling", None)
     if isinstance(sampling, Sampling) and kind == "manual":
         trainer.strategy.sampling = replace(sampling, shard_iterable=False)  # type: ignore[attr-defined]
-        loader = DataLoader(OfThisRank(), batch_size=None)
+        loader = DataLoader(SelfSharding(), batch_size=None)
     with syncs.watched():
         trainer.fit(Normalized(kind == "manual"), loader)
     return dict(syncs.found), syncs.num_elsewhere
@@ -108,21 +108,21 @@ def syncs_on_rank(label: str) -> dict[str, tuple[dict[str, int], int]]:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_no_step_reads_a_tensor_of_the_device_on_the_host(on_ranks, label: str) -> None:
-    for told in on_ranks(2, syncs_on_rank, label):
-        for kind, (found, num_elsewhere) in told.items():
+def test_no_step_waits_for_the_device(on_ranks, label: str) -> None:
+    for counts in on_ranks(2, syncs_on_rank, label):
+        for kind, (found, num_elsewhere) in counts.items():
             assert found.keys() <= ON_THE_HOST, kind
             assert num_elsewhere, (
                 "torch's optimizers read their step counter: if no such read is found, the counter does not work"
             )
 
 
-def test_no_step_in_one_process_reads_a_tensor_of_the_devices_on_the_host() -> None:
+def test_no_step_of_paral_dp_waits_for_the_devices() -> None:
     for kind in ("automatic", "manual", "bf16"):
         assert not syncs_of("paral_dp", kind, {"devices": 2})[0], kind
 
 
-def test_the_count_finds_what_reads() -> None:
+def test_reads_are_counted() -> None:
     syncs = HostSyncs()
     with syncs.watched():
         syncs.is_counting = True
@@ -136,12 +136,12 @@ def test_the_count_finds_what_reads() -> None:
 
 
 class Arriving(AsyncScalar):
-    """A read that has not arrived until the test says so."""
+    """A read that arrives when the test sets `has_arrived`."""
 
     has_arrived = False
 
 
-def test_other_keys_than_those_of_other_ranks_are_an_error_when_the_outcome_arrives(monkeypatch) -> None:
+def test_keys_that_differ_between_ranks_raise_when_the_check_arrives(monkeypatch) -> None:
     monkeypatch.setattr(logged, "AsyncScalar", Arriving)
     monkeypatch.setattr(logged.CheckedReduce, "_error", lambda *_: ConfigurationError("other keys"))
     reduce = logged.CheckedReduce("key", lambda value: value, ParallelDims())

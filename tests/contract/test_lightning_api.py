@@ -14,19 +14,19 @@ from tests.contract.user_code.table import OPEN, word
 from tests.rank_pool import RankPool
 
 ADVICE = "If this is intended, write docs/lightning.md again: python -m tests.contract.lightning_api --write"
-NOT_OF_OURS = {
-    "configure_sharded_model": "removed from use by Lightning, for configure_model",
+NOT_COVERED = {
+    "configure_sharded_model": "replaced by configure_model in Lightning",
     "XLAProfiler": "needs a TPU",
-    "Profiler": "the base of those that have rows",
+    "Profiler": "the base class of profilers that have rows",
     "to_onnx": "needs onnx; to_torchscript has a row",
     "to_tensorrt": "needs TensorRT",
     "callbacks": "each has a row",
     "forward": "in every row",
     "validation_step": "in most rows",
     "toggled_optimizer": "toggle_optimizer has a row",
-    "untoggle_optimizer": "likewise",
+    "untoggle_optimizer": "toggle_optimizer has a row",
 }
-"""Public names without a row -> why."""
+"""Public name without a row -> the reason."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def said() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("row", "column"), cells())
-def test_feature_is_as_without_us_or_refused(row: str, column: str, said, rank_pool: RankPool) -> None:
+def test_feature_works_as_in_one_process_or_is_refused(row: str, column: str, said, rank_pool: RankPool) -> None:
     found = outcome(row, column, rank_pool)
 
     assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
@@ -63,6 +63,6 @@ def test_every_public_name_has_a_row(names: list[str]) -> None:
     covered = " ".join(f"{row.label} {' '.join(row.covers)}" for row in ROWS.values())
     words = set(re.findall(r"\w+", covered))
 
-    missing = [name for name in names if not name.startswith("_") and name not in words and name not in NOT_OF_OURS]
+    missing = [name for name in names if not name.startswith("_") and name not in words and name not in NOT_COVERED]
 
     assert not missing

@@ -1,4 +1,4 @@
-"""A run that has ended holds no memory: no weights, gradients, or buffers of engines and savers."""
+"""A finished run frees its memory: weights, gradients, optimizer state, and buffers of engines and saves."""
 
 import gc
 import weakref
@@ -72,7 +72,10 @@ def tensors_alive() -> int:
 
 
 def left_by(labels: list[str], num_devices: int, folder: str) -> dict[str, tuple[int, int]]:
-    """By label: how many more tensors exist after a second fit than after the first, and how many of its storages."""
+    """Return by label how many tensors and storages a fit leaves in memory.
+
+    Tensors are counted after a second fit, relative to those after the first.
+    """
     left = {}
     for label in labels:
         make = OTHERS[label] if label in OTHERS else BY_LABEL[label].strategy
@@ -84,12 +87,12 @@ def left_by(labels: list[str], num_devices: int, folder: str) -> dict[str, tuple
 
 
 @pytest.mark.usefixtures("deepspeed_operators")
-def test_no_tensor_of_a_run_outlives_it(on_ranks, tmp_path: Path) -> None:
+def test_no_tensor_outlives_its_run(on_ranks, tmp_path: Path) -> None:
     labels = [*LABELS, *OTHERS]
     for left in on_ranks(2, left_by, labels, 2, str(tmp_path)):
         assert left == dict.fromkeys(labels, (0, 0))
 
 
-def test_no_tensor_of_a_run_on_several_devices_outlives_it(tmp_path: Path) -> None:
+def test_no_tensor_of_paral_dp_outlives_its_run(tmp_path: Path) -> None:
     assert not dist.is_initialized()
     assert left_by(["paral_dp"], 2, str(tmp_path)) == {"paral_dp": (0, 0)}

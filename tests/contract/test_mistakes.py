@@ -1,4 +1,4 @@
-"""Mistakes that users make, and what they are told: what is wrong, what was given, what to do; before any launch."""
+"""Mistakes of users raise before any launch an error that says what is wrong, what was given, and what to do."""
 
 import importlib.util
 import logging
@@ -48,7 +48,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "message"), NAMES, ids=lambda value: str(value)[:40])
-def test_names(name: Any, message: str) -> None:
+def test_wrong_name_is_refused_with_a_suggestion(name: Any, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
     assert message in str(caught.value)
@@ -184,14 +184,14 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "options", "message"), OPTIONS, ids=lambda value: str(value)[:60])
-def test_options(make: Any, options: dict[str, Any], message: str) -> None:
+def test_wrong_option_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make(**options)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
-def test_options_without_a_name() -> None:
+def test_options_by_position_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"by position, but got 1\. Name the options: ActivationCheckpointing\(units="
     ):
@@ -200,7 +200,7 @@ def test_options_without_a_name() -> None:
         ParalDDPStrategy("ring")  # type: ignore[arg-type]
 
 
-def test_options_that_are_right(tmp_path: Path) -> None:
+def test_right_options_are_accepted(tmp_path: Path) -> None:
     assert ParalDDPStrategy(timeout=30).timeout == timedelta(seconds=30)
     assert ParalFSDPStrategy(timeout=1.5).timeout == timedelta(seconds=1.5)
     ParalDDPStrategy(bucket_cap_mb=0.5, static_graph=True, broadcast_buffers=None)
@@ -255,13 +255,13 @@ TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("strategy", "options", "message"), TRAINERS, ids=lambda value: str(value)[:40])
-def test_trainers(strategy: Any, options: dict[str, Any], message: str) -> None:
+def test_wrong_trainer_argument_is_refused(strategy: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         quiet_trainer(strategy=strategy() if callable(strategy) else strategy, devices=2, **options)
     assert message in str(caught.value)
 
 
-def test_units_are_looked_for_before_processes_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_are_found_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckedSubprocessLauncher, "_call_children_scripts", lambda self: pytest.fail("launched"))
     wrong = {"units": ["Blok"]}
     for strategy in (
@@ -274,7 +274,7 @@ def test_units_are_looked_for_before_processes_are_started(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("strategy", ["paral_zero2", "paral_dd", ParalDDPStrategy, ParalDDPStrategy()], ids=str)
-def test_fabric(strategy: Any) -> None:
+def test_fabric_is_refused(strategy: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Fabric has no Trainer.*Use lightning\.pytorch\.Trainer\(strategy="):
         Fabric(strategy=strategy, accelerator="cpu")
     Fabric(strategy="ddp", accelerator="cpu", devices=1)
@@ -317,7 +317,9 @@ def run_script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_old_name_of_lightning_is_refused_or_replaced(tmp_path: Path) -> None:
-    if importlib.util.find_spec("pytorch_lightning") is None:  # importing it here would change Lightning's loggers
+    if (
+        importlib.util.find_spec("pytorch_lightning") is None
+    ):  # importing it in this process would change Lightning's loggers
         pytest.skip("pytorch_lightning is not installed")
     refused = run_script(tmp_path, OLD_NAME.format(first=""))
     assert refused.stdout.count("but this Trainer comes from pytorch_lightning") == 4, refused
@@ -328,7 +330,7 @@ def test_old_name_of_lightning_is_refused_or_replaced(tmp_path: Path) -> None:
     assert replaced.returncode == 0
 
 
-def test_uncaught_error_shows_the_users_lines_only(tmp_path: Path) -> None:
+def test_uncaught_error_shows_only_lines_of_the_user(tmp_path: Path) -> None:
     text = "import lightning_paral\nfrom lightning.pytorch import Trainer\nTrainer(strategy='paral_zero4')\n"
     printed = run_script(tmp_path, text).stderr.splitlines()
     printed = printed[printed.index("Traceback (most recent call last):") :]  # imports may have warned
@@ -337,7 +339,7 @@ def test_uncaught_error_shows_the_users_lines_only(tmp_path: Path) -> None:
     assert len(printed) <= 5
 
 
-def test_errors_with_a_cause_in_the_users_code_keep_their_place(
+def test_error_with_a_cause_in_user_code_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reported = []
@@ -362,7 +364,7 @@ def test_errors_with_a_cause_in_the_users_code_keep_their_place(
     assert reported == [in_step]
     in_torch = explained(lambda: torch.zeros(2) + torch.zeros(3))
     assert in_torch.__cause__ is not None
-    in_torch.__cause__.__traceback__ = None  # as where only frames of libraries are in it
+    in_torch.__cause__.__traceback__ = None  # as if it had only frames of libraries
     sys.excepthook(type(in_torch), in_torch, in_torch.__traceback__)
     other = KeyError("x")
     sys.excepthook(type(other), other, None)

@@ -1,4 +1,4 @@
-"""A strategy of somebody else, from a folder of theirs, passes the contracts with one row in the table of cases."""
+"""A strategy from another folder passes the contracts with one row in the table of cases."""
 
 import os
 import shutil

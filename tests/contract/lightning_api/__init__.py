@@ -1,1 +1,1 @@
-"""Lightning's public features, and what comes of each under every strategy."""
+"""The table of Lightning's public features: the outcome of each under every strategy."""

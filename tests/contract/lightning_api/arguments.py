@@ -1,4 +1,4 @@
-"""Every argument of the Trainer, each with values that mean something."""
+"""Rows for every argument of the Trainer, with values that change the run."""
 
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +35,7 @@ FITS: dict[str, dict[str, Any]] = {
     "`enable_autolog_hparams=False`": {"enable_autolog_hparams": False},
     "`plugins=LightningEnvironment()`": {"plugins": LightningEnvironment},
 }
-OF_EVALUATION: dict[str, dict[str, Any]] = {
+EVALUATION_FITS: dict[str, dict[str, Any]] = {
     "`max_epochs=3`": {"max_epochs": 3},
     "`fast_dev_run=True`": {"fast_dev_run": True},
     "`val_check_interval=2`": {"val_check_interval": 2},
@@ -46,7 +46,7 @@ OF_EVALUATION: dict[str, dict[str, Any]] = {
     "`barebones=True`": {"barebones": True},
     "`reload_dataloaders_every_n_epochs=1`": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
 }
-OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
+OPTIMIZER_FITS: dict[str, dict[str, Any]] = {
     "`accumulate_grad_batches=3`": {"accumulate_grad_batches": 3},
     "`gradient_clip_val=0.1`": {"gradient_clip_val": 0.1},
     '`gradient_clip_algorithm="value"`': {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -66,7 +66,7 @@ def fitted(options: dict[str, Any]) -> Any:
 
 @row('`accelerator="auto"`', columns=LIGHT)
 def best_accelerator(run: Run) -> dict[str, Any]:
-    # Of a host with nothing but CPUs, as the ranks are joined by gloo.
+    # As on a node without GPUs, because the ranks communicate by gloo.
     with (
         patch.object(CUDAAccelerator, "is_available", return_value=False),
         patch.object(MPSAccelerator, "is_available", return_value=False),
@@ -76,9 +76,9 @@ def best_accelerator(run: Run) -> dict[str, Any]:
 
 for label, options in FITS.items():
     row(label, columns=LIGHT)(fitted(options))
-for label, options in OF_EVALUATION.items():
+for label, options in EVALUATION_FITS.items():
     row(label)(fitted(options))
-for label, options in OF_OPTIMIZERS.items():
+for label, options in OPTIMIZER_FITS.items():
     row(label, columns=ALL, tolerance=2e-2 if "16-true" in label else 1e-5)(fitted(options))
 
 
@@ -129,7 +129,7 @@ def minimal(run: Run) -> dict[str, Any]:
 
 
 class Observing(Supervised):
-    """What evaluation runs under, and how many batches."""
+    """Records the gradient mode and the training mode of each evaluated batch."""
 
     def observe(self, batch: Any, batch_idx: int) -> Any:
         self.log("loss", self.loss(batch), sync_dist=True)
@@ -203,7 +203,7 @@ def sync_nothing(run: Run) -> dict[str, Any]:
 
 
 class MyNorm(nn.BatchNorm1d):
-    """What a user's plugin puts in the place of BatchNorm."""
+    """Replaces BatchNorm in a user's plugin."""
 
 
 class MySync(LayerSync):

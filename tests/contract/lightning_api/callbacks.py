@@ -1,4 +1,4 @@
-"""Every callback in `lightning.pytorch.callbacks`."""
+"""Rows for every callback in `lightning.pytorch.callbacks`."""
 
 from typing import Any
 

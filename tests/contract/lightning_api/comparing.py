@@ -1,4 +1,4 @@
-"""Compare what the ranks of a cell return with what one process returns, or the ranks of Lightning's `ddp`."""
+"""Compare the results of a cell's ranks with those of one process, or of the ranks of Lightning's `ddp`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +11,12 @@ from tests.contract.user_code.comparing import compared
 
 
 def differences(ranks: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> Iterator[str]:
-    """Yield what is not equal, one line each.
+    """Yield a line for each difference.
 
     Args:
-        ranks: of the cell.
-        expected: as many, rank by rank, or one, to which each is compared.
-        tolerance: relative, absolute below 1.
+        ranks: the results of each rank of the cell.
+        expected: the expected results of each rank, or of one process, with which each rank is compared.
+        tolerance: the largest difference: relative, and absolute below 1.
     """
     for name in ranks[0].keys() | expected[0].keys():
         if name not in ranks[0] or name not in expected[0]:
@@ -35,7 +35,7 @@ def differences(ranks: list[dict[str, Any]], expected: list[dict[str, Any]], tol
 
 
 def mean(values: list[Any]) -> Any:
-    """Return the mean of nests of numbers, value by value; that of rank 0 where they are not alike."""
+    """Return the mean of nested numbers, value by value, or rank 0's if their structures differ."""
     flat = [tree_flatten(value) for value in values]
     _, spec = flat[0]
     if any(other != spec for _, other in flat):

@@ -211,7 +211,7 @@ def stream(run: Run) -> dict[str, Any]:
 
 
 class Batches:
-    """No DataLoader: whatever is iterable."""
+    """An iterable of batches that is not a DataLoader."""
 
     def __iter__(self) -> Any:
         return iter([samples(1, 7), samples(1, 8)])

@@ -1,4 +1,4 @@
-"""Every hook of LightningModule and Callback: that it is called, when, how often; and overridden ones have effect."""
+"""Rows for every hook of LightningModule and Callback: the order of calls, and the effects of overridden hooks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.contract.user_code.models import Supervised, validated
 
 OLD = ("configure_sharded_model",)
 MODEL_HOOKS = tuple(name for name in vars(ModelHooks) if not name.startswith("_") and name not in OLD)
-OF_MODULES = (
+MODULE_HOOKS = (
     *MODEL_HOOKS,
     "setup",
     "teardown",
@@ -30,12 +30,12 @@ OF_MODULES = (
     "transfer_batch_to_device",
     "on_after_batch_transfer",
 )
-NOT_OF_CALLBACKS = ("state_key", "state_dict", "load_state_dict")
-OF_CALLBACKS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in NOT_OF_CALLBACKS)
+NOT_HOOKS = ("state_key", "state_dict", "load_state_dict")
+CALLBACK_HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in NOT_HOOKS)
 
 
 def recording(base: type, names: tuple[str, ...], called: list[str]) -> type:
-    """Return a subclass that notes the calls of hooks."""
+    """Return a subclass that records the calls of hooks."""
 
     def noting(name: str) -> Any:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,16 +70,16 @@ def all_stages(run: Run, module: Any, callbacks: list[Callback], called: list[st
     return {"in fit": fit, "in evaluation": called[len(fit) :]}
 
 
-@row("all hooks of LightningModule: order of calls", covers=OF_MODULES, reference="ddp")
-def of_modules(run: Run) -> dict[str, Any]:
+@row("all hooks of LightningModule: order of calls", covers=MODULE_HOOKS, reference="ddp")
+def hooks_of_modules(run: Run) -> dict[str, Any]:
     called: list[str] = []
-    return all_stages(run, run.module(recording(Every, OF_MODULES, called)), [], called)
+    return all_stages(run, run.module(recording(Every, MODULE_HOOKS, called)), [], called)
 
 
-@row("all hooks of Callback: order of calls", covers=OF_CALLBACKS)
-def of_callbacks(run: Run) -> dict[str, Any]:
+@row("all hooks of Callback: order of calls", covers=CALLBACK_HOOKS)
+def hooks_of_callbacks(run: Run) -> dict[str, Any]:
     called: list[str] = []
-    made = recording(Callback, OF_CALLBACKS, called)()
+    made = recording(Callback, CALLBACK_HOOKS, called)()
     return all_stages(run, run.module(Every), [made], called)
 
 

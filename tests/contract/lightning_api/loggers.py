@@ -1,4 +1,4 @@
-"""Loggers and profilers."""
+"""Rows for loggers and profilers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.contract.user_code.models import Supervised, validated
 
 
 class Logging(Supervised):
-    """Logs in every way, with hyper-parameters."""
+    """Logs with every combination of options, and has hyper-parameters."""
 
     def __init__(self, width: int = 7, name: str = "x") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Run one cell of the table, and say how it came out."""
+"""Run one cell of the table and judge its outcome."""
 
 import io
 import json
@@ -24,16 +24,16 @@ from tests.contract.lightning_api.rows import ROWS
 from tests.contract.lightning_api.run import Run
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.fitting import Raised
-from tests.contract.user_code.outcomes import IN_MEMORY, Outcome, judged, summary, that_name_the_cause
+from tests.contract.user_code.outcomes import IN_MEMORY, Outcome, judged, naming_the_cause, summary
 from tests.contract.user_code.refusals import CLEAR
 from tests.rank_pool import RankError, RankPool
 
 CLEAR_HERE = {
-    "The Batch size finder is not supported with distributed strategies": "of Lightning",
-    "Tuning the batch size is currently not supported with distributed strategies": "of Lightning",
-    r"`Trainer\(strategy='deepspeed', precision='.*'\)` is not supported": "of Lightning",
+    "The Batch size finder is not supported with distributed strategies": "Lightning",
+    "Tuning the batch size is currently not supported with distributed strategies": "Lightning",
+    r"`Trainer\(strategy='deepspeed', precision='.*'\)` is not supported": "Lightning",
 } | CLEAR
-"""Pattern of a message that counts as a refusal -> whose it is."""
+"""Pattern of a message that counts as a refusal -> the library that it comes from."""
 
 
 def cells() -> list[tuple[str, str]]:
@@ -47,14 +47,14 @@ def cells() -> list[tuple[str, str]]:
 
 
 def attempt(label: str, column: str, folder: str, num_devices: int) -> dict[str, Any] | Raised:
-    """Run the row in a column, on this rank; return the error if there is one."""
+    """Run the row in a column on this rank; return its results, or the error."""
     strategy: Callable[[], Any] = COLUMNS[column].strategy if column in COLUMNS else lambda: column
     try:
         with _quiet():
             return ROWS[label].scenario(Run(strategy, Path(folder), num_devices))
     except BaseException as error:
         found = Raised(type(error).__name__, str(error), isinstance(error, ParalError), traceback.format_exc())
-        # For the case that another rank waits for this one forever.
+        # Another rank may wait for this one until the pool ends it, so the error is also written to a file.
         Path(folder, f"raised-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(asdict(found)))
         if ROWS[label].of_one_rank:
             raise  # the pool ends the other ranks
@@ -62,7 +62,7 @@ def attempt(label: str, column: str, folder: str, num_devices: int) -> dict[str,
 
 
 def outcome(label: str, column: str, pool: RankPool) -> Outcome:
-    """Run the cell. Its references are run once per row."""
+    """Run the cell with the given labels, and its references if no cell of the row has run yet."""
     row = ROWS[label]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         try:
@@ -70,7 +70,7 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
         except RankError as error:
             raised = [Raised(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("raised-*.json"))]
             if raised and row.of_one_rank:
-                raised = that_name_the_cause(raised, row.names)
+                raised = naming_the_cause(raised, row.names)
                 return judged(row.names, raised, len(raised), CLEAR_HERE)
             return Outcome("hangs", "; ".join(f"{each.kind}: {each.message}" for each in raised) or str(error))
     errors = [rank for rank in ranks if isinstance(rank, Raised)]
@@ -104,7 +104,7 @@ _expected: dict[tuple[str, str], list[dict[str, Any]] | Outcome] = {}
 
 
 def expected_of(label: str, reference: str, pool: RankPool) -> list[dict[str, Any]] | Outcome:
-    """Return what a reference returns on its ranks, which is run once; or how it fails."""
+    """Return the results of a reference, which runs once, on each of its ranks, or the outcome if it fails."""
     if (label, reference) not in _expected:
         folder = tempfile.mkdtemp(dir=IN_MEMORY)
         try:
@@ -122,7 +122,7 @@ def expected_of(label: str, reference: str, pool: RankPool) -> list[dict[str, An
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Print nothing; forget what the Trainer set for the whole process."""
+    """Suppress output, and restore afterwards what the Trainer sets for the whole process."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_paral")]
     levels = [logger.level for logger in loggers]
     environment = dict(os.environ)
@@ -136,7 +136,7 @@ def _quiet() -> Iterator[None]:
                 yield
     finally:
         os.environ.clear()
-        os.environ.update(environment)  # of a seed, say
+        os.environ.update(environment)  # seed_everything sets variables
         torch.use_deterministic_algorithms(deterministic)
         torch.backends.cudnn.benchmark = benchmark
         for logger, level in zip(loggers, levels, strict=True):

@@ -1,4 +1,4 @@
-"""A row of the contract: one public feature of Lightning, used as its documentation shows it."""
+"""The rows of the table: Lightning's public features, used as its documentation shows them."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -29,28 +29,29 @@ RANKS = columns_for(with_ranks(PER_PLACEMENT))
 
 @dataclass(frozen=True)
 class Row:
-    """One feature, used under every strategy."""
+    """A feature, which is used under every strategy."""
 
     label: str
-    """Unique and short: what the user writes."""
+    """What the user writes: unique and short."""
     theme: str
-    """The file it is in."""
+    """The name of the file that has the row."""
     scenario: Callable[[Run], dict[str, Any]]
-    """Uses the feature on one rank; returns what came of it, by name. See `comparing` for how values are compared."""
+    """A function that uses the feature on one rank and returns its results by name. `comparing` compares them."""
     columns: tuple[str, ...] = ENOUGH
     num_ranks: int = 2
-    """How many ranks run it, or devices of one process."""
+    """The number of ranks, or of devices of one process."""
     reference: str = "auto"
-    """What it may equal beside one process: `"ddp"`, Lightning's own at the same number of ranks."""
+    """The alternative to one process. `"ddp"`: the results may equal those of Lightning's `ddp` on as many ranks."""
     tolerance: float = 1e-5
+    """The largest difference: relative, and absolute below 1."""
     covers: tuple[str, ...] = ()
-    """Names of the public interface it stands for, where the label does not have them."""
+    """Names of Lightning's public interface that the row covers, besides those in the label."""
     names: str = ""
-    """What a refusal has to name, as a regular expression."""
+    """A regular expression that the message of a refusal must match."""
     patience: float = 150.0
     """Seconds after which a cell counts as hanging."""
     of_one_rank: bool = False
-    """The error is one rank's own: whatever started the ranks ends the others, as for any exception."""
+    """Whether only one rank raises the error, and the launcher ends the others, as for any exception."""
 
 
 ROWS: dict[str, Row] = {}

@@ -1,4 +1,4 @@
-"""What a row has at hand on one rank: a Trainer with the strategy, small modules and data, and what to compare."""
+"""The tools of a row on one rank: a Trainer with the strategy, small modules and data, and results to compare."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,20 +17,20 @@ from tests.contract.user_code.models import Loaders, Supervised, regression
 from tests.running import quiet_trainer
 
 SEED = 3
-OF_CHECKPOINT = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks")
-OF_AVERAGING = ("current_model_state", "averaging_state")
+CHECKPOINT_KEYS = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks")
+AVERAGING_KEYS = ("current_model_state", "averaging_state")
 
 
 @dataclass
 class Mean:
-    """A value of which the mean over the ranks is compared."""
+    """A value whose mean over the ranks is compared."""
 
     value: Any
 
 
 @dataclass
 class OfRankZero:
-    """A value that is compared on rank 0 only: a file, or what is printed."""
+    """A value that is compared on rank 0 only, such as a file or printed text."""
 
     value: Any
 
@@ -51,7 +51,7 @@ class Losses(Callback):
 
 @dataclass
 class Run:
-    """A cell, on one rank."""
+    """One run of a cell on one rank."""
 
     strategy: Callable[[], Any]
     folder: Path
@@ -67,25 +67,25 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        """How many there are; one under DP."""
+        """The number of ranks: one under DP."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def trainer(self, **options: Any) -> Trainer:
-        """Return a Trainer with the strategy of the cell; one epoch, quiet, unless `options` say otherwise."""
+        """Return a quiet Trainer with the strategy of the cell, which trains for one epoch by default."""
         own = {"devices": self.num_devices, "strategy": self.strategy(), "default_root_dir": self.folder}
         return quiet_trainer(**({"max_epochs": 1} | own | options))
 
     def module(self, make: Callable[..., Any] = Supervised, *arguments: Any, **options: Any) -> Any:
-        """Return a module with the same values in all cells."""
+        """Return a module with the same initial values in all cells."""
         torch.manual_seed(SEED)
         return make(*arguments, **options)
 
     def data(self, loaders: Loaders = regression) -> dict[str, Any]:
-        """Return what `fit` gets: this rank's share of global batches."""
+        """Return loaders for `fit` with this rank's samples of the global batches."""
         return loaders(self.rank, self.num_ranks)
 
     def of_all_ranks(self, values: list[Any]) -> list[Any]:
-        """Return the lists of all ranks, joined. *Collective*."""
+        """Return the concatenated lists of all ranks. *Collective*."""
         if not dist.is_initialized():
             return values
         lists: list[Any] = [None] * self.num_ranks
@@ -103,11 +103,11 @@ class Run:
         """Fit, and return losses, weights and metrics.
 
         Args:
-            make: makes the module, or is it.
-            loaders: what `fit` gets; `None` where the module or `how` has them.
-            callbacks: of the Trainer.
+            make: the module, or a function that returns it.
+            loaders: a function that returns the loaders; `None` if the module or `how` has them.
+            callbacks: callbacks for the Trainer.
             how: further arguments of `fit`.
-            options: of the Trainer.
+            options: further arguments of the Trainer.
         """
         module = make if isinstance(make, LightningModule) else self.module(make)
         losses = Losses()
@@ -123,19 +123,19 @@ class Run:
         }
 
     def saved(self, path: Path | str) -> OfRankZero:
-        """Return what a checkpoint holds, whatever its form."""
+        """Return the contents of a full or sharded checkpoint on rank 0."""
         if self.rank:
             return OfRankZero(None)
         _, checkpoint = peek(path, weights_only=False)
         kept = {
             key: value
             for key, value in checkpoint.items()
-            if key in OF_CHECKPOINT + OF_AVERAGING or key.startswith("user_")
+            if key in CHECKPOINT_KEYS + AVERAGING_KEYS or key.startswith("user_")
         }
         for optimizer in kept.get("optimizer_states", []):
             for group in optimizer["param_groups"]:
-                group.pop("param_names", None)  # ours have it beside what torch writes
-        return OfRankZero(_elsewhere(plain(kept), str(self.folder)))
+                group.pop("param_names", None)  # our strategies add it
+        return OfRankZero(_without_folder(plain(kept), str(self.folder)))
 
 
 class Saving(Callback):
@@ -148,17 +148,17 @@ class Saving(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def _elsewhere(values: Any, folder: str) -> Any:
-    """Return a nest of containers without the name of a folder."""
+def _without_folder(values: Any, folder: str) -> Any:
+    """Return nested containers with the path of a folder removed from all strings."""
     if isinstance(values, dict):
-        return {_elsewhere(key, folder): _elsewhere(value, folder) for key, value in values.items()}
+        return {_without_folder(key, folder): _without_folder(value, folder) for key, value in values.items()}
     if isinstance(values, list):
-        return [_elsewhere(value, folder) for value in values]
+        return [_without_folder(value, folder) for value in values]
     return values.replace(folder, "") if isinstance(values, str) else values
 
 
 def metrics_of(run: Run) -> OfRankZero:
-    """Return what CSVLogger wrote, as numbers."""
+    """Return the rows of CSVLogger's files, as numbers."""
     if run.rank:
         return OfRankZero(None)
     files = [path.read_text().splitlines() for path in sorted(run.folder.glob("**/metrics.csv"))]
@@ -173,11 +173,11 @@ def _number(text: str) -> float | str:
 
 
 def plain(values: Any) -> Any:
-    """Return a copy of a nest of containers with whole tensors on the CPU. *Collective* where there are shards."""
-    return tree_map_only(Tensor, _whole, values)
+    """Return a copy of nested containers with full tensors on the CPU. *Collective* if tensors are sharded."""
+    return tree_map_only(Tensor, _full, values)
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full(value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().cpu().clone()

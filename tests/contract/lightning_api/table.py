@@ -1,4 +1,4 @@
-"""The table in docs/lightning.md: what is expected of every cell, in words and for the test."""
+"""Write and read docs/lightning.md, the table with the expected outcome of every cell."""
 
 import re
 from pathlib import Path
@@ -58,7 +58,7 @@ def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
 
 
 def read() -> dict[tuple[str, str], tuple[str, str]]:
-    """Return what the page says of each cell: the word, and the footnote's text."""
+    """Return for each cell on the page its outcome and the text of its footnote."""
     text = PATH.read_text()
     notes = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", text, flags=re.MULTILINE))
     said: dict[tuple[str, str], tuple[str, str]] = {}

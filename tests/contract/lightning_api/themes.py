@@ -1,4 +1,4 @@
-"""Importing this registers the rows of all themes."""
+"""Importing this module registers the rows of all themes."""
 
 from tests.contract.lightning_api import (  # noqa: F401
     arguments,

@@ -1,6 +1,6 @@
-"""Run cells and print how they come out; write the table.
+"""Run cells, print their outcomes, and write the page.
 
-python -m tests.contract.user_code [ROW [COLUMN]]   those whose labels match the patterns
+python -m tests.contract.user_code [ROW [COLUMN]]   the cells whose labels match the patterns
 python -m tests.contract.user_code --write          all of them, then docs/user-code.md
 """
 

@@ -1,4 +1,4 @@
-"""Compare what a strategy's ranks were left with to the reference."""
+"""Compare the fits of a strategy's ranks with the reference."""
 
 import re
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from tests.contract.user_code.rows import Row
 
 
 def differences(row: Row, ranks: list[Fit], expected: Fit, tolerance: float, *, buffers_of_all: bool) -> list[str]:
-    """Return what is not equal, one line each.
+    """Return a line for each difference.
 
-    With `buffers_of_all=False`, buffers are compared on rank 0 alone, whose are saved.
+    With `buffers_of_all=False`, only rank 0's buffers are compared, which are the saved ones.
     """
     return [line for line in _differences(ranks, expected, tolerance, buffers_of_all) if not _apart(row, line)]
 
@@ -30,7 +30,7 @@ def _differences(ranks: list[Fit], expected: Fit, tolerance: float, buffers_of_a
         losses = torch.tensor([rank.losses for rank in ranks]).mean(dim=0)
         yield from compared("losses", losses, torch.tensor(expected.losses), tolerance * 10)
     for number, rank in enumerate(ranks):
-        # Under DDP buffers are a rank's own, and rank 0's count.
+        # Under DDP each rank has its own buffers, and rank 0's are saved.
         weights = {k: v for k, v in rank.weights.items() if buffers_of_all or not number or k not in rank.buffers}
         theirs = {k: v for k, v in expected.weights.items() if k in weights or k not in rank.buffers}
         yield from compared(f"rank {number}: weights", weights, theirs, tolerance)
@@ -42,7 +42,7 @@ def _differences(ranks: list[Fit], expected: Fit, tolerance: float, buffers_of_a
 
 
 def mean_metrics(ranks: list[Fit]) -> dict[str, float]:
-    """Return what rank 0 logged, each the mean over the ranks that logged it."""
+    """Return for each metric of rank 0 its mean over the ranks that logged it."""
     means = {}
     for key in ranks[0].metrics:
         values = [rank.metrics[key] for rank in ranks if key in rank.metrics]
@@ -51,7 +51,7 @@ def mean_metrics(ranks: list[Fit]) -> dict[str, float]:
 
 
 def compared(where: str, ours: Any, theirs: Any, tolerance: float) -> Iterator[str]:
-    """Yield a line for each value in which two nests of containers differ."""
+    """Yield a line for each value in which two nested containers differ."""
     if isinstance(theirs, Tensor) and isinstance(ours, Tensor):
         yield from _tensors(where, ours, theirs, tolerance)
     elif isinstance(theirs, dict) and isinstance(ours, dict):

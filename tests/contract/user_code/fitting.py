@@ -1,4 +1,4 @@
-"""Fit a row and keep all that can be compared."""
+"""Fit a row and keep all results to compare."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
 
 @dataclass
 class Fit:
-    """What a fit left on one rank."""
+    """The results of a fit on one rank."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -40,9 +40,9 @@ class Fit:
     hyperparameters: list[Any] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     seen_by_rank: list[list[Any]] = field(default_factory=list)
-    """In a reference of several ranks."""
+    """For a reference with several ranks, the `seen` of each."""
     checkpoint: dict[str, Any] = field(default_factory=dict)
-    """On rank 0: `state_dict`, `optimizer_states`, `lr_schedulers`, and what hooks added."""
+    """On rank 0: `state_dict`, `optimizer_states`, `lr_schedulers`, and entries added by hooks."""
     buffers: tuple[str, ...] = ()
 
 
@@ -57,7 +57,7 @@ class Raised:
 
 
 class Keep(Callback):
-    """Record the losses; at the end save and record what is gone after the run."""
+    """Record the losses; at the end save a checkpoint and record values that are gone after the run."""
 
     def __init__(self, fit: Fit, path: Path) -> None:
         self.fit = fit
@@ -72,7 +72,7 @@ class Keep(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         trainer.save_checkpoint(self.path)
-        self.fit.hyperparameters = []  # those of the last part, where there are two
+        self.fit.hyperparameters = []  # of an interrupted run, keep those of the second part
         self.fit.metrics |= {key: float(value) for key, value in trainer.callback_metrics.items()}
         for optimizer in trainer.optimizers:
             groups = optimizer.param_groups
@@ -80,13 +80,13 @@ class Keep(Callback):
 
 
 def fit(label: str, strategy: Callable[[], Any], folder: str, num_devices: int) -> Fit:
-    """Fit the row; in a process of a world, or in one.
+    """Fit the row on this rank, or in one process.
 
     Args:
-        label: of the row.
-        strategy: makes what the Trainer is given.
-        folder: for checkpoints; the same on all ranks.
-        num_devices: `Trainer(devices=...)`. With one, the run is not interrupted.
+        label: the label of the row.
+        strategy: a function that returns the strategy for the Trainer.
+        folder: the folder for checkpoints, the same on all ranks.
+        num_devices: `Trainer(devices=...)`. With one device the run is not interrupted.
     """
     row = ROWS[label]
     epochs = row.trainer.get("max_epochs", 2 if row.resumed else 1)
@@ -111,7 +111,7 @@ def _fit_part(
     trainer = quiet_trainer(**(row.trainer | own), callbacks=[*row.callbacks(), Keep(kept, path)])
     torch.manual_seed(SEED)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    # Checkpoints of rows hold what users put there, of any type.
+    # Rows save objects of any type in checkpoints.
     trainer.fit(module, ckpt_path=ckpt_path, weights_only=False, **row.loaders(_rank(), num_ranks))
     kept.seen += tree_map_only(Tensor, _copy, getattr(module, "seen", []))
     kept.weights = {name: _copy(value) for name, value in module.state_dict().items()}
@@ -123,14 +123,14 @@ def _rank() -> int:
 
 
 def attempt(label: str, column: str, folder: str) -> Fit | Raised:
-    """Fit the row in a column, on this rank; return the error if there is one."""
+    """Fit the row in a column on this rank; return the results, or the error."""
     try:
         _collect_quickly(column)
         return fit(label, strategy_of(column), folder, 2)
     except Exception as error:
         is_ours = isinstance(error, lightning_paral.errors.ParalError)
         found = Raised(type(error).__name__, str(error), is_ours, traceback.format_exc())
-        # For the case that another rank waits for this one forever.
+        # Another rank may wait for this one until the pool ends it, so the error is also written to a file.
         Path(folder, f"raised-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(asdict(found)))
         if ROWS[label].of_one_rank:
             raise  # the pool ends the other ranks
@@ -138,7 +138,7 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
 
 
 def strategy_of(column: str) -> Any:
-    """Return what makes the strategy of a column, or of a reference."""
+    """Return a function that returns the strategy of a column or of a reference."""
     return COLUMNS[column].strategy if column in COLUMNS else lambda: column
 
 
@@ -146,7 +146,7 @@ _collected: set[str] = set()
 
 
 def _collect_quickly(column: str) -> None:
-    """Let collections, of which DeepSpeed makes some in every fit, pass over all that was imported so far."""
+    """Exclude all objects created so far from garbage collections, which DeepSpeed runs in every fit."""
     if column not in _collected:
         _collected.add(column)
         gc.collect()
@@ -162,13 +162,13 @@ def _contents(path: Path) -> dict[str, Any]:
     }
     for optimizer in kept.get("optimizer_states", []):
         for group in optimizer["param_groups"]:
-            group.pop("param_names", None)  # ours have it beside what torch writes
+            group.pop("param_names", None)  # our strategies add it
     return tree_map_only(Tensor, _copy, kept)
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, DTensor):
-        value = value.full_tensor()  # what the user kept is on shards, as the parameters are
+        value = value.full_tensor()  # tensors that the user kept are sharded like the parameters
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     return value

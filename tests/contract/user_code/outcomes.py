@@ -1,4 +1,4 @@
-"""Run one cell of the table, and say how it came out."""
+"""Run one cell of the table and judge its outcome."""
 
 import json
 import re
@@ -18,23 +18,23 @@ from tests.contract.user_code.rows import ROWS, Row
 from tests.rank_pool import RankError, RankPool
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where cells save: most of the time of a small save goes by while the disk confirms it."""
+"""Where cells save. On a disk, most of the time of a small save is spent in fsync."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell came out."""
+    """The outcome of a cell."""
 
     kind: str
-    """`"equal"`, `"as ddp"`, `"refused"`, or anything else: `"differs"`, `"fails"`, `"hangs"`."""
+    """`"equal"`, `"as ddp"` or `"refused"`; for a defect `"differs"`, `"fails"` or `"hangs"`."""
     reason: str = ""
-    """What a refusal says first, or what is wrong."""
+    """The first sentence of a refusal, or a description of the defect."""
     detail: str = ""
-    """Where an error comes from."""
+    """The traceback of an error."""
 
     @property
     def is_allowed(self) -> bool:
-        """Whether it is no defect."""
+        """Whether the outcome is not a defect."""
         return self.kind in ("equal", "as ddp", "refused")
 
 
@@ -54,7 +54,7 @@ def columns_of(row: Row) -> list[str]:
 
 
 def outcome(label: str, column: str, pool: RankPool) -> Outcome:
-    """Run the cell. Its reference is run once per row."""
+    """Run the cell with the given labels, and its reference if no cell of the row has run yet."""
     row = ROWS[label]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         if not COLUMNS[column].on_ranks:
@@ -65,7 +65,7 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             except RankError as error:
                 raised = [Raised(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("raised-*.json"))]
                 if raised and row.of_one_rank:
-                    raised = that_name_the_cause(raised, row.names)
+                    raised = naming_the_cause(raised, row.names)
                     return judged(row.names, raised, len(raised))
                 said = (f"{each.kind}: {each.message}" for each in raised)
                 return Outcome("hangs", "; ".join(said) or str(error))
@@ -90,7 +90,7 @@ _expected: dict[tuple[str, str], Fit] = {}
 
 
 def expected_of(label: str, reference: str, pool: RankPool) -> Fit:
-    """Return the reference's fit, which is made once."""
+    """Return the fit of the reference, which runs once."""
     if (label, reference) not in _expected:
         with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
             if reference == "auto":
@@ -102,7 +102,7 @@ def expected_of(label: str, reference: str, pool: RankPool) -> Fit:
 
 
 def joined(ranks: list[Fit | Raised]) -> Fit:
-    """Return rank 0's fit, with the mean losses and metrics of all."""
+    """Return rank 0's fit with the mean losses and metrics of all ranks."""
     fits = [rank for rank in ranks if isinstance(rank, Fit)]
     assert len(fits) == len(ranks), ranks
     fits[0].losses = torch.tensor([rank.losses for rank in fits]).mean(dim=0).tolist()
@@ -111,19 +111,22 @@ def joined(ranks: list[Fit | Raised]) -> Fit:
     return fits[0]
 
 
-def that_name_the_cause(raised: list[Raised], names: str) -> list[Raised]:
-    """Return the errors that match `names`, if any: where one rank fails, another may say only that it has gone."""
+def naming_the_cause(raised: list[Raised], names: str) -> list[Raised]:
+    """Return the errors that match `names`, or all if none does.
+
+    If one rank fails, the error of another may only say that it is gone.
+    """
     return [each for each in raised if re.search(names, each.message)] or raised
 
 
 def judged(names: str, errors: list[Raised], num_ranks: int, clear: Iterable[str] = CLEAR) -> Outcome:
-    """Say how a cell came out in which ranks raised `errors`.
+    """Return the outcome of a cell in which ranks raised errors.
 
     Args:
-        names: what a refusal has to name, as a regular expression.
-        errors: of the ranks that had one.
-        num_ranks: how many there were.
-        clear: patterns of messages of others that count as refusals.
+        names: a regular expression that a refusal must match.
+        errors: the errors of the ranks that raised one.
+        num_ranks: the number of ranks.
+        clear: patterns of messages of libraries that count as refusals.
     """
     first = errors[0]
     if len(errors) < num_ranks:
@@ -131,12 +134,12 @@ def judged(names: str, errors: list[Raised], num_ranks: int, clear: Iterable[str
     if not first.is_ours and not any(re.search(pattern, first.message) for pattern in clear):
         return Outcome("fails", f"{first.kind}: {first.message}", first.trace)
     if names and not re.search(names, first.message):
-        return Outcome("fails", f"names no {names}: {first.kind}: {first.message}", first.trace)
+        return Outcome("fails", f"does not name {names}: {first.kind}: {first.message}", first.trace)
     return Outcome("refused", first_sentence(first.message), first.trace)
 
 
 def summary(lines: list[str]) -> str:
-    """Return the first line of each kind of difference, and how many more there are."""
+    """Return the first line of each kind of difference and the number of further lines."""
     kinds: dict[str, list[str]] = {}
     for line in lines:
         kinds.setdefault(line.split(":")[0] + line.split(":")[1].rstrip("0123456789"), []).append(line)
@@ -145,6 +148,6 @@ def summary(lines: list[str]) -> str:
 
 
 def first_sentence(message: str) -> str:
-    """Return what a message says first, on one line."""
+    """Return the first sentence of a message, on one line."""
     line = " ".join(message.split())
     return re.split(r"(?<=[.:!]) (?=[A-Z])", line)[0]

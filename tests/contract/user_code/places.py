@@ -1,4 +1,4 @@
-"""The places in which user code acts: the step, hooks of the module, hooks of a callback."""
+"""The places where user code acts: the step, hooks of the module, and hooks of a callback."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ PLACES = (
 
 
 def module_acting(base: type[LightningModule], place: str, act: Callable[[Any], None]) -> type[LightningModule]:
-    """Return a subclass of `base` that acts in the hook or step of that name, after what `base` does there."""
+    """Return a subclass of `base` that acts in the hook `place` after `base`, or in the step before it."""
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if place == "training_step":
@@ -43,7 +43,7 @@ def module_acting(base: type[LightningModule], place: str, act: Callable[[Any], 
 
 
 def callback_acting(place: str, act: Callable[[Any], None]) -> Callback:
-    """Return a callback that acts in the hook of that name."""
+    """Return a callback that acts in the hook `place`."""
 
     def hook(self: Any, trainer: Any, module: LightningModule, *args: Any, **kwargs: Any) -> None:
         act(module)
@@ -52,7 +52,7 @@ def callback_acting(place: str, act: Callable[[Any], None]) -> Callback:
 
 
 def acting(base: type[LightningModule], place: str, act: Callable[[Any], None]) -> dict[str, Any]:
-    """Return what a row needs for `act` to happen at a place."""
+    """Return the options of a row in which `act` is called at a place."""
     loaders = validated if "validation" in place else regression
     if place.startswith("callback."):
         name = place.removeprefix("callback.")

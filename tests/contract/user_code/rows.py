@@ -1,4 +1,4 @@
-"""A row of the contract: something that people write in LightningModules and callbacks."""
+"""The rows of the table: code that people write in LightningModules and callbacks."""
 
 import inspect
 import sys
@@ -14,40 +14,42 @@ from tests.contract.user_code.models import Loaders, regression
 
 @dataclass(frozen=True)
 class Row:
-    """One case, fitted under every strategy."""
+    """A piece of user code, which is fitted under every strategy."""
 
     label: str
-    """Its name, unique and short: `theme/case`."""
+    """A unique, short name."""
     sentence: str
-    """What the user writes."""
+    """A sentence for the page that says what the user writes."""
     theme: str
-    """The file it is in."""
+    """The name of the file that has the row."""
     module: Callable[[], LightningModule]
-    """Makes the module, after the seed is set."""
+    """A function that returns the module. It is called after the seed is set."""
     callbacks: Callable[[], list[Callback]] = list
-    """Makes the user's callbacks."""
+    """A function that returns the user's callbacks."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """What else the Trainer gets. One epoch, unless it says otherwise."""
+    """Further arguments of the Trainer, which trains for one epoch by default."""
     loaders: Loaders = regression
-    """Makes what `fit` gets, for a rank of a world."""
+    """A function of rank and number of ranks that returns the loaders for `fit`."""
     resumed: bool = False
-    """Fit one epoch and save, then load into a new module and fit the second: compared with two epochs in one go."""
+    """Whether the run is interrupted: fit one epoch, save, resume with a new module, and fit the second epoch. The
+    reference fits both epochs at once."""
     strategies: tuple[str, ...] = ()
-    """Columns beyond those in which every row runs."""
+    """Further columns, besides those in which every row runs."""
     reference: str = "auto"
-    """What it may equal beside one process: `"ddp"`, Lightning's DDP at the same world size, where the user's code
-    computes something from a rank's own samples that is no mean over samples (BatchNorm)."""
+    """The alternative to one process. `"ddp"`: the cell may equal Lightning's DDP at the same world size, if the code
+    computes a value from a rank's own samples that is not a mean over samples, as BatchNorm does."""
     tolerance: float = 1e-5
+    """The largest difference: relative, and absolute below 1."""
     names: str = ""
-    """What a refusal has to name, as a regular expression."""
+    """A regular expression that the message of a refusal must match."""
     patience: float = 150.0
-    """Seconds after which a cell counts as hanging; less where one is known to."""
+    """Seconds after which a cell counts as hanging."""
     of_one_rank: bool = False
-    """The error is one rank's own: whatever started the ranks ends the others, as for any exception."""
+    """Whether only one rank raises the error, and the launcher ends the others, as for any exception."""
     only: tuple[str, ...] = ()
-    """The columns in which it runs, if not in all."""
+    """The only columns in which the row runs; if empty, it runs in all."""
     apart: tuple[str, ...] = ()
-    """Patterns of names in the `state_dict` and metrics that differ by intent: drawn at random, say."""
+    """Patterns of names in the `state_dict` and metrics that are not compared, such as those drawn at random."""
 
 
 ROWS: dict[str, Row] = {}

@@ -1,4 +1,4 @@
-"""The table in docs/user-code.md: what is expected of every cell, in words and for the test."""
+"""Write and read docs/user-code.md, the table with the expected outcome of every cell."""
 
 import re
 from pathlib import Path
@@ -71,7 +71,7 @@ def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
 
 
 def read() -> dict[tuple[str, str], tuple[str, str]]:
-    """Return what the page says of each cell: the word, and the footnote's text."""
+    """Return for each cell on the page its outcome and the text of its footnote."""
     text = PATH.read_text()
     notes = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", text, flags=re.MULTILINE))
     by_heading = {SHORT.get(label, f"`{label}`"): label for label in COLUMNS}
@@ -94,12 +94,12 @@ def read() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def word(outcome: Outcome) -> str:
-    """Return what the page calls an outcome."""
+    """Return the word of the page for an outcome."""
     return outcome.kind if outcome.is_allowed else OPEN
 
 
 def in_cell(outcome: Outcome | None, notes: dict[str, int]) -> str:
-    """Return what stands in a cell; the reason of a refusal is added to `notes`, by number."""
+    """Return the text of a cell. The reason of a refusal is added to `notes` with its number."""
     if outcome is None:
         return NOT_RUN
     note = f" [^{notes.setdefault(outcome.reason, len(notes) + 1)}]" if outcome.kind == "refused" else ""
