@@ -42,7 +42,7 @@ SLOW = (
 ONE_SET = (
     "tests/contract/test_fsdp_options.py::test_pairs",
     "tests/distributed/checkpoint/test_consolidate.py::test_interruption",
-    "tests/distributed/checkpoint/test_damage.py::test_every_byte",
+    "tests/distributed/checkpoint/test_damage.py::test_change_of_any_byte",
     "tests/distributed/checkpoint/test_kill.py::test_ranks_killed",
     "tests/distributed/checkpoint/test_replaced.py",
     "tests/distributed/zero/test_compiling.py",

@@ -17,7 +17,7 @@ def test_module_trains_as_in_one_process(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 1e-2), ("bf16-true", 3e-2), ("16-mixed", 1e-2)])
-def test_low_precision_is_near_to_that_of_ddp(tmp_path: Path, precision: str, tolerance: float) -> None:
+def test_low_precision_is_close_to_ddp(tmp_path: Path, precision: str, tolerance: float) -> None:
     for ours, theirs in run_ranks("fsdp_precision", tmp_path, precision):
         assert ours == pytest.approx(theirs, rel=tolerance)
 

@@ -33,7 +33,7 @@ def test_autocast_equals_that_of_ddp(tmp_path: Path, strategy: str, precision: s
 
 @pytest.mark.parametrize("overlap", [None, False, True])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_windows_of_every_kind_equal_one_process(tmp_path: Path, stage: int, overlap: bool | None) -> None:
+def test_every_kind_of_window_equals_one_process(tmp_path: Path, stage: int, overlap: bool | None) -> None:
     for largest_difference in run_ranks("zero_windows", tmp_path, str(stage), str(overlap)):
         assert largest_difference <= 1e-4
 

@@ -69,7 +69,7 @@ def arguments() -> tuple[Tensor, Tensor, torch.device]:
 
 
 @pytest.mark.parametrize("body", WAIT)
-def test_a_wait_is_counted(body: str) -> None:
+def test_wait_is_counted(body: str) -> None:
     found = counted(function_of_the_package(body), *arguments())
 
     assert found, body
@@ -77,7 +77,7 @@ def test_a_wait_is_counted(body: str) -> None:
 
 
 @pytest.mark.parametrize("body", DO_NOT_WAIT)
-def test_what_does_not_wait_is_not_counted(body: str) -> None:
+def test_calls_without_a_wait_are_not_counted(body: str) -> None:
     assert not counted(function_of_the_package(body), *arguments())
 
 
@@ -118,7 +118,7 @@ def test_waits_in_a_backward_pass_and_on_other_threads_are_counted(body: str) ->
     assert found == 2
 
 
-def test_everything_is_as_before_afterwards() -> None:
+def test_patches_are_removed_afterwards() -> None:
     before = {name: vars(Tensor).get(name) for name in ("to", "item", "numpy", "__contains__", "unique")}
     run = threading.Thread.run
 

@@ -51,13 +51,13 @@ def test_lightnings_own_names_still_work() -> None:
         Trainer(strategy="no_such_strategy")
 
 
-def test_misspelt_name_is_answered_with_the_nearest_ones_and_the_import() -> None:
+def test_misspelled_name_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(ConfigurationError, match=r"paral_dpd.*paral_ddp.*import lightning_paral"):
         Trainer(strategy="paral_dpd", accelerator="cpu")
 
 
 @pytest.mark.parametrize("registry", [StrategyRegistry, STRATEGY_REGISTRY], ids=["trainer", "fabric"])
-def test_asking_for_a_name_never_raises(registry) -> None:
+def test_looking_up_a_name_never_raises(registry) -> None:
     names = registry.available_strategies()
 
     assert type(names) is list
@@ -67,7 +67,7 @@ def test_asking_for_a_name_never_raises(registry) -> None:
     assert "ddp" in names
 
 
-def test_other_versions_of_the_namesakes_are_let_be(monkeypatch) -> None:
+def test_other_versions_of_pytorch_lightning_are_ignored(monkeypatch) -> None:
     for name in ("pytorch_lightning.trainer.connectors.accelerator_connector", "lightning_fabric.connector"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # of before 2.0: the classes have other names
     try:
@@ -77,7 +77,7 @@ def test_other_versions_of_the_namesakes_are_let_be(monkeypatch) -> None:
         lightning_paral.register_strategies()
 
 
-def test_names_of_others_that_begin_like_ours_are_theirs() -> None:
+def test_names_of_others_with_our_prefix_are_left_alone() -> None:
     StrategyRegistry.register("parallel_things", DDPStrategy, description="of somebody else")
     try:
         trainer = Trainer(strategy="parallel_things", accelerator="cpu", devices=1, logger=False)

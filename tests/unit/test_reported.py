@@ -22,7 +22,7 @@ class BrokenStore:
         raise RuntimeError("Connection reset by peer")
 
 
-def test_same_error_is_said_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_error_is_logged_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_stores", {("localhost", 1, 0, 2): (HashStore(), 1)})
     assert is_first_to_say("failed on rank 0 of 2")
     assert is_first_to_say("failed on rank 0 of 2")
@@ -32,14 +32,14 @@ def test_same_error_is_said_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None
     assert is_first_to_say("failed for another reason")
 
 
-def test_every_rank_speaks_where_the_others_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_logs_its_error_if_the_store_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for stores in ({}, {("localhost", 1, 0, 2): (BrokenStore(), 1)}):
         monkeypatch.setattr(process_group, "_stores", stores)
         assert is_first_to_say("failed")
         assert is_first_to_say("failed")
 
 
-def test_children_are_ended_out_of_sight_of_lightnings_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_are_ended_without_lightnings_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(atexit, "register", lambda end: None)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -22,7 +22,7 @@ def pins_of(file: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-def test_pyproject_admits_what_is_tested() -> None:
+def test_pyproject_admits_the_tested_versions() -> None:
     for name, tested in TESTED_VERSIONS.items():
         assert REQUIRED[name].specifier == SpecifierSet(tested)
 
@@ -64,7 +64,7 @@ def said(folder: Path, versions: dict[str, str]) -> list[str]:
     return lines[lines.index("imported") + 1 :]
 
 
-def test_versions_outside_of_the_range_are_told_in_one_line(tmp_path: Path) -> None:
+def test_versions_outside_the_range_are_named_in_one_line(tmp_path: Path) -> None:
     [line] = said(tmp_path, {"torch": "2.14.0+cu130", "deepspeed": "0.19.3"})
 
     assert "tested with torch>=2.11,<2.14, deepspeed>=0.19.8,<0.20, but torch 2.14.0+cu130, deepspeed 0.19.3" in line

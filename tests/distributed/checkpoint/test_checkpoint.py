@@ -112,7 +112,7 @@ def save_gathering(path: str) -> None:
         fit("paral_zero3", 2, save_to=path, module=Gathering())
 
 
-def test_sums_over_parts_are_refused_in_hooks(on_ranks, tmp_path: Path) -> None:
+def test_sums_over_shards_are_refused_in_hooks(on_ranks, tmp_path: Path) -> None:
     on_ranks(2, save_gathering, str(tmp_path / "x.ckpt"))
 
 
@@ -164,7 +164,7 @@ def resume_without_frozen(path: str, strategy: str) -> tuple[dict[int, float], l
 
 
 @pytest.mark.parametrize("label", ["fsdp", "zero2"])
-def test_what_was_saved_without_frozen_parameters_resumes(on_ranks, tmp_path: Path, label: str) -> None:
+def test_checkpoint_without_frozen_parameters_resumes(on_ranks, tmp_path: Path, label: str) -> None:
     path = str(tmp_path / "x.ckpt")
     expected = mean_losses(on_ranks(2, save_without_frozen, path, label))
     for strategy in ("paral_ddp", "paral_fsdp", "paral_zero3"):
@@ -297,7 +297,7 @@ def save_under_ddp(path: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["ddp", "fsdp", "zero2"])
-def test_what_does_not_fit_is_listed_by_name(on_ranks, tmp_path: Path, label: str) -> None:
+def test_mismatches_are_listed_by_name(on_ranks, tmp_path: Path, label: str) -> None:
     path = str(tmp_path / "x.ckpt")
     on_ranks(2, save_under_ddp, path)
     for weights, optimizer in on_ranks(2, refusals, path, label):
@@ -314,7 +314,7 @@ class Grown(Resumable):
         self.strict_loading = False
 
 
-def test_loading_that_is_not_strict_takes_what_fits(on_ranks, tmp_path: Path) -> None:
+def test_loading_without_strict_takes_matching_entries(on_ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "x.ckpt")
     on_ranks(2, save_under_ddp, path)
     assert fit("paral_ddp", 1, resume_from=path, module=Grown()).grown.tolist() == [1.0, 1.0]
@@ -335,7 +335,7 @@ def keep_top(folder: str, label: str, form: str) -> list[str]:
 @pytest.mark.parametrize(
     ("label", "form"), [("ddp", "full"), ("ddp", "sharded"), ("fsdp", "sharded"), ("zero3", "full")]
 )
-def test_saves_in_the_background_are_those_of_their_step(on_ranks, tmp_path: Path, label: str, form: str) -> None:
+def test_background_saves_hold_the_state_of_their_step(on_ranks, tmp_path: Path, label: str, form: str) -> None:
     names = on_ranks(2, keep_top, str(tmp_path / "async"), label, form)[0]
     assert names == ["last.ckpt", "step=4.ckpt", "step=5.ckpt"]
     on_ranks(2, save_under_ddp_at_end, str(tmp_path / "sync"))
@@ -367,7 +367,7 @@ def save_into_nothing(folder: str, again: bool) -> str:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_failure_in_the_background_surfaces_on_all_ranks(on_ranks, tmp_path: Path, again: bool) -> None:
+def test_failure_of_a_background_save_raises_on_all_ranks(on_ranks, tmp_path: Path, again: bool) -> None:
     (tmp_path / "file").write_text("no folder")
     for message in on_ranks(2, save_into_nothing, str(tmp_path), again):
         assert "failed on rank 0 of 2" in message
@@ -436,7 +436,7 @@ def test_memory_file_system(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_what_was_saved_in_the_background_behind_a_url_resumes(form: str) -> None:
+def test_background_save_behind_a_url_resumes(form: str) -> None:
     url = f"memory://background/{form}.ckpt"
     expected = fit(make("ddp", form=form, async_save=True), 1, save_to=url).losses
     assert verify(url) == []
@@ -444,7 +444,7 @@ def test_what_was_saved_in_the_background_behind_a_url_resumes(form: str) -> Non
     assert found == pytest.approx({number: expected[number] for number in range(SAVED_AFTER, NUM_BATCHES)}, rel=1e-5)
 
 
-def test_forms_take_each_other_s_place_behind_a_url() -> None:
+def test_full_and_sharded_checkpoints_replace_each_other_behind_a_url() -> None:
     url = "memory://forms/x.ckpt"
     fit(make("ddp", form="sharded"), 1, save_to=url)
     fit(make("ddp", form="full"), 1, save_to=url)
@@ -467,14 +467,14 @@ def test_damage_behind_a_url_is_named_by_the_url() -> None:
     assert "lightning_paral_" not in str(raised.value)
 
 
-def test_what_others_have_written_behind_a_url_is_seen(tmp_path: Path) -> None:
+def test_files_written_by_other_processes_behind_a_url_are_seen(tmp_path: Path) -> None:
     fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
     for nbytes in (2, 3):
         (tmp_path / "x").write_bytes(bytes(nbytes))
         assert folder_at(f"shared://{tmp_path}").size("x") == nbytes
 
 
-def test_small_reads_behind_a_url_come_in_one_request(tmp_path: Path) -> None:
+def test_small_reads_behind_a_url_take_one_request(tmp_path: Path) -> None:
     fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
     data = random.Random(1).randbytes(1000)
     (tmp_path / "x").write_bytes(data)
@@ -488,7 +488,7 @@ def test_small_reads_behind_a_url_come_in_one_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed")
-def test_missing_file_system_names_the_extra() -> None:
+def test_missing_file_system_is_named_with_its_extra() -> None:
     (fault,) = verify("s3://bucket/x.ckpt")
     assert "pip install 'lightning_paral[s3]'" in fault
 
@@ -509,7 +509,7 @@ def fail_on_one(rank: int) -> str:
     return str(raised.value)
 
 
-def test_failure_of_one_rank_is_that_of_all(on_ranks) -> None:
+def test_failure_of_one_rank_raises_on_all(on_ranks) -> None:
     assert set(on_ranks(2, fail_on_one, 1)) == {"Trying failed on rank 1 of 2: OSError: the disk"}
 
 

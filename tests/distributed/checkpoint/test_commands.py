@@ -95,7 +95,7 @@ def test_inspect_as_table(saved: Path, paral, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in TABLE])
-def test_any_checkpoint_is_verified_and_consolidated(saved: Path, tmp_path: Path, paral, name: str) -> None:
+def test_every_kind_of_checkpoint_is_verified_and_consolidated(saved: Path, tmp_path: Path, paral, name: str) -> None:
     said = paral("verify", saved / name)
     assert said.startswith(f"{saved / name}: ")
     assert ("complete and undamaged" if name in ("full", "sharded") else "it has no manifest") in said
@@ -170,7 +170,7 @@ def unknown_protocol(folder: Path) -> str:
         (weights_alone, "is no checkpoint: it has no 'state_dict'"),
     ],
 )
-def test_what_is_no_checkpoint_is_an_error_of_one_line(
+def test_path_without_a_checkpoint_is_an_error_of_one_line(
     tmp_path: Path, paral, command: str, make: Any, reason: str
 ) -> None:
     said = paral(command, make(tmp_path))
@@ -182,7 +182,7 @@ def test_what_is_no_checkpoint_is_an_error_of_one_line(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_what_may_not_be_read_is_an_error_of_one_line(saved: Path, paral, command: str, form: str) -> None:
+def test_unreadable_checkpoint_is_an_error_of_one_line(saved: Path, paral, command: str, form: str) -> None:
     folder = Path("/tmp") / f"unreadable-{os.getpid()}"  # tmp_path is for its owner only
     folder.mkdir()
     path = folder / form
@@ -202,7 +202,7 @@ def test_what_may_not_be_read_is_an_error_of_one_line(saved: Path, paral, comman
     assert str(path) in said
 
 
-def test_output_is_a_local_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_must_be_a_local_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["paral", "consolidate", str(saved / "full"), "memory://out.ckpt"])
     with pytest.raises(SystemExit, match=r"memory://out\.ckpt is a URL"):
         main()

@@ -116,7 +116,7 @@ def test_dtype_of_a_lightning_file(saved: Path, tmp_path: Path, consolidate: Any
 
 
 @pytest.mark.parametrize("name", ["new.ckpt", "new.safetensors"])
-def test_a_square_weight_and_its_transpose_stay_two(tmp_path: Path, consolidate: Any, name: str) -> None:
+def test_square_weight_and_its_transpose_stay_separate(tmp_path: Path, consolidate: Any, name: str) -> None:
     weight = torch.randn(3, 3)
     torch.save({"state_dict": {"weight": weight, "transposed": weight.t()}}, tmp_path / "x.ckpt")
 
@@ -137,7 +137,7 @@ def test_folders_are_not_replaced(saved: Path, tmp_path: Path, consolidate: Any,
 
 
 @pytest.mark.parametrize("size", ["0", "1.2.3MB", "5 light-years", "-1GB"])
-def test_sizes_that_are_none_are_named(saved: Path, tmp_path: Path, consolidate: Any, size: str) -> None:
+def test_invalid_sizes_are_named(saved: Path, tmp_path: Path, consolidate: Any, size: str) -> None:
     assert "is not a size" in consolidate(saved, tmp_path / "x.safetensors", f"--max-shard-size={size}")
     assert not list(tmp_path.iterdir())
 
@@ -151,7 +151,7 @@ def test_parent_that_is_a_file_is_an_error_of_one_line(saved: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
-def test_lack_of_space_is_found_before_writing(
+def test_lack_of_space_is_detected_before_writing(
     saved: Path, tmp_path: Path, consolidate: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100})())

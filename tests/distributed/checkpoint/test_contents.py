@@ -66,9 +66,7 @@ def save_changed(path: str, label: str, form: str, change: str) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("label", "change"), [("ddp", "add"), ("ddp", "copy"), ("fsdp", "cast"), ("zero3", "cast")])
-def test_ranks_that_save_different_tensors_are_told(
-    on_ranks, tmp_path: Path, label: str, form: str, change: str
-) -> None:
+def test_ranks_that_save_different_tensors_raise(on_ranks, tmp_path: Path, label: str, form: str, change: str) -> None:
     path = tmp_path / "x.ckpt"
     name = "state_dict.added" if change == "add" else "state_dict.out.weight"
     for message in on_ranks(2, save_changed, str(path), label, form, change):
@@ -77,7 +75,7 @@ def test_ranks_that_save_different_tensors_are_told(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rank_0_alone_may_add_to_what_is_beside_the_weights(on_ranks, tmp_path: Path, form: str) -> None:
+def test_rank_0_may_add_entries_other_than_weights(on_ranks, tmp_path: Path, form: str) -> None:
     on_ranks(2, save_changed, str(tmp_path / "x.ckpt"), "fsdp", form, "")
     assert load(tmp_path / "x.ckpt", RankGroup())["note"].tolist() == [0, 1, 2]
 
@@ -173,7 +171,7 @@ def with_states(states: dict[str, Any]) -> Resumable:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_extra_states_of_modules_come_back_as_they_were(tmp_path: Path, form: str) -> None:
+def test_extra_states_of_modules_are_restored(tmp_path: Path, form: str) -> None:
     fit(make("ddp", form), 1, save_to=tmp_path / "x.ckpt", module=with_states(STATES))
     module = with_states({name: torch.zeros(9) for name in STATES})  # its size is the module's own affair
     fit(make("ddp", form), 1, resume_from=tmp_path / "x.ckpt", module=module)
@@ -206,7 +204,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("in_background", [False, True])
-def test_tensors_of_all_kinds_come_back(tmp_path: Path, form: Any, in_background: bool) -> None:
+def test_tensors_of_all_kinds_are_restored(tmp_path: Path, form: Any, in_background: bool) -> None:
     module = Resumable()
     module.odd = Odd()
     expected = {name: value.clone() for name, value in module.odd.named_buffers(prefix="odd")}
@@ -261,7 +259,7 @@ def save_before(path: str, label: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("label", ["fsdp", "zero2"])
-def test_what_was_saved_before_the_first_step_resumes(
+def test_checkpoint_from_before_the_first_step_resumes(
     on_ranks, tmp_path: Path, label: str, deepspeed_operators: None
 ) -> None:
     expected = mean_losses(on_ranks(2, save_before, str(tmp_path / "x.ckpt"), label))
@@ -275,12 +273,12 @@ def test_what_was_saved_before_the_first_step_resumes(
 
 
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
-def test_checkpoint_io_is_refused_where_no_rank_has_everything(strategy: str) -> None:
+def test_checkpoint_io_is_refused_if_parameters_are_sharded(strategy: str) -> None:
     with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves what one rank has.*async_save=True"):
         quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
 
 
-def test_checkpoint_io_is_used_where_a_rank_has_everything(tmp_path: Path) -> None:
+def test_checkpoint_io_is_used_if_parameters_are_replicated(tmp_path: Path) -> None:
     fit("paral_ddp", 1, save_to=tmp_path / "x.ckpt", plugins=[AsyncCheckpointIO()])
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == SAVED_AFTER // 2
 

@@ -91,7 +91,7 @@ def test_damage_is_named_by_verify_and_by_loading(
         assert str(file) in str(raised.value)
 
 
-def test_every_byte_of_a_full_file_counts(sound: Path, tmp_path: Path) -> None:
+def test_change_of_any_byte_of_a_full_file_is_found(sound: Path, tmp_path: Path) -> None:
     path = copy_of(sound, "full", tmp_path)
     data = bytearray(path.read_bytes())
     step = max(1, len(data) // 400)
@@ -271,7 +271,7 @@ def resume_from_hostile(label: str, path: str, weights_only: bool | None) -> str
 @pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("label", ["fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_code_runs_only_for_who_trusts_the_file(on_ranks, sound: Path, tmp_path: Path, label: str, form: str) -> None:
+def test_code_runs_only_if_the_file_is_trusted(on_ranks, sound: Path, tmp_path: Path, label: str, form: str) -> None:
     witness = tmp_path / "ran"
     if form == "sharded":
         path = without_manifest(sound, tmp_path)
@@ -289,7 +289,7 @@ def test_code_runs_only_for_who_trusts_the_file(on_ranks, sound: Path, tmp_path:
     assert witness.exists()
 
 
-def test_what_trainer_fit_says_comes_first(sound: Path, tmp_path: Path) -> None:
+def test_argument_of_trainer_fit_takes_precedence(sound: Path, tmp_path: Path) -> None:
     witness = tmp_path / "ran"
     torch.save(torch.load(sound / "full") | {"extra": Payload(witness)}, tmp_path / "x.ckpt")
     trusting = ParalDDPStrategy(checkpoint=CheckpointOptions(weights_only=False))
@@ -310,7 +310,7 @@ class WithState(Resumable):
         self.depth = state.depth
 
 
-def test_trust_reaches_what_lies_among_tensors(tmp_path: Path) -> None:
+def test_trust_includes_objects_stored_with_tensors(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=path, module=WithState())
     with pytest.raises(CheckpointError, match="Settings"):

@@ -79,7 +79,7 @@ def resume(path: str, strategy: str, world_size: int, scalar: bool) -> dict[int,
 
 
 @pytest.mark.parametrize(("save", "scalar"), [(save_with_ddp_of_lightning, True), (save_with_model_parallel, False)])
-def test_what_lightning_saved_is_resumed(on_ranks, tmp_path: Path, save: Any, scalar: bool) -> None:
+def test_checkpoints_of_lightning_resume(on_ranks, tmp_path: Path, save: Any, scalar: bool) -> None:
     path = str(tmp_path / "theirs.ckpt")
     expected = on_ranks(2, save, path)
     for strategy in OURS:
@@ -139,7 +139,7 @@ def resume_from_fsdp1(path: str, strategy: str, world_size: int) -> dict[int, fl
 
 
 @pytest.mark.parametrize("form", ["sharded", "full"])
-def test_what_fsdp_strategy_of_lightning_saved_is_resumed(on_ranks, tmp_path: Path, form: str) -> None:
+def test_checkpoints_of_lightnings_fsdp_strategy_resume(on_ranks, tmp_path: Path, form: str) -> None:
     path = str(tmp_path / "theirs.ckpt")
     expected = on_ranks(2, save_with_fsdp1, path, form)
     for strategy in OURS:
@@ -254,7 +254,9 @@ FOLDERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("precision", "options"), FOLDERS, ids=str)
-def test_weights_of_a_deepspeed_folder_are_its_masters(on_ranks, tmp_path: Path, precision: str, options: Any) -> None:
+def test_weights_of_a_deepspeed_folder_are_its_master_weights(
+    on_ranks, tmp_path: Path, precision: str, options: Any
+) -> None:
     path = str(tmp_path / "theirs.ckpt")
     expected = on_ranks(2, save_with_deepspeed, path, precision, options)[0][0]
 
@@ -275,7 +277,7 @@ def test_weights_of_a_deepspeed_folder_are_its_masters(on_ranks, tmp_path: Path,
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_zero2"])
-def test_resuming_from_deepspeed_takes_a_new_optimizer(on_ranks, tmp_path: Path, stage: int, strategy: str) -> None:
+def test_resuming_from_deepspeed_starts_a_new_optimizer(on_ranks, tmp_path: Path, stage: int, strategy: str) -> None:
     path = str(tmp_path / "theirs.ckpt")
     expected = mean_losses(
         [losses for _, losses in on_ranks(2, save_with_deepspeed, path, "32-true", {"stage": stage})]
@@ -296,7 +298,7 @@ def test_deepspeed_folder_that_lacks_a_rank_is_refused(on_ranks, tmp_path: Path)
         load(path, RankGroup())
 
 
-def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+def test_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         fit("paral_ddp", 1, resume_from=tmp_path)
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):

@@ -70,7 +70,7 @@ def test_hooks_rename_as_they_do_in_torch(on_ranks, tmp_path: Path, label: str, 
         assert loss == pytest.approx(expected[number], rel=1e-5)
 
 
-def test_names_that_no_hook_knows_are_listed(tmp_path: Path) -> None:
+def test_names_that_no_hook_renames_are_listed(tmp_path: Path) -> None:
     fit("paral_ddp", 1, module=Old(), save_to=tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=r"Missing in the checkpoint: first\.bias, first\.weight"):
         fit("paral_ddp", 1, module=Stripped(), resume_from=tmp_path / "x.ckpt")

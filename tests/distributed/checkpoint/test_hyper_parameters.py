@@ -29,7 +29,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("label", "form"), [("fsdp", "sharded"), ("fsdp", "full"), ("zero2", "full"), ("zero3", "sharded")]
 )
-def test_modules_are_saved_whole_and_plain(on_ranks, tmp_path: Path, label: str, form: str) -> None:
+def test_modules_are_saved_with_full_plain_tensors(on_ranks, tmp_path: Path, label: str, form: str) -> None:
     path = str(tmp_path / "x.ckpt")
     on_ranks(2, fit_on_rank, label, form, path)
 

@@ -28,7 +28,9 @@ NUM_KILLS = 10
         ("paral_ddp", "full", "async"),
     ],
 )
-def test_ranks_killed_while_saving_leave_what_is_complete(tmp_path: Path, strategy: str, form: str, mode: str) -> None:
+def test_ranks_killed_while_saving_leave_complete_checkpoints(
+    tmp_path: Path, strategy: str, form: str, mode: str
+) -> None:
     command = [sys.executable, "-m", "tests.distributed.checkpoint.killed", str(tmp_path / "run"), strategy, form, mode]
     killed = subprocess.run(
         [*command, str(NUM_KILLS), "7"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
@@ -80,7 +82,7 @@ def save_on_full_disk(path: str, form: str) -> str:
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_full_disk_is_told_to_all_ranks_and_leaves_the_old_checkpoint(on_ranks, small_disk: Path, form: str) -> None:
+def test_full_disk_raises_on_all_ranks_and_keeps_the_old_checkpoint(on_ranks, small_disk: Path, form: str) -> None:
     path = small_disk / "x.ckpt"
     for message in on_ranks(2, save_on_full_disk, str(path), form):
         assert "No space left on device" in message
@@ -96,7 +98,7 @@ def save_and_fail(path: str) -> str:
     return str(raised.value)
 
 
-def test_disk_that_is_full_from_the_beginning_is_named(on_ranks, small_disk: Path) -> None:
+def test_disk_without_room_for_a_draft_is_named(on_ranks, small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(bytes(2**20 - 2 * 4096))  # leaves room for the lock of the draft
     for message in on_ranks(2, save_on_disk_without_room, str(small_disk / "x.ckpt")):
         assert "No space left on device" in message
@@ -108,7 +110,7 @@ def save_on_disk_without_room(path: str) -> str:
     return str(raised.value)
 
 
-def test_read_only_folder_is_told_to_all_ranks(on_ranks, small_disk: Path) -> None:
+def test_read_only_folder_raises_on_all_ranks(on_ranks, small_disk: Path) -> None:
     on_ranks(2, save_in, str(small_disk / "x.ckpt"))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for message in on_ranks(2, save_and_fail, str(small_disk / "x.ckpt")):
@@ -120,7 +122,7 @@ def save_in(path: str) -> None:
     fit("paral_ddp", 2, save_to=path)
 
 
-def test_leftovers_of_a_dead_save_are_removed_by_the_next(tmp_path: Path) -> None:
+def test_next_save_removes_leftovers_of_a_killed_save(tmp_path: Path) -> None:
     target = tmp_path / "old.ckpt"
     dead = _sibling(target, "saving", _new_save_id(target))
     dead.mkdir()

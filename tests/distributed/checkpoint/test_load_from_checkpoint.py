@@ -50,7 +50,7 @@ def fit_on_rank(strategy: str, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
-def test_module_comes_back_from_a_folder(on_ranks, tmp_path: Path, strategy: str, monkeypatch: Any) -> None:
+def test_module_is_loaded_from_a_folder(on_ranks, tmp_path: Path, strategy: str, monkeypatch: Any) -> None:
     path = tmp_path / "x.ckpt"
     expected = on_ranks(2, fit_on_rank, strategy, str(path))[0]
     assert path.is_dir()
@@ -86,7 +86,7 @@ def test_module_comes_back_from_a_folder(on_ranks, tmp_path: Path, strategy: str
         Wide.load_from_checkpoint(path)
 
 
-def test_data_module_comes_back_from_a_folder(tmp_path: Path) -> None:
+def test_data_module_is_loaded_from_a_folder(tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy="paral_fsdp", devices=1, max_steps=1, enable_checkpointing=True)
     trainer.fit(Wide(), datamodule=Data(4))
     trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
@@ -95,7 +95,7 @@ def test_data_module_comes_back_from_a_folder(tmp_path: Path) -> None:
     assert loaded.seen == 7
 
 
-def test_patch_is_in_place_once_and_has_what_it_patches() -> None:
+def test_patch_is_applied_once_and_finds_its_target() -> None:
     patched = saving.pl_load
     load_from_checkpoint.install(saving, lambda _: False, dict)
     assert saving.pl_load is patched
@@ -111,7 +111,7 @@ print(old.pl_load.__wrapped__.__module__)
 """
 
 
-def test_old_name_of_the_package_is_patched_alike() -> None:
+def test_pytorch_lightning_is_patched_as_well() -> None:
     if importlib.util.find_spec("pytorch_lightning") is None:  # importing it here would change Lightning's loggers
         pytest.skip("pytorch_lightning is not installed")
     done = subprocess.run([sys.executable, "-c", OLD_NAME], capture_output=True, text=True, timeout=300)
@@ -119,7 +119,7 @@ def test_old_name_of_the_package_is_patched_alike() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
-def test_missing_checkpoint_raises_what_lightning_raises(tmp_path: Path, strategy: str) -> None:
+def test_missing_checkpoint_raises_the_error_of_lightning(tmp_path: Path, strategy: str) -> None:
     trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=1)
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found") as raised:
         trainer.fit(Wide(), datamodule=Data(4), ckpt_path=tmp_path / "no")

@@ -55,7 +55,7 @@ class With(Resumable):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", [lookahead, lbfgs])
-def test_resumes_as_it_was(tmp_path: Path, form: str, optimizer: Any) -> None:
+def test_optimizer_resumes(tmp_path: Path, form: str, optimizer: Any) -> None:
     losses = []
     for keep in ("save_to", "resume_from"):
         torch.manual_seed(3)

@@ -48,7 +48,7 @@ def save_and_resume(path: str, strategy: str) -> list[dict[int, float]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_the_module_says_is_saved_and_loaded(on_ranks, tmp_path: Path, strategy: str) -> None:
+def test_modules_own_state_dict_is_saved_and_loaded(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "x.ckpt")
     ranks = on_ranks(2, save_and_resume, path, strategy)
     names = peek(path)[1]["state_dict"].keys()
@@ -75,12 +75,12 @@ def refused(path: str) -> str:
     return ""
 
 
-def test_what_needs_the_other_ranks_is_refused(on_ranks, tmp_path: Path) -> None:
+def test_state_dict_that_reads_sharded_values_is_refused(on_ranks, tmp_path: Path) -> None:
     for message in on_ranks(2, refused, str(tmp_path / "x.ckpt")):
         assert "a tensor of which this rank holds only a shard" in message
 
 
-def test_names_it_does_not_know_are_what_torch_says(tmp_path: Path) -> None:
+def test_unknown_names_raise_the_error_of_torch(tmp_path: Path) -> None:
     class Strict(Resumable):
         def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
             return super().load_state_dict(state_dict, strict=strict)

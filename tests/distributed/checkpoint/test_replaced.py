@@ -54,7 +54,7 @@ def step_seen(path: str) -> int:
     return int(load(path, all_ranks())["global_step"])
 
 
-def test_what_a_dead_process_moved_away_is_found_and_put_back(on_ranks, target: Path, other) -> None:
+def test_checkpoint_moved_by_a_dead_process_is_found_and_restored(on_ranks, target: Path, other) -> None:
     other.kill()
     other.wait(timeout=30)
     found = sorted(os.listdir(target.parent))
@@ -68,7 +68,7 @@ def test_what_a_dead_process_moved_away_is_found_and_put_back(on_ranks, target: 
     assert verify(target) == []
 
 
-def test_what_a_dead_process_moved_away_gives_way_to_a_new_one(target: Path, other) -> None:
+def test_checkpoint_moved_by_a_dead_process_yields_to_a_new_one(target: Path, other) -> None:
     (old,) = target.parent.glob(".*replaced*")
     other.kill()
     other.wait(timeout=30)
@@ -77,7 +77,7 @@ def test_what_a_dead_process_moved_away_gives_way_to_a_new_one(target: Path, oth
     assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
 
 
-def test_what_a_living_process_moved_away_is_left_to_it(target: Path, other) -> None:
+def test_checkpoint_moved_by_a_running_process_is_left_alone(target: Path, other) -> None:
     save_another(target)
     assert not target.exists()
     assert verify(target) == []
@@ -87,7 +87,7 @@ def test_what_a_living_process_moved_away_is_left_to_it(target: Path, other) -> 
     assert verify(target) == []
 
 
-def test_what_was_removed_does_not_come_back(target: Path, other) -> None:
+def test_removed_checkpoint_is_not_restored(target: Path, other) -> None:
     other.kill()
     other.wait(timeout=30)
     remove_at(str(target))
@@ -97,7 +97,7 @@ def test_what_was_removed_does_not_come_back(target: Path, other) -> None:
     assert os.listdir(target.parent) == ["y.ckpt"]
 
 
-def test_removal_that_was_cut_short_does_not_come_back(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_removal_is_not_undone(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "delete", lambda path: None)
     remove_at(str(target))
     monkeypatch.undo()
@@ -107,7 +107,7 @@ def test_removal_that_was_cut_short_does_not_come_back(target: Path, monkeypatch
     assert os.listdir(target.parent) == ["y.ckpt"]
 
 
-def test_old_one_stays_if_the_new_one_cannot_take_its_place(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoint_stays_if_the_new_one_cannot_replace_it(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = os.rename
 
     def rename_not(source: Path, to: Path) -> None:
@@ -125,7 +125,7 @@ def test_old_one_stays_if_the_new_one_cannot_take_its_place(target: Path, monkey
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
+def test_loading_while_another_thread_saves(target: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
     if not atomic:
         monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     copy = shutil.copytree(target, target.with_name("copy"))
@@ -148,7 +148,7 @@ def test_loading_beside_a_process_that_saves(target: Path, monkeypatch: pytest.M
         thread.join(timeout=30)
 
 
-def test_what_was_loaded_stays_as_it_was_when_it_is_replaced(target: Path) -> None:
+def test_loaded_tensors_do_not_change_when_the_file_is_replaced(target: Path) -> None:
     loaded = load(target, RankGroup())
     expected = {name: value.clone() for name, value in load(target, RankGroup())["state_dict"].items()}
     torch.manual_seed(4)

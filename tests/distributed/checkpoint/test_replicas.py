@@ -65,9 +65,7 @@ def fit_by_name(path: str, name: str, drift: str | None) -> tuple[list[str], dic
 @pytest.mark.parametrize(
     ("name", "drift"), [("ddp", "hidden.weight"), ("ddp", "fixed.weight"), ("zero1", "fixed.weight")]
 )
-def test_a_replica_that_drifted_is_named_and_rank_zeros_saved_whole(
-    on_ranks, tmp_path: Path, name: str, drift: str
-) -> None:
+def test_diverged_replica_is_named_and_rank_zeros_is_saved(on_ranks, tmp_path: Path, name: str, drift: str) -> None:
     path = str(tmp_path / "saved.ckpt")
 
     (said, first), (_, second) = on_ranks(2, fit_by_name, path, name, drift)
@@ -78,14 +76,14 @@ def test_a_replica_that_drifted_is_named_and_rank_zeros_saved_whole(
     assert torch.equal(saved[drift], first[drift])
 
 
-def test_a_replica_of_shards_that_drifted_is_named(on_ranks, tmp_path: Path) -> None:
+def test_diverged_replica_of_shards_is_named(on_ranks, tmp_path: Path) -> None:
     said, _ = on_ranks(2, fit_by_name, str(tmp_path / "saved.ckpt"), "hybrid", "hidden.weight")[0]
 
     assert any("drifted apart: 1 tensors" in line and "hidden.weight" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "zero1", "hybrid"])
-def test_replicas_that_are_alike_are_saved_without_a_word(on_ranks, tmp_path: Path, name: str) -> None:
+def test_equal_replicas_are_saved_without_a_warning(on_ranks, tmp_path: Path, name: str) -> None:
     for said, _ in on_ranks(2, fit_by_name, str(tmp_path / "saved.ckpt"), name, None):
         assert said == []
 

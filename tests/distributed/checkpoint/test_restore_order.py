@@ -105,7 +105,7 @@ def test_weights_and_states_are_there_before_fit_starts(on_ranks, tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
-def test_what_never_is_whole_is_loaded_in_parts(on_ranks, tmp_path: Path, strategy: str) -> None:
+def test_sharded_parameters_are_loaded_after_fit_starts(on_ranks, tmp_path: Path, strategy: str) -> None:
     for (batches, weight), expected, loads in on_ranks(2, run_late, strategy, str(tmp_path / "x.ckpt")):
         assert batches == 0  # as under Lightning's own strategies of this kind
         assert weight != pytest.approx(expected, rel=1e-3)
@@ -124,7 +124,7 @@ def finetune(strategy: str, path: str) -> Any:
     return ends[1:]
 
 
-def test_finetuning_goes_on_as_under_ddp(tmp_path: Path) -> None:
+def test_finetuning_resumes_as_under_ddp(tmp_path: Path) -> None:
     pairs = [finetune(strategy, str(tmp_path / strategy)) for strategy in ("paral_ddp", "paral_fsdp")]
     for name, value in pairs[0][0].items():
         assert torch.allclose(pairs[1][0][name], value, atol=1e-6), name

@@ -97,7 +97,7 @@ def cuda(*indices: int) -> list[torch.device]:
     return [torch.device("cuda", index) for index in indices]
 
 
-def test_the_random_state_of_a_ranks_own_device_is_restored_wherever_it_is_now(monkeypatch) -> None:
+def test_random_state_of_a_device_is_restored_under_another_index(monkeypatch) -> None:
     Generators(monkeypatch, *range(10, 18))
     states = [current_states(cuda(rank)) for rank in range(8)]
     assert [state["cuda"][0].item() for state in states] == list(range(10, 18))
@@ -109,7 +109,7 @@ def test_the_random_state_of_a_ranks_own_device_is_restored_wherever_it_is_now(m
     assert seen.numbers == [15]
 
 
-def test_random_states_of_all_visible_devices_in_earlier_checkpoints_are_restored_where_they_fit(monkeypatch) -> None:
+def test_random_states_of_all_devices_in_earlier_checkpoints_are_restored(monkeypatch) -> None:
     old = current_states([torch.device("cpu")])
     assert "cuda" not in old
     old["torch.cuda"] = [torch.tensor([20 + index], dtype=torch.uint8) for index in range(8)]

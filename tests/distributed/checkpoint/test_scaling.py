@@ -75,7 +75,7 @@ def resume_under_all(path: str, labels: list[str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("source", ["ddp", "fsdp", "zero1", "zero3", "lightning"])
-def test_loss_scale_crosses_to_every_strategy(on_ranks, tmp_path: Path, source: str) -> None:
+def test_loss_scale_resumes_under_every_strategy(on_ranks, tmp_path: Path, source: str) -> None:
     path = str(tmp_path / "x.ckpt")
     (saved, same) = on_ranks(2, save_under, source, path)
     assert saved == same
@@ -86,7 +86,7 @@ def test_loss_scale_crosses_to_every_strategy(on_ranks, tmp_path: Path, source: 
         assert found == dict.fromkeys(found, saved)
 
 
-def test_loss_scale_of_lightnings_fsdp_is_taken(on_ranks, tmp_path: Path) -> None:
+def test_loss_scale_of_lightnings_fsdp_resumes(on_ranks, tmp_path: Path) -> None:
     """Its FSDPStrategy needs CUDA; it keeps the same under the name of its plugin."""
     path = tmp_path / "x.ckpt"
     (saved, _) = on_ranks(2, save_under, "lightning", str(path))
@@ -97,7 +97,7 @@ def test_loss_scale_of_lightnings_fsdp_is_taken(on_ranks, tmp_path: Path) -> Non
         assert found == dict.fromkeys(found, saved)
 
 
-def test_loss_scale_of_ours_is_taken_by_lightning(on_ranks, tmp_path: Path) -> None:
+def test_lightning_resumes_our_loss_scale(on_ranks, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     (saved, _) = on_ranks(2, save_full_under_fsdp, str(path))
     for found in on_ranks(2, resume_under_all, str(path), ["lightning"]):
@@ -117,7 +117,7 @@ def save_without_scale(path: str) -> None:
     trainer.fit(Regression(), regression_data(SAVED_AFTER + 1, 2))
 
 
-def test_scale_is_new_where_none_was_saved(on_ranks, tmp_path: Path) -> None:
+def test_loss_scale_starts_anew_if_none_was_saved(on_ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "x.ckpt")
     on_ranks(2, save_without_scale, path)
     for found in on_ranks(2, resume_under_all, path, ["ddp", "zero1"]):

@@ -127,7 +127,7 @@ def assert_is_whole(path: str | Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("world_size", "in_background"), [(2, False), (2, True), (4, False)])
-def test_stages_make_one_whole_checkpoint(
+def test_stages_save_one_full_checkpoint(
     on_ranks, tmp_path: Path, form: str, world_size: int, in_background: bool
 ) -> None:
     on_ranks(world_size, save_stage, str(tmp_path / "x.ckpt"), form, in_background)
@@ -188,7 +188,7 @@ def test_a_tensor_that_one_rank_holds_is_written_by_it(on_ranks) -> None:
     assert on_ranks(2, written, [0, 1], {0: ["a"], 1: ["b"]}) == [{"a": 24, "b": 0}, {"a": 0, "b": 24}]
 
 
-def test_stages_that_hold_the_same_divide_it(on_ranks) -> None:
+def test_stages_divide_the_writing_of_equal_tensors(on_ranks) -> None:
     assert on_ranks(2, written, [0, 1], {0: ["a"], 1: ["a"]}) == [{"a": 12}, {"a": 12}]
 
 
@@ -250,7 +250,7 @@ def count_collectives(path: str, form: Any, stages: list[int] | None) -> dict[st
 
 
 @pytest.mark.parametrize(("form", "num_gathers"), [("full", 2), ("sharded", 3)])
-def test_ranks_that_hold_the_same_exchange_one_number_each(
+def test_ranks_with_equal_tensors_exchange_one_number_each(
     on_ranks, tmp_path: Path, form: str, num_gathers: int
 ) -> None:
     counts = on_ranks(2, count_collectives, str(tmp_path / "x.ckpt"), form, None)
@@ -283,7 +283,7 @@ def refused(path: str, stages: list[int], mistake: str) -> str:
     ("mistake", "ranks", "name"),
     [("add", "0 and 1", "state_dict.added"), ("dtype", "0 and 2", "state_dict.tied"), ("alias", "0 and 2", "")],
 )
-def test_what_one_stage_has_on_some_ranks_only_is_refused(
+def test_entry_on_some_ranks_of_a_stage_is_refused(
     on_ranks, tmp_path: Path, mistake: str, ranks: str, name: str
 ) -> None:
     for message in on_ranks(4, refused, str(tmp_path / "x.ckpt"), [0, 0, 1, 1], mistake):

@@ -38,7 +38,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_harmless_types_come_back(tmp_path: Path, form: str) -> None:
+def test_harmless_types_are_restored(tmp_path: Path, form: str) -> None:
     array = numpy.arange(6, dtype="float32").reshape(2, 3)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The checkpoint holds")
@@ -50,7 +50,7 @@ def test_harmless_types_come_back(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_other_types_are_warned_of_when_saved(tmp_path: Path, form: str) -> None:
+def test_saving_other_types_warns(tmp_path: Path, form: str) -> None:
     with pytest.warns(UserWarning, match=r"The checkpoint holds fractions\.Fraction"):
         fit(make("ddp", form), 1, save_to=tmp_path / "x.ckpt", callbacks=[Keeping(Fraction(1, 3))])
     with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
@@ -61,7 +61,7 @@ def test_other_types_are_warned_of_when_saved(tmp_path: Path, form: str) -> None
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_cannot_be_copied_fails_a_save_in_the_background(tmp_path: Path, form: str) -> None:
+def test_object_that_cannot_be_copied_fails_a_background_save(tmp_path: Path, form: str) -> None:
     with pytest.raises(CheckpointError, match=r"x\.ckpt failed: TypeError: cannot pickle 'generator'"):
         fit(
             make("ddp", form, async_save=True), 1, save_to=tmp_path / "x.ckpt", callbacks=[Keeping(x for x in range(3))]

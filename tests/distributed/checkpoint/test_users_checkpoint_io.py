@@ -48,7 +48,7 @@ def run(strategy: str, folder: Path) -> Any:
     return io.calls, sorted(path.name for path in folder.iterdir()), again.global_step
 
 
-def test_calls_are_those_under_lightnings_ddp(tmp_path: Path) -> None:
+def test_calls_equal_those_under_lightnings_ddp(tmp_path: Path) -> None:
     expected = run("ddp", tmp_path / "ddp")
     assert ("remove", "step=1.ckpt") in expected[0]
     assert ("save", "own", {"given": 1}) in expected[0]
@@ -65,7 +65,7 @@ def test_asynchronous_saving_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
-def test_storage_options_without_one_are_refused_as_by_lightning(tmp_path: Path, strategy: str) -> None:
+def test_storage_options_without_checkpoint_io_are_refused(tmp_path: Path, strategy: str) -> None:
     trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=1, limit_val_batches=0)
     trainer.fit(BoringModel())
     with pytest.raises(TypeError, match="storage_options") as raised:

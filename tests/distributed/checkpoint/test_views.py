@@ -33,7 +33,7 @@ VIEWS = ("numbers", "conjugated", "transposed", "imaginary", "negated")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("label", ["ddp", "fsdp"])
-def test_views_come_back(tmp_path: Path, label: str, form: Any, asynchronous: bool) -> None:
+def test_views_are_restored(tmp_path: Path, label: str, form: Any, asynchronous: bool) -> None:
     options: dict[str, Any] = {"async_save": asynchronous}
     expected = fit(make(label, form, **options), 1, save_to=tmp_path / "x.ckpt", module=Views()).views()
 

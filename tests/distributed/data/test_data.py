@@ -202,7 +202,7 @@ def fit_on_combined_and_reloaded() -> dict[str, Any]:
     }
 
 
-def test_combined_and_reloaded_loaders_draw_as_one_process(on_ranks) -> None:
+def test_combined_and_reloaded_loaders_draw_like_one_process(on_ranks) -> None:
     first, second = on_ranks(2, fit_on_combined_and_reloaded)
 
     pairs = first["pair"] + second["pair"]
@@ -481,7 +481,7 @@ def fail_in_every_way() -> list[str]:
     ]
 
 
-def test_bad_input_is_named_on_every_rank(on_ranks) -> None:
+def test_invalid_loaders_are_named_on_every_rank(on_ranks) -> None:
     for messages in on_ranks(2, fail_in_every_way):
         different, *too_few, small, unbatched, indivisible = messages
         assert "LooksAtTheRank draws other batches on rank 1 than on rank 0" in different

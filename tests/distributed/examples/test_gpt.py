@@ -34,7 +34,7 @@ def last_loss(overlay: str, folder: str) -> float:
 
 
 @pytest.mark.parametrize("overlay", [path.stem for path in OVERLAYS if path.stem not in ("ddp", "dp")])
-def test_loss_is_that_of_ddp(on_ranks, tmp_path: Path, overlay: str) -> None:
+def test_loss_equals_that_under_ddp(on_ranks, tmp_path: Path, overlay: str) -> None:
     expected = on_ranks(2, last_loss, "ddp", str(tmp_path))
 
     losses = on_ranks(2, last_loss, overlay, str(tmp_path))

@@ -79,7 +79,7 @@ def fit_late_on_rank(threshold_bytes: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("threshold_bytes", [16, 2000, 10**6])
-def test_values_are_those_of_one_process(on_ranks, threshold_bytes: int) -> None:
+def test_values_equal_one_process(on_ranks, threshold_bytes: int) -> None:
     assert_same_fit(on_ranks(2, fit_late_on_rank, threshold_bytes), fit_late(BuiltLate, 1))
 
 
@@ -100,7 +100,7 @@ def fit_sharded_by_hand(threshold_bytes: int) -> Any:
 
 
 @pytest.mark.parametrize("threshold_bytes", [16, 10**6])
-def test_modules_that_are_sharded_already_are_left_alone(on_ranks, threshold_bytes: int) -> None:
+def test_modules_that_are_already_sharded_are_kept(on_ranks, threshold_bytes: int) -> None:
     _, expected = fit_late(BuiltLate, 1)
 
     for weights in on_ranks(2, fit_sharded_by_hand, threshold_bytes):
@@ -145,7 +145,7 @@ def peak_of_construction() -> tuple[int, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
-def test_a_rank_never_holds_much_more_than_its_part_and_a_unit(on_ranks) -> None:
+def test_rank_holds_little_more_than_its_shards_and_one_unit(on_ranks) -> None:
     torch.manual_seed(1)
     expected = sum(nn.Linear(1024, 1024, bias=False).weight.double().sum().item() for _ in range(NUM_UNITS))
 
@@ -187,7 +187,7 @@ def values_of_default_dtype(strategy: str, num_ranks: int, precision: Any, thres
 
 @pytest.mark.parametrize("threshold_bytes", [16, 10**6])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_dtype_is_the_default_at_that_time(on_ranks, precision: str, threshold_bytes: int) -> None:
+def test_dtype_is_the_default_dtype_at_construction(on_ranks, precision: str, threshold_bytes: int) -> None:
     expected = values_of_default_dtype("auto", 1, precision, threshold_bytes)
     for values in on_ranks(2, values_of_default_dtype, "paral_fsdp", 2, precision, threshold_bytes):
         for value, one in zip(values, expected, strict=True):

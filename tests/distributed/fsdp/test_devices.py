@@ -57,7 +57,7 @@ def test_instance_norm_under_mixed_precision_computes_as_in_one_process(on_ranks
     torch.testing.assert_close(state, weights, rtol=1e-6, atol=1e-7)
 
 
-def test_ranks_that_receive_values_get_other_memory_for_parameters_only() -> None:
+def test_ranks_that_receive_values_allocate_memory_for_parameters_only() -> None:
     parameter, buffer = nn.Parameter(torch.ones(3, 2).t()), torch.ones(4)
     addresses = [parameter.data_ptr(), buffer.data_ptr()]
 

@@ -136,7 +136,7 @@ def all_outcomes() -> dict[tuple[str, str], str]:
         return outcomes()
 
 
-def test_what_is_drawn_on_shards_is_what_one_process_draws(on_ranks) -> None:
+def test_draws_on_shards_equal_one_process(on_ranks) -> None:
     for found in on_ranks(2, all_outcomes):
         assert [case for case, outcome in found.items() if outcome == "other numbers"] == []
         for layout in LAYOUTS:
@@ -178,7 +178,7 @@ def outputs_without_draws() -> list[Tensor]:
 
 
 @pytest.mark.skipif(not HAS_LEAKY, reason="this torch does not support it for DTensors")
-def test_what_draws_in_training_only_still_works_in_evaluation(on_ranks) -> None:
+def test_operations_that_draw_in_training_only_work_in_evaluation(on_ranks) -> None:
     expected = [torch.nn.functional.rrelu(torch.linspace(-1, 1, 20).view(5, 4), training=False)]
     for given in on_ranks(2, outputs_without_draws):
         torch.testing.assert_close(given, expected)

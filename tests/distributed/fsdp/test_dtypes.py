@@ -28,7 +28,7 @@ def seen_in_steps() -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     return module.seen, module.table
 
 
-def test_integers_and_complex_numbers_stay_what_they_are(on_ranks) -> None:
+def test_integers_and_complex_numbers_keep_their_dtype(on_ranks) -> None:
     expected = OfSeveralDtypes()
     for seen, after in on_ranks(2, seen_in_steps):
         assert len(seen) == 2

@@ -68,7 +68,7 @@ def everything_on_rank() -> list[Any]:
     return everything(2, "paral_fsdp")
 
 
-def test_all_trainer_functions_run_in_any_order_and_give_the_module_back(on_ranks) -> None:
+def test_all_trainer_functions_run_in_any_order_and_restore_the_module(on_ranks) -> None:
     expected = everything(1, "auto")
 
     ranks = on_ranks(2, everything_on_rank)
@@ -105,7 +105,7 @@ def fit_after_failure_on_rank() -> Any:
     return fit_after_failure(2, "paral_fsdp")
 
 
-def test_module_is_whole_and_trains_after_a_failed_fit(on_ranks) -> None:
+def test_module_has_full_parameters_and_trains_after_a_failed_fit(on_ranks) -> None:
     assert_same_fit(on_ranks(2, fit_after_failure_on_rank), fit_after_failure(1, "auto"))
 
 
@@ -189,7 +189,7 @@ def fit_in_one_process() -> Any:
 
 
 @pytest.mark.parametrize("label", OPTIONS)
-def test_options_change_no_number(on_ranks, label: str) -> None:
+def test_options_do_not_change_results(on_ranks, label: str) -> None:
     assert_same_fit(on_ranks(4, fit_with_options, label, 4), fit_in_one_process())
 
 
@@ -215,7 +215,7 @@ def fit_in_precision(strategy: Any, precision: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 1e-2), ("bf16-true", 3e-2)])
-def test_low_precision_is_near_to_that_of_ddp(on_ranks, precision: str, tolerance: float) -> None:
+def test_low_precision_is_close_to_ddp(on_ranks, precision: str, tolerance: float) -> None:
     ddp = on_ranks(2, fit_in_precision, "paral_ddp", precision)
     fsdp = on_ranks(2, fit_in_precision, "paral_fsdp", precision)
     exact = on_ranks(2, fit_in_precision, "paral_fsdp", "32-true")
@@ -278,7 +278,7 @@ def fit_normalised(strategy: Any, precision: Any) -> Any:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 5e-2)])
-def test_batchnorm_is_that_of_ddp(on_ranks, precision: str, tolerance: float) -> None:
+def test_batchnorm_equals_that_under_ddp(on_ranks, precision: str, tolerance: float) -> None:
     ddp = on_ranks(2, fit_normalised, "paral_ddp", precision)
     fsdp = on_ranks(2, fit_normalised, "paral_fsdp", precision)
 
@@ -349,7 +349,7 @@ def logged_at_info() -> list[str]:
         logger.setLevel(before)
 
 
-def test_each_rank_logs_at_info_what_was_sharded(on_ranks) -> None:
+def test_each_rank_logs_its_shards_at_info(on_ranks) -> None:
     num_bytes = 4 * sum(parameter.numel() for parameter in Tied().parameters())
 
     for lines in on_ranks(2, logged_at_info):
@@ -368,7 +368,7 @@ def fit_without_room() -> tuple[str, str]:
     return type(next(model.parameters())).__name__, str(caught.value)
 
 
-def test_model_larger_than_the_hosts_memory_stays_sharded(on_ranks) -> None:
+def test_model_larger_than_host_memory_stays_sharded(on_ranks) -> None:
     for kind, message in on_ranks(2, fit_without_room):
         assert kind == "DTensor"
         assert "on each of 2 ranks" in message

@@ -141,7 +141,7 @@ def fit_changed() -> dict[str, Any]:
     return {name: fit(name, "__init__", strategy=ParalFSDPStrategy(split="global"), devices=2) for name in EQUAL}
 
 
-def test_changes_before_training_are_as_in_one_process(on_ranks) -> None:
+def test_changes_before_training_equal_one_process(on_ranks) -> None:
     for results in on_ranks(2, fit_changed):
         for name, found in results.items():
             torch.testing.assert_close(found, in_one_process(name), msg=lambda said, name=name: f"{name}: {said}")
@@ -159,7 +159,7 @@ def refusals() -> dict[tuple[str, str], str]:
     return {case: refusal(*case) for case in REFUSED}
 
 
-def test_what_fsdp_would_drop_is_refused_by_name(on_ranks) -> None:
+def test_hooks_that_fsdp_would_drop_are_refused_by_name(on_ranks) -> None:
     for said in on_ranks(2, refusals):
         for case, message in said.items():
             for part in REFUSED[case]:

@@ -138,7 +138,7 @@ def test_optimizers_update_shards_as_in_one_process(on_ranks, first: int) -> Non
             torch.testing.assert_close(found, in_one_process(name), atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_optimizers_that_cannot_are_named(on_ranks) -> None:
+def test_optimizers_that_cannot_update_shards_are_named(on_ranks) -> None:
     for results in on_ranks(2, fit_all, tuple(REFUSED)):
         for name, said in results.items():
             for part in REFUSED[name][2]:

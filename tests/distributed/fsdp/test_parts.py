@@ -63,7 +63,7 @@ def clip(replicate: int) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "replicate"), [(2, 1), (4, 1), (4, 2)])
-def test_clipping_is_that_of_the_whole_gradients(on_ranks, num_ranks: int, replicate: int) -> None:
+def test_clipping_equals_that_of_full_gradients(on_ranks, num_ranks: int, replicate: int) -> None:
     on_ranks(num_ranks, clip, replicate)
 
 
@@ -125,7 +125,7 @@ def gather_alone() -> bool:
     return gather_after_failure(mesh, reachable) == "the run failed on some of its ranks only"
 
 
-def test_rank_that_failed_alone_does_not_wait_for_good(on_ranks) -> None:
+def test_rank_that_failed_alone_does_not_wait_forever(on_ranks) -> None:
     assert on_ranks(2, gather_alone) == [True, True]
 
 

@@ -100,7 +100,7 @@ def refusals() -> dict[str, str]:
     return {label: fit(*case[:3]) for label, case in REFUSED.items()}
 
 
-def test_bad_input_is_named_with_the_remedy(on_ranks) -> None:
+def test_invalid_options_are_named_with_the_remedy(on_ranks) -> None:
     for messages in on_ranks(2, refusals):
         for label, message in messages.items():
             for part in REFUSED[label][3]:
@@ -111,7 +111,7 @@ def weight_used_outside() -> str:
     return fit(TiedLanguageModel, {}, {})
 
 
-def test_weight_used_outside_of_its_unit_is_explained(on_ranks) -> None:
+def test_weight_used_outside_its_unit_is_explained(on_ranks) -> None:
     for message in on_ranks(2, weight_used_outside):
         assert "block.0" in message
         assert "units=" in message

@@ -202,7 +202,7 @@ def run(name: str, strategy: Any, num_ranks: int) -> tuple[list[Any], dict[str, 
 
 
 @pytest.mark.parametrize("act", [*READS, *WRITES], ids=lambda act: act.__name__)
-def test_hooks_see_and_change_what_they_do_in_one_process(on_ranks, act: Act) -> None:
+def test_hooks_act_as_in_one_process(on_ranks, act: Act) -> None:
     seen, weights = run(act.__name__, "auto", 1)
     for ours, own_weights in on_ranks(2, run, act.__name__, "paral_fsdp", 2):
         torch.testing.assert_close(own_weights, weights)

@@ -232,7 +232,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("units", "place"), CASES)
-def test_writes_arrive_as_in_one_process(on_ranks, units: str, place: str) -> None:
+def test_writes_take_effect_as_in_one_process(on_ranks, units: str, place: str) -> None:
     for results in on_ranks(2, fit_all, place, 2, units):
         for kind, found in results.items():
             expected = in_one_process(place)[kind]
@@ -259,7 +259,7 @@ def fit_and_save(num_ranks: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_checkpoint_holds_what_was_written(on_ranks, tmp_path, num_ranks: int) -> None:
+def test_checkpoint_has_written_values(on_ranks, tmp_path, num_ranks: int) -> None:
     expected = fit_and_save(1, str(tmp_path))
     for found in on_ranks(num_ranks, fit_and_save, num_ranks, str(tmp_path)):
         torch.testing.assert_close(found, expected)
@@ -320,7 +320,7 @@ def refusals() -> dict[str, str]:
     return {label: refusal(*case[:3]) for label, case in REFUSED.items()}
 
 
-def test_what_cannot_arrive_is_refused_by_name(on_ranks) -> None:
+def test_writes_without_effect_are_refused_by_name(on_ranks) -> None:
     for said in on_ranks(2, refusals):
         for label, message in said.items():
             for part in REFUSED[label][3]:

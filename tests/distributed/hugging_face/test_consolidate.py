@@ -138,7 +138,7 @@ def test_true_low_precision_is_kept(fitted, consolidate, tmp_path: Path) -> None
     torch.testing.assert_close(outputs(model).float(), logits, rtol=0.0, atol=0.0)
 
 
-def test_weights_beside_the_model_are_not_lost_unsaid(fitted, consolidate, tmp_path: Path) -> None:
+def test_omitted_weights_beside_the_model_are_named(fitted, consolidate, tmp_path: Path) -> None:
     path, logits = fitted("paral_ddp", 1, "GPT2LMHeadModel", "head")
     said = consolidate(path, tmp_path / "out", "--hugging-face")
     assert "2 of 31 names do not begin with 'model.'" in said
@@ -148,7 +148,7 @@ def test_weights_beside_the_model_are_not_lost_unsaid(fitted, consolidate, tmp_p
     torch.testing.assert_close(outputs(reload(tmp_path / "out", "GPT2LMHeadModel")), logits, rtol=0.0, atol=0.0)
 
 
-def test_one_of_several_models_is_chosen(fitted, consolidate, tmp_path: Path) -> None:
+def test_one_of_several_models_must_be_chosen(fitted, consolidate, tmp_path: Path) -> None:
     path, logits = fitted("paral_ddp", 1, "GPT2LMHeadModel", "teacher")
     said = consolidate(path, tmp_path / "out", "--hugging-face")
     assert "holds 2 Hugging Face models. Choose one: --strip-prefix model., --strip-prefix teacher.." in said
@@ -170,7 +170,7 @@ def foreign(fitted, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "foreign.ckpt", logits
 
 
-def test_config_is_given_for_checkpoints_of_others(foreign: Any, consolidate, tmp_path: Path) -> None:
+def test_checkpoints_without_a_config_need_one(foreign: Any, consolidate, tmp_path: Path) -> None:
     path, logits = foreign
     assert "Give its config: --config" in consolidate(path, tmp_path / "out", "--hugging-face")
     made("T5ForConditionalGeneration").save_pretrained(tmp_path / "given")
@@ -233,13 +233,13 @@ def test_prefix_is_stripped(fitted, consolidate, tmp_path: Path) -> None:
         (["--config", "x"], "--config needs --hugging-face"),
     ],
 )
-def test_prefixes_that_do_not_fit_are_named(fitted, consolidate, tmp_path: Path, options: Any, reason: str) -> None:
+def test_invalid_prefixes_are_named(fitted, consolidate, tmp_path: Path, options: Any, reason: str) -> None:
     path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel", "head")
     assert reason in consolidate(path, tmp_path / "x.safetensors", *options)
     assert not list(tmp_path.iterdir())
 
 
-def test_other_weights_are_left_out_when_asked_for(fitted, consolidate, tmp_path: Path) -> None:
+def test_other_weights_are_omitted_on_request(fitted, consolidate, tmp_path: Path) -> None:
     path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel", "head")
     consolidate(path, tmp_path / "x.safetensors", "--strip-prefix", "model.", "--only-prefix")
     assert (
@@ -292,7 +292,7 @@ def test_own_shards_are_replaced_by_fewer(fitted, consolidate, tmp_path: Path) -
     assert others.read_bytes() == before
 
 
-def test_index_that_names_files_of_others_removes_none(fitted, consolidate, tmp_path: Path) -> None:
+def test_index_that_names_other_files_removes_none(fitted, consolidate, tmp_path: Path) -> None:
     path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
     folder = tmp_path / "folder"
     folder.mkdir()

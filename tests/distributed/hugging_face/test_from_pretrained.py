@@ -132,7 +132,7 @@ def assert_as_in_one_process(
     ("size", "kind"), [*(("5GB", kind) for kind in KINDS), *(("10KB", kind) for kind in (KINDS[0], KINDS[-1]))]
 )
 @pytest.mark.parametrize("label", DIVIDED)
-def test_values_are_those_of_the_folder_and_no_rank_copies_the_files(
+def test_values_equal_the_folder_and_no_rank_copies_the_files(
     on_ranks, tmp_path: Path, label: str, kind: str, size: str
 ) -> None:
     saved = made(kind)
@@ -149,7 +149,9 @@ def test_values_are_those_of_the_folder_and_no_rank_copies_the_files(
 
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BertForSequenceClassification"])
 @pytest.mark.parametrize("label", WHOLE)
-def test_values_where_every_rank_holds_the_model(on_ranks, tmp_path: Path, label: str, kind: str) -> None:
+def test_values_equal_one_process_if_every_rank_holds_the_model(
+    on_ranks, tmp_path: Path, label: str, kind: str
+) -> None:
     made(kind).save_pretrained(tmp_path)
     assert_as_in_one_process(on_ranks(2, load, label, 2, kind, str(tmp_path)), kind, tmp_path)
 
@@ -223,7 +225,9 @@ def convert(module: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("label", DIVIDED)
-def test_what_is_done_to_the_model_then(on_ranks, tmp_path: Path, label: str, threshold_bytes: int, then: Any) -> None:
+def test_changes_after_loading_equal_one_process(
+    on_ranks, tmp_path: Path, label: str, threshold_bytes: int, then: Any
+) -> None:
     kind = "GPT2LMHeadModel"
     made(kind).save_pretrained(tmp_path)
     if (label, then) == ("paral_zero3", convert):
@@ -247,7 +251,9 @@ def test_low_precision(on_ranks, tmp_path: Path, label: str, precision: str, kin
 
 @pytest.mark.parametrize("then", [resize, change, load_another, nest], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("label", DIVIDED)
-def test_what_is_done_to_the_model_in_low_precision(on_ranks, tmp_path: Path, label: str, then: Any) -> None:
+def test_changes_after_loading_in_low_precision_equal_one_process(
+    on_ranks, tmp_path: Path, label: str, then: Any
+) -> None:
     kind = "GPT2LMHeadModel"
     made(kind).save_pretrained(tmp_path)
     ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), then, 16, "bf16-true")

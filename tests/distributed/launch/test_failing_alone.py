@@ -117,7 +117,7 @@ def test_a_timeout_that_ends_the_process_is_named_with_its_option_and_the_stack(
     watch.end()
 
 
-def test_a_watch_that_ends_without_a_finding_says_nothing(caplog) -> None:
+def test_watch_without_a_timeout_logs_nothing(caplog) -> None:
     watch = TimeoutWatch(timedelta(minutes=7), "Strategy(timeout=...)", list, interval=0.01)
     watch.end()
 
@@ -170,7 +170,7 @@ def test_host_tensors_have_a_group_of_their_own_beside_one_for_cuda_only(on_rank
 
 
 @pytest.mark.parametrize(("world_size", "bound"), [(1, None), (2, torch.device("cuda", 0))])
-def test_a_device_is_bound_to_the_group_of_several_ranks_only(monkeypatch, world_size: int, bound: object) -> None:
+def test_device_is_bound_to_the_group_only_with_several_ranks(monkeypatch, world_size: int, bound: object) -> None:
     class AskedError(Exception):
         pass
 

@@ -31,5 +31,5 @@ def collect_in_a_fork() -> int | None:
         gc.enable()
 
 
-def test_a_forked_process_leaves_a_process_group_that_is_garbage_alone(on_ranks) -> None:
+def test_forked_process_does_not_abort_an_uncollected_process_group(on_ranks) -> None:
     assert on_ranks(2, collect_in_a_fork) == [0, 0]

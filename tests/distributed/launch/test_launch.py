@@ -131,7 +131,7 @@ def test_port_in_use_is_named_before_any_process_starts(tmp_path: Path) -> None:
     assert printed.count("Traceback") == 1
 
 
-def test_failure_of_another_rank_ends_all_and_shows_the_reason(tmp_path: Path) -> None:
+def test_failure_of_one_rank_ends_all_and_prints_its_error(tmp_path: Path) -> None:
     process = start([sys.executable, *script("rank_one_fails", tmp_path)])
 
     (printed,) = outputs(process)  # ends only when every process that holds the pipe has ended
@@ -159,7 +159,7 @@ def test_timeout_is_named_when_it_passes(sleeping: dict[str, "subprocess.Popen[s
     assert "did not finish within timeout=0:00:12, set by `ParalDDPStrategy(timeout=...)`" in printed
 
 
-def test_ranks_that_do_not_come_are_named_with_the_timeout(tmp_path: Path) -> None:
+def test_missing_ranks_are_named_with_the_timeout(tmp_path: Path) -> None:
     environment = {
         "RANK": "0",
         "LOCAL_RANK": "0",

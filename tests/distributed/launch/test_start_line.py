@@ -73,7 +73,7 @@ def on_rank() -> dict[str, list[str]]:
     return found
 
 
-def test_line_says_what_runs(on_ranks) -> None:
+def test_start_line_describes_the_run(on_ranks) -> None:
     first, second = on_ranks(2, on_rank)
 
     lines = {case: set(said) for case, said in first.items()}
@@ -94,5 +94,5 @@ def test_line_says_what_runs(on_ranks) -> None:
     assert not any(second.values())
 
 
-def test_line_of_one_process() -> None:
+def test_start_line_of_one_process() -> None:
     assert set(printed(ParalDPStrategy, batches())) == {"paral_dp: 2 devices, cpu, 32-true, global batch size 4"}

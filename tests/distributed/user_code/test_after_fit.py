@@ -122,9 +122,7 @@ def check_after_fit(seen: dict[str, Any], num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [*((name, 2) for name in STRATEGIES), *ALONE])
-def test_what_is_saved_after_a_fit_goes_on_as_without_interruption(
-    on_ranks, tmp_path: Path, strategy: str, num_ranks: int
-) -> None:
+def test_checkpoint_saved_after_a_fit_resumes(on_ranks, tmp_path: Path, strategy: str, num_ranks: int) -> None:
     for seen in on_ranks(num_ranks, after_fit, strategy, str(tmp_path)):
         check_after_fit(seen, num_ranks)
     assert (tmp_path / "teardown.ckpt").exists()
@@ -137,7 +135,7 @@ def save_in_background_after(folder: str) -> list[str]:
     return [path.name for path in Path(folder, "after.ckpt").iterdir()]  # nobody waits for it any more
 
 
-def test_a_save_after_the_run_is_there_when_it_returns(on_ranks, tmp_path: Path) -> None:
+def test_save_after_the_run_is_complete_when_it_returns(on_ranks, tmp_path: Path) -> None:
     for names in on_ranks(2, save_in_background_after, str(tmp_path)):
         assert "manifest.json" in names
 
@@ -197,7 +195,7 @@ def resumed_and_uninterrupted(strategy: str, folder: str) -> list[tuple[list[flo
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero3"])
-def test_ranks_that_all_fail_save_and_the_error_is_the_users(
+def test_ranks_that_fail_together_save_and_raise_the_users_error(
     on_ranks, rank_pool, tmp_path: Path, strategy: str
 ) -> None:
     told = on_ranks(2, fail, strategy, "all", str(tmp_path))
@@ -241,7 +239,7 @@ def change_groups(port: int) -> list[bool]:
     return [first is not second, second is dist.group.WORLD, made_group() is second]
 
 
-def test_the_group_of_a_run_serves_the_next_or_is_replaced(on_ranks, rank_pool) -> None:
+def test_process_group_is_reused_by_the_next_run_or_replaced(on_ranks, rank_pool) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     rank_pool.renew_world()

@@ -60,7 +60,7 @@ def losses_with_autocast(strategy: str) -> list[float]:
     return fit(ActorCritic(), 2, strategy=strategy_of(strategy), precision="bf16-mixed")[0]
 
 
-def test_bf16_mixed_equals_that_of_ddp(on_ranks) -> None:
+def test_bf16_mixed_equals_ddp(on_ranks) -> None:
     expected = torch.tensor(on_ranks(2, losses_with_autocast, "ddp, finding unused"))
     for strategy in ("paral_zero2", "zero3, nothing kept"):
         losses = torch.tensor(on_ranks(2, losses_with_autocast, strategy))
@@ -102,9 +102,7 @@ def train_on(strategy: str) -> Fitted:
         ("paral_zero1", "paral_fsdp", 2),
     ],
 )
-def test_goes_on_from_a_checkpoint_under_another_strategy(
-    on_ranks, tmp_path: Path, saver: str, loader: str, num_ranks: int
-) -> None:
+def test_gan_resumes_under_another_strategy(on_ranks, tmp_path: Path, saver: str, loader: str, num_ranks: int) -> None:
     on_ranks(2, save_halfway, saver, str(tmp_path / "x.ckpt"), 2)
     ranks = on_ranks(num_ranks, resume, loader, str(tmp_path / "x.ckpt"), num_ranks)
     assert_same_fit(ranks, train_on("auto"))
@@ -216,7 +214,7 @@ def refusals(stage: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_would_differ_from_one_process_is_refused(on_ranks, stage: int) -> None:
+def test_steps_that_would_differ_from_one_process_are_refused(on_ranks, stage: int) -> None:
     on_ranks(2, refusals, stage)
 
 
@@ -226,7 +224,7 @@ def on_nvme(folder: str) -> None:
         fit(Plain(), 2, strategy=ParalZeROStrategy(stage=3, offload_optimizer=offload))
 
 
-def test_nvme_is_for_one_optimizer(on_ranks, tmp_path: Path) -> None:
+def test_nvme_with_two_optimizers_is_refused(on_ranks, tmp_path: Path) -> None:
     on_ranks(2, on_nvme, str(tmp_path))
 
 

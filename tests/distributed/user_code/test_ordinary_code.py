@@ -95,7 +95,7 @@ def fit_gan_without_finding_unused() -> str:
     return str(caught.value)
 
 
-def test_parameters_that_are_not_toggled_are_named_right(on_ranks) -> None:
+def test_parameters_that_are_not_toggled_are_named(on_ranks) -> None:
     for message in on_ranks(2, fit_gan_without_finding_unused):
         assert "discriminator.0.weight, discriminator.0.bias" in message
         assert "tail.weight" in message
@@ -207,7 +207,7 @@ def fit_without_loss() -> None:
         fit(WithoutLoss, 1, 1, strategy="paral_fsdp")
 
 
-def test_step_without_loss_is_told_so_by_lightning(on_ranks) -> None:
+def test_step_without_loss_raises_the_error_of_lightning(on_ranks) -> None:
     on_ranks(1, fit_without_loss)
 
 
@@ -231,7 +231,7 @@ def fit_on_rank(make: Any, num_ranks: int, options: dict[str, Any]) -> Any:
     return fit(make, NUM_BATCHES, num_ranks, **options)
 
 
-def test_copied_state_is_put_back_under_fsdp(on_ranks) -> None:
+def test_copied_state_is_restored_under_fsdp(on_ranks) -> None:
     assert_same_fit(on_ranks(2, fit_on_rank, KeepsBest, 2, {"strategy": "paral_fsdp"}), fit(KeepsBest, NUM_BATCHES, 1))
 
 
@@ -278,7 +278,7 @@ def watch_gradients_on_rank(strategy: str) -> list[Tensor]:
     return watch_gradients(2, strategy=strategy)
 
 
-def test_backward_hooks_of_modules_see_under_fsdp_what_they_see_under_ddp(on_ranks) -> None:
+def test_backward_hooks_of_modules_see_the_same_under_fsdp_as_under_ddp(on_ranks) -> None:
     for seen, expected in zip(
         on_ranks(2, watch_gradients_on_rank, "paral_fsdp"),
         on_ranks(2, watch_gradients_on_rank, "paral_ddp"),
@@ -338,9 +338,7 @@ def watch_parameters_on_rank(strategy: Any, options: dict[str, Any]) -> Any:
     ],
     ids=["each step", "accumulating", "unsharded"],
 )
-def test_hooks_of_parameters_see_and_change_under_fsdp_what_they_do_under_ddp(
-    on_ranks, strategy: Any, options: Any
-) -> None:
+def test_hooks_of_parameters_act_under_fsdp_as_under_ddp(on_ranks, strategy: Any, options: Any) -> None:
     for found, expected in zip(
         on_ranks(2, watch_parameters_on_rank, strategy, options),
         on_ranks(2, watch_parameters_on_rank, "paral_ddp", options),
@@ -355,7 +353,7 @@ def test_hooks_of_parameters_see_and_change_under_fsdp_what_they_do_under_ddp(
 
 
 @pytest.mark.parametrize("precision", ["64-true", "16-true"])
-def test_precision_of_weights_is_that_of_one_process(on_ranks, precision: str) -> None:
+def test_precision_of_weights_equals_one_process(on_ranks, precision: str) -> None:
     options = {"precision": precision, "gradient_clip_val": 0.05}
     tolerance = 1e-12 if precision == "64-true" else 2e-2
     fitted = on_ranks(2, fit_on_rank, Tied, 2, options | {"strategy": "paral_fsdp"})
@@ -379,7 +377,7 @@ class BuiltLater(Tied):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
 
-def test_double_precision_of_what_is_built_later_is_that_of_one_process(on_ranks) -> None:
+def test_double_precision_in_configure_model_equals_one_process(on_ranks) -> None:
     options = {"precision": "64-true"}
     fitted = on_ranks(2, fit_on_rank, BuiltLater, 2, options | {"strategy": "paral_fsdp"})
     assert_same_weights(fitted, fit(BuiltLater, NUM_BATCHES, 1, **options), 1e-12)
@@ -415,7 +413,7 @@ class TrainedOutside(TrainedBuffer):
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
-def test_what_no_rank_averages_is_not_trained(on_ranks, strategy: str) -> None:
+def test_trained_tensors_outside_parameters_are_refused(on_ranks, strategy: str) -> None:
     options = {"strategy": strategy, "devices": 2}
     for message in on_ranks(2, _refusal_on_rank, TrainedBuffer, options):
         assert "SGD trains the buffer codes" in message
@@ -423,7 +421,7 @@ def test_what_no_rank_averages_is_not_trained(on_ranks, strategy: str) -> None:
         assert "SGD trains a Parameter of shape [1, 16] that is no parameter of TrainedOutside" in message
 
 
-def test_trained_buffer_trains_under_data_parallel_as_on_one_device() -> None:
+def test_trained_buffer_trains_under_dp_as_on_one_device() -> None:
     _, weights = fit(TrainedBuffer, NUM_BATCHES, 1, strategy="paral_dp", devices=2)
     torch.testing.assert_close(weights, fit(TrainedBuffer, NUM_BATCHES, 1)[1])
 
@@ -479,7 +477,7 @@ def error_of_forecaster(strategy: str, devices: int) -> tuple[float, Tensor]:
     return metrics["error"], model.hidden.weight.detach().clone()
 
 
-def test_differentiable_metric_is_copied_for_what_follows_the_fit() -> None:
+def test_differentiable_metric_can_be_copied_after_the_fit() -> None:
     torch.testing.assert_close(error_of_forecaster("paral_dp", 2), error_of_forecaster("auto", 1))
 
 

@@ -119,12 +119,12 @@ def test_gradients_that_no_rank_averages_are_refused(on_ranks, place: str) -> No
 
 
 @pytest.mark.parametrize("place", RIGHT)
-def test_what_is_averaged_or_set_to_zero_trains(on_ranks, place: str) -> None:
+def test_averaged_or_zeroed_gradients_train(on_ranks, place: str) -> None:
     expected = fit(place, "auto", 1)
     for weights in on_ranks(2, fit, place, "paral_ddp"):
         torch.testing.assert_close(weights, expected)
 
 
-def test_a_replica_does_not_step_an_optimizer_on_its_own() -> None:
+def test_single_replica_does_not_step_an_optimizer() -> None:
     with pytest.raises(ConfigurationError, match="stepped an optimizer on its own"):
         fit("manual of_trainer", "paral_dp", 1)

@@ -50,7 +50,7 @@ def run(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero3"])
-def test_copies_are_as_the_originals(on_ranks, strategy: str) -> None:
+def test_copies_equal_the_originals(on_ranks, strategy: str) -> None:
     ranks = on_ranks(2, run, strategy)
     for found, kinds, pickled, copied in ranks:
         train, by_copy, by_pickle, evaluated = found
@@ -65,7 +65,7 @@ def test_copies_are_as_the_originals(on_ranks, strategy: str) -> None:
     }
 
 
-def test_class_of_a_users_loader_survives(tmp_path: Path) -> None:
+def test_class_of_a_users_loader_is_kept(tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy="paral_ddp", devices=1, max_steps=1)
     trainer.fit(BoringModel(), Own(torch.randn(4, 32), 2), Own(torch.randn(4, 32), 2))
     again = pickle.loads(pickle.dumps(trainer.val_dataloaders))

@@ -54,18 +54,18 @@ def read_on_rank(strategy: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", ParalFSDPStrategy(units=[torch.nn.Linear])], ids=["ddp", "fsdp"])
-def test_ranks_read_what_one_process_has(on_ranks, strategy: Any) -> None:
+def test_readers_equal_one_process(on_ranks, strategy: Any) -> None:
     expected = read_in_fit(1, devices=1)
     for read in on_ranks(2, read_on_rank, strategy):
         torch.testing.assert_close(read, expected)
 
 
-def test_data_parallel_reads_what_one_device_has() -> None:
+def test_readers_of_dp_equal_one_device() -> None:
     assert GLOBAL_BATCH_SIZE % 2 == 0
     torch.testing.assert_close(read_in_fit(1, devices=2, strategy="paral_dp"), read_in_fit(1, devices=1))
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_readers_return_copies() -> None:
     class Writes(Regression):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             strategy: Any = self.trainer.strategy
@@ -81,7 +81,7 @@ def test_what_is_read_is_a_copy() -> None:
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
-def test_norm_counts_gradients_of_every_kind() -> None:
+def test_norm_includes_gradients_of_every_kind() -> None:
     model = Regression()
     model.table = torch.nn.Embedding(4, 2, sparse=True)
     model.phase = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.cdouble))

@@ -59,9 +59,7 @@ def fit_zero(stage: int, offload: str | None, by_hand: bool) -> dict[str, dict[s
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_no_gradient_of_a_window_is_lost_and_none_comes_back(
-    on_ranks, stage: int, offload: str | None, by_hand: bool
-) -> None:
+def test_every_gradient_of_a_window_counts_once(on_ranks, stage: int, offload: str | None, by_hand: bool) -> None:
     expected = {pattern: fit(1, pattern, by_hand) for pattern in PASSES_WITH_A_SECOND_TASK}
     for found in on_ranks(2, fit_zero, stage, offload, by_hand):
         for pattern, weights in expected.items():
@@ -77,7 +75,7 @@ def fit_in_low_precision(offload: str | None) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_offload_changes_nothing_in_low_precision(on_ranks) -> None:
+def test_offload_does_not_change_results_in_low_precision(on_ranks) -> None:
     [expected, _] = on_ranks(2, fit_in_low_precision, None)
     for found in on_ranks(2, fit_in_low_precision, "cpu"):
         for ours, theirs in zip(found, expected, strict=True):

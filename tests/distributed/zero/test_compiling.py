@@ -84,7 +84,7 @@ def wait_until(condition: Any, seconds: float) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="looks for compilers in /proc")
-def test_a_killed_run_takes_its_compilers_along_and_does_not_stop_the_next(tmp_path: Path) -> None:
+def test_killed_run_ends_its_compilers_and_does_not_block_the_next(tmp_path: Path) -> None:
     source, cache = tmp_path / "answer.cpp", tmp_path / "cache"
     source.write_text(NEVER_ENDING)
     killed = start(source, cache)
@@ -114,7 +114,7 @@ class Builder:
     name = "answer"
 
 
-def test_where_operators_are_kept(monkeypatch, tmp_path: Path) -> None:
+def test_operators_are_kept_by_versions_and_processor(monkeypatch, tmp_path: Path) -> None:
     choose_accelerator(torch.device("cpu"))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

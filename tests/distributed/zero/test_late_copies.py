@@ -145,5 +145,5 @@ def fit_throwing_away(num_ranks: int, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["paral_zero2_offload", "paral_zero3_offload"])
-def test_windows_thrown_away_leave_nothing_on_the_host(on_ranks, strategy: str) -> None:
+def test_discarded_windows_leave_no_gradients_in_host_memory(on_ranks, strategy: str) -> None:
     assert_same_fit(on_ranks(2, fit_throwing_away, 2, strategy), fit_throwing_away(1, "auto"))

@@ -111,7 +111,7 @@ def losses_of_late_model_on_rank() -> tuple[list[float], list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_configure_model_is_whole_after_the_run_where_there_is_room_for_it(on_ranks, has_room: bool) -> None:
+def test_parameters_are_full_after_the_run_if_memory_suffices(on_ranks, has_room: bool) -> None:
     expected, whole = losses_of_late_model(1)
 
     ranks = on_ranks(2, losses_of_late_model_on_rank if has_room else losses_of_late_model_without_room)
@@ -286,7 +286,7 @@ def collect_engine_of_an_earlier_fit(strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_engine_of_an_earlier_fit_takes_nothing_along_when_it_is_collected(on_ranks, strategy: str) -> None:
+def test_collecting_the_engine_of_an_earlier_fit_changes_nothing(on_ranks, strategy: str) -> None:
     first, second = on_ranks(2, collect_engine_of_an_earlier_fit, strategy)
     assert first == second > 0
 

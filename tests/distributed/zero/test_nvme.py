@@ -72,7 +72,7 @@ def fit_twice_on_nvme(folder: str) -> tuple[list[float], list[int], list[str]]:
     return losses, num_bytes, [file.name for file in Path(folder).iterdir()]
 
 
-def test_weights_built_on_nvme_stay_for_a_second_fit_and_go_with_the_model(on_ranks, tmp_path: Path) -> None:
+def test_weights_on_nvme_stay_for_a_second_fit_and_are_removed_with_the_model(on_ranks, tmp_path: Path) -> None:
     expected = fit_twice(1, lambda: "auto").losses
 
     ranks = on_ranks(2, fit_twice_on_nvme, str(tmp_path))
@@ -104,7 +104,7 @@ def fit_built_whole_on_nvme(folder: str) -> tuple[list[float], set[torch.dtype]]
     return model.losses, {parameter.dtype for parameter in model.parameters()}
 
 
-def test_weights_built_before_go_to_nvme_in_their_own_dtype(on_ranks, tmp_path: Path) -> None:
+def test_weights_built_before_the_fit_are_offloaded_in_their_dtype(on_ranks, tmp_path: Path) -> None:
     expected = fit_built_whole(1, "auto").losses
 
     ranks = on_ranks(2, fit_built_whole_on_nvme, str(tmp_path))
@@ -237,7 +237,7 @@ def losses_of(process: "subprocess.Popen[str]") -> Tensor:
     return torch.tensor([float(loss) for loss in line.split()[1:]])
 
 
-def test_two_runs_on_one_folder_do_not_meet(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_do_not_interfere(tmp_path: Path) -> None:
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", ONE_OF_TWO, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

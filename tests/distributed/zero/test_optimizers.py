@@ -97,7 +97,7 @@ STRATEGIES = ("paral_zero1", "paral_zero3", "paral_fsdp")
 
 
 @pytest.mark.parametrize("what", [find_rates, watch_rates])
-def test_equals_ddp(on_ranks, what: Any) -> None:
+def test_callbacks_and_schedulers_act_as_under_ddp(on_ranks, what: Any) -> None:
     expected = on_ranks(2, what, "paral_ddp", 2)
     for strategy in STRATEGIES:
         torch.testing.assert_close(on_ranks(2, what, strategy, 2), expected, rtol=1e-4, atol=1e-5)
@@ -116,5 +116,5 @@ def grow() -> None:
         trainer_of("paral_zero2", 1, callbacks=[Growing()]).fit(Tuned(), regression_data(3, 1))
 
 
-def test_a_new_group_is_refused(on_ranks) -> None:
+def test_new_parameter_group_is_refused(on_ranks) -> None:
     on_ranks(1, grow)

@@ -99,7 +99,7 @@ def one_process() -> list[Any]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_windows_of_every_kind_equal_one_process(on_ranks, one_process: list[Any], stage: int, overlap: bool) -> None:
+def test_every_kind_of_window_equals_one_process(on_ranks, one_process: list[Any], stage: int, overlap: bool) -> None:
     ranks = on_ranks(2, fit_all_on_rank, stage, overlap)
     for expected, *fits in zip(one_process, *ranks, strict=True):
         assert_same_fit(fits, expected)

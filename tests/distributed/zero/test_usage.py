@@ -84,7 +84,7 @@ def fit_on_rank(stage: int, find_unused: bool, uses: Any, optimizer: Any, option
     ],
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_unused_stays_as_it_is(
+def test_unused_parameters_do_not_change(
     on_ranks, stage: int, find_unused: bool, uses: Any, optimizer: Any, options: Any
 ) -> None:
     expected = fit(1, "auto", uses, optimizer, **options)
@@ -106,7 +106,7 @@ def refusal(stage: int, find_unused: bool, uses: Any, optimizer: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_zero_cannot_leave_out_is_named(
+def test_unused_parameters_that_zero_would_change_are_named(
     on_ranks, stage: int, find_unused: bool, uses: Any, optimizer: Any, message: str
 ) -> None:
     for said in on_ranks(2, refusal, stage, find_unused, uses, optimizer):
@@ -154,7 +154,7 @@ DIVERGENCES = {
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_ranks_that_differ_are_refused_where_their_gradients_would_be_mixed_up(on_ranks, find_unused: bool) -> None:
+def test_ranks_are_refused_if_their_gradients_would_be_mixed_up(on_ranks, find_unused: bool) -> None:
     for messages in on_ranks(2, refusals_of_divergence, find_unused):
         for message, expected in zip(messages, DIVERGENCES.values(), strict=True):
             assert expected in message
@@ -203,7 +203,7 @@ REORDERED = {
 }
 
 
-def test_a_later_order_is_refused_unless_ranks_compare_it(on_ranks) -> None:
+def test_order_that_changes_later_is_refused_unless_ranks_compare_it(on_ranks) -> None:
     expected = fit_in_windows(1, Reordering, 1)
     for results in on_ranks(2, fits_that_reorder):
         for result, message in zip(results, REORDERED.values(), strict=True):
@@ -255,7 +255,7 @@ def fits_with_other_passes(kind: type[Regression], window: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "window", "is_refused"), [(PenalizedLater, 1, False), (SwappedTasks, 2, True)])
-def test_ranks_compare_a_pass_that_is_new_and_refuse_one_that_is_another(
+def test_ranks_compare_new_passes_and_refuse_differing_ones(
     on_ranks, kind: type[Regression], window: int, is_refused: bool
 ) -> None:
     expected = fit_in_windows(1, kind, window)
@@ -302,12 +302,12 @@ def fit_skipping_on_rank(stage: int, overlap: bool | None) -> Any:
 
 
 @pytest.mark.parametrize(("stage", "overlap"), [(1, None), (1, True), (2, None), (2, True), (3, None)])
-def test_gradients_thrown_away_by_zero_grad_are_gone(on_ranks, stage: int, overlap: bool | None) -> None:
+def test_gradients_discarded_by_zero_grad_do_not_count(on_ranks, stage: int, overlap: bool | None) -> None:
     assert_same_fit(on_ranks(2, fit_skipping_on_rank, stage, overlap), fit_skipping(1))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_backward_of_the_loss_itself_is_refused(stage: int) -> None:
+def test_calling_backward_of_the_loss_is_refused(stage: int) -> None:
     with pytest.raises(ConfigurationError, match=r"self.manual_backward\(loss\) instead"):
         fit_skipping(1, ParalZeROStrategy(stage=stage), CallingBackward)
 

@@ -112,7 +112,7 @@ def save_what_was_written(label: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("label", STRATEGIES)
-def test_what_was_written_last_is_read_saved_and_given_back(on_ranks, label: str, tmp_path: Path) -> None:
+def test_last_write_is_read_saved_and_kept(on_ranks, label: str, tmp_path: Path) -> None:
     for read, saved, given_back in on_ranks(2, save_what_was_written, label, str(tmp_path)):
         assert (saved["out.bias"] == 0.125).all()
         for name, value in read.items():
@@ -137,7 +137,7 @@ def fit_in_bf16_with_average(label: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("label", STRATEGIES)
-def test_master_copies_change_only_where_weights_of_low_precision_were_written(on_ranks, label: str) -> None:
+def test_master_weights_change_only_where_weights_were_written(on_ranks, label: str) -> None:
     for first, second in on_ranks(2, fit_in_bf16_with_average, label):
         assert (first.bfloat16().float() != first).any()  # masters are finer
         moved = (second - first).abs()
@@ -165,7 +165,7 @@ def fit_plainly(label: str) -> int:
 
 
 @pytest.mark.parametrize("label", STRATEGIES)
-def test_a_fit_that_writes_nothing_takes_over_nothing(on_ranks, label: str) -> None:
+def test_fit_without_writes_copies_nothing(on_ranks, label: str) -> None:
     assert on_ranks(2, fit_plainly, label) == [0, 0]
 
 
@@ -220,7 +220,7 @@ def validate(label: str) -> Any:
 
 
 @pytest.mark.parametrize("label", STRATEGIES)
-def test_hooks_of_an_evaluation_read_and_write_whole_parameters(on_ranks, label: str) -> None:
+def test_hooks_in_evaluation_read_and_write_full_parameters(on_ranks, label: str) -> None:
     for norms, (of_hidden, of_all), bias in on_ranks(2, validate, label):
         assert norms == pytest.approx([of_hidden, of_all, FEATURES * 32 + 32 + 64 + 2])
         assert bias == [0.0, 0.0]
@@ -249,5 +249,5 @@ def fit_offloaded(label: str) -> Any:
 
 @pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("label", STRATEGIES_WITH_OFFLOAD)
-def test_writes_reach_what_is_offloaded(on_ranks, label: str) -> None:
+def test_writes_reach_offloaded_weights(on_ranks, label: str) -> None:
     assert_same_fit(on_ranks(2, fit_offloaded, label), fit_bootstrapped(1), 1e-4)

@@ -33,7 +33,7 @@ def losses_with_autocast(strategy: str) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", WITH_OFFLOAD)
-def test_bf16_mixed_equals_that_of_ddp(on_ranks, strategy: str) -> None:
+def test_bf16_mixed_equals_ddp(on_ranks, strategy: str) -> None:
     expected = torch.tensor(on_ranks(2, losses_with_autocast, "paral_ddp"))
     losses = torch.tensor(on_ranks(2, losses_with_autocast, strategy))
     torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0.0)
@@ -63,7 +63,7 @@ def fit_autocast_then_fp32() -> Any:
     return fit_regression(10, 1, 2, strategy="paral_zero2")
 
 
-def test_autocast_of_one_fit_does_not_reach_the_next(on_ranks) -> None:
+def test_autocast_ends_with_its_fit(on_ranks) -> None:
     assert_same_fit(on_ranks(2, fit_autocast_then_fp32), fit_regression(10, 1, 1))
 
 
@@ -85,7 +85,7 @@ def fit_with_schedule_on_rank(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_accumulation_scheduler(on_ranks, strategy: str) -> None:
+def test_accumulation_scheduler_equals_one_process(on_ranks, strategy: str) -> None:
     assert_same_fit(on_ranks(2, fit_with_schedule_on_rank, strategy), fit_with_schedule(1))
 
 
@@ -109,7 +109,7 @@ def fit_clipped_by_value_on_rank(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", WITH_OFFLOAD)
-def test_clipping_by_value(on_ranks, strategy: str) -> None:
+def test_clipping_by_value_equals_one_process(on_ranks, strategy: str) -> None:
     tolerance = 1e-4 if "offload" in strategy else 1e-5
     assert_same_fit(on_ranks(2, fit_clipped_by_value_on_rank, strategy), fit_clipped_by_value(1), tolerance)
 
@@ -192,7 +192,7 @@ def fit_hooked_on_rank(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", [*WITH_OFFLOAD, *IN_TURNS])
-def test_overridden_hooks_do_what_they_say(on_ranks, strategy: str) -> None:
+def test_overridden_hooks_take_effect(on_ranks, strategy: str) -> None:
     tolerance = 1e-4 if "offload" in strategy else 1e-5
     expected_fit, expected_seen, expected_calls = fit_hooked(1)
     ranks = on_ranks(2, fit_hooked_on_rank, strategy)
@@ -225,7 +225,7 @@ def read_hidden_gradients(strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_hooks_that_read_gradients_where_they_are_not_are_told_where_they_are(on_ranks, strategy: str) -> None:
+def test_reading_a_hidden_gradient_raises_with_the_reader_to_use(on_ranks, strategy: str) -> None:
     for messages in on_ranks(2, read_hidden_gradients, strategy):
         for message in messages:
             assert "full_gradient(parameter)" in message
@@ -401,7 +401,7 @@ def fail_between_steps() -> int:
     return sum(value.numel() for value in module.state_dict().values())
 
 
-def test_a_module_without_its_weights_after_a_failure_is_told_of(on_ranks) -> None:
+def test_module_without_weights_after_a_failure_is_reported(on_ranks) -> None:
     assert on_ranks(2, fail_between_steps) == [0, 0]
 
 
@@ -415,7 +415,7 @@ def save_checkpoint(strategy: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_checkpoint_callback_saves_a_part_of_each_rank(on_ranks, tmp_path: Path, strategy: str) -> None:
+def test_checkpoint_callback_saves_the_shards_of_each_rank(on_ranks, tmp_path: Path, strategy: str) -> None:
     for names in on_ranks(2, save_checkpoint, strategy, str(tmp_path)):
         assert {"__0_0.distcp", "__1_0.distcp", "meta.pt", "manifest.json"} <= set(names)
 
@@ -425,14 +425,14 @@ def test_checkpoint_callback_saves_a_part_of_each_rank(on_ranks, tmp_path: Path,
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_traffic_per_step_is_that_of_the_paper(on_ranks, stage: int, world_size: int) -> None:
+def test_traffic_per_step_equals_the_paper(on_ranks, stage: int, world_size: int) -> None:
     ranks = on_ranks(world_size, model_sizes_sent_per_step, stage)
     assert sum(ranks) / world_size == pytest.approx(model_sizes_by_formula(stage, world_size), rel=0.05)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_memory_is_that_of_the_paper(on_ranks, stage: int, world_size: int) -> None:
+def test_memory_equals_the_paper(on_ranks, stage: int, world_size: int) -> None:
     for held in on_ranks(world_size, bytes_held, stage):
         for part, expected in bytes_by_formula(stage, world_size).items():
             assert held[part] == pytest.approx(expected, rel=0.05), part

@@ -618,7 +618,7 @@ def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(tmp_path: Path) -
     assert told["peak_bytes"] < MAX_BYTES
 
 
-def test_sound_ones_load_as_they_were_saved(tmp_path: Path) -> None:
+def test_undamaged_checkpoints_load(tmp_path: Path) -> None:
     make_all(tmp_path)
     for form in ("full", "sharded", "lightning.ckpt", "dcp"):
         _, found = peek(tmp_path / form)

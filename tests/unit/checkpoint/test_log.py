@@ -32,7 +32,7 @@ def test_saves_and_loads_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert all(message.endswith(" s") for message in caplog.messages)
 
 
-def test_the_log_is_quiet_unless_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_by_default_by_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path / "x.ckpt", "full")
 
     assert not caplog.messages

@@ -92,7 +92,7 @@ KEPT += [checkpoint_with(name) for name in ("thesis.tex", "README.md", "lightnin
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("make", KEPT)
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, form: Form, make: Any) -> None:
+def test_folder_without_a_checkpoint_is_not_replaced(tmp_path: Path, form: Form, make: Any) -> None:
     path = tmp_path / "results"
     make(path)
     before = tree(tmp_path)
@@ -105,7 +105,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, form: Form, make:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_link_to_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, form: Form) -> None:
+def test_link_to_a_folder_without_a_checkpoint_is_not_replaced(tmp_path: Path, form: Form) -> None:
     thesis(tmp_path / "elsewhere")
     (tmp_path / "results").symlink_to("elsewhere")
     with pytest.raises(CheckpointError, match=r"thesis\.tex"):
@@ -113,7 +113,7 @@ def test_a_link_to_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, form: F
     assert (tmp_path / "results").is_symlink()
 
 
-def test_a_file_that_is_no_checkpoint_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+def test_ordinary_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     for name in ("notes.txt", "tensor.pt"):
@@ -192,7 +192,7 @@ def test_checkpoints_are_replaced(tmp_path: Path, form: Form, make: Any) -> None
     assert not path.is_symlink()
 
 
-def test_what_came_there_while_it_was_written_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_appears_during_a_save_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     saving = prepared(path, "sharded")
     write = saving._write_folder
@@ -211,7 +211,7 @@ def test_what_came_there_while_it_was_written_is_not_replaced(tmp_path: Path, mo
 # Removing
 
 
-def test_removing_keeps_what_is_not_the_checkpoints(tmp_path: Path) -> None:
+def test_removing_keeps_other_files(tmp_path: Path) -> None:
     path = tmp_path / "best.ckpt"
     checkpoint_with("thesis.tex")(path)
     with pytest.warns(UserWarning, match=r"best\.ckpt was removed except for .*: thesis\.tex"):

@@ -112,7 +112,7 @@ def test_class_path_alone_on_the_command_line(monkeypatch, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_other_commands(monkeypatch, tmp_path, command: str) -> None:
+def test_other_commands_run(monkeypatch, tmp_path, command: str) -> None:
     trainer = run(monkeypatch, tmp_path, command, strategy="paral_ddp")
 
     assert trainer.state.fn.value == command
@@ -130,7 +130,7 @@ def test_checkpoint_with_a_type_that_only_the_strategy_knows(monkeypatch, tmp_pa
     assert trainer.global_step == 3
 
 
-def test_bad_input_ends_in_one_line(monkeypatch, tmp_path, capsys) -> None:
+def test_invalid_input_is_an_error_of_one_line(monkeypatch, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match=r"^paral: There is no strategy named 'paral_dp0'\. Did you mean 'paral_d"):
         run(monkeypatch, tmp_path, "fit", strategy="paral_dp0")
 
@@ -147,7 +147,7 @@ def test_strategies_prints_the_table(monkeypatch, capsys) -> None:
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_version_names_what_a_report_needs(monkeypatch, capsys) -> None:
+def test_version_prints_the_versions_for_a_bug_report(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["paral", "--version"])
 
     main()
@@ -159,7 +159,7 @@ def test_version_names_what_a_report_needs(monkeypatch, capsys) -> None:
     )
 
 
-def test_bar_of_the_example_ends_with_its_run() -> None:
+def test_progress_bar_of_the_example_ends_with_its_run() -> None:
     trainer = yaml.safe_load((ROOT / "configs/gpt.yaml").read_text())["trainer"]
 
     assert trainer["limit_train_batches"] == trainer["max_steps"]

@@ -72,7 +72,9 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 
 
 @pytest.mark.parametrize(("config", "message"), YAML, ids=lambda value: str(value)[:60])
-def test_yaml(monkeypatch, capsys, tmp_path: Path, config: dict[str, Any], message: str) -> None:
+def test_mistake_in_yaml_names_the_option(
+    monkeypatch, capsys, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
 
     text = said(monkeypatch, capsys, "--config", str(tmp_path / "wrong.yaml"))
@@ -83,7 +85,7 @@ def test_yaml(monkeypatch, capsys, tmp_path: Path, config: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(("arguments", "message"), COMMAND_LINE, ids=lambda value: str(value)[:60])
-def test_command_line(monkeypatch, capsys, arguments: list[str], message: str) -> None:
+def test_mistake_on_the_command_line_names_the_option(monkeypatch, capsys, arguments: list[str], message: str) -> None:
     text = said(monkeypatch, capsys, f"--trainer.strategy={arguments[0]}", *arguments[1:])
 
     assert message in text

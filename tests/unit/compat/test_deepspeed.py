@@ -51,11 +51,11 @@ def source_of(function: Callable[..., Any]) -> str:
 # At the start of a run
 
 
-def test_names_are_checked_at_the_start_and_are_there() -> None:
+def test_names_are_checked_at_the_start() -> None:
     checks.check_names.__wrapped__("deepspeed")
 
 
-def test_a_renamed_global_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_global_raises_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime import torch_autocast
 
     monkeypatch.delattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
@@ -64,7 +64,7 @@ def test_a_renamed_global_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPat
         checks.check_names.__wrapped__("deepspeed")
 
 
-def test_a_renamed_attribute_is_an_error_when_an_engine_is_made() -> None:
+def test_renamed_attribute_raises_when_an_engine_is_created() -> None:
     class Renamed:
         __module__ = "deepspeed.runtime.engine"
         __qualname__ = "DeepSpeedEngine"
@@ -73,14 +73,14 @@ def test_a_renamed_attribute_is_an_error_when_an_engine_is_made() -> None:
         checks.check_instance("deepspeed", Renamed())
 
 
-def test_attributes_that_few_configurations_have_are_no_error() -> None:
+def test_optional_attributes_may_be_missing() -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     checks.check_instance("deepspeed", object.__new__(DeepSpeedZeroOptimizer))
 
 
 @pytest.mark.parametrize("name", ["clip_grad", "overlap_comm", "round_robin_gradients", "cpu_offload"])
-def test_a_renamed_attribute_is_an_error_before_an_engine_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_attribute_raises_before_an_engine_is_created(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     rename(DeepSpeedZeroOptimizer, name, monkeypatch)
@@ -89,7 +89,7 @@ def test_a_renamed_attribute_is_an_error_before_an_engine_is_made(name: str, mon
         checks.check_names.__wrapped__("deepspeed")
 
 
-def test_clipping_by_an_attribute_that_is_gone_is_an_error_when_a_fit_begins() -> None:
+def test_renamed_attribute_for_clipping_raises_when_a_fit_begins() -> None:
     engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 2, optimizer=SimpleNamespace())
     unused: Any = None
 
@@ -134,7 +134,7 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
     ], "DeepSpeed calls its backend in another way: GlooBackend of engines/zero/runtime/gloo.py would not be used"
 
 
-def test_shared_memory_is_left_out() -> None:
+def test_shared_memory_is_disabled() -> None:
     from deepspeed.comm.torch import build_shm_op
 
     operators.leave_out_shared_memory()
@@ -142,7 +142,7 @@ def test_shared_memory_is_left_out() -> None:
     assert build_shm_op() is None, "DeepSpeed compiles shared-memory collectives under another name"
 
 
-def test_shared_memory_all_the_same_is_an_error() -> None:
+def test_enabled_shared_memory_raises() -> None:
     with pytest.raises(PrivateNameError, match=r"__compatible_ops__ to keep .* no longer leaves them out"):
         operators.check_shared_memory_left_out(SimpleNamespace(shm_comm_op=object()))
 
@@ -150,7 +150,7 @@ def test_shared_memory_all_the_same_is_an_error() -> None:
 # What a run leaves behind
 
 
-def test_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_a_run_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.utils import groups
 
     for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device"):
@@ -174,7 +174,7 @@ def test_numbers_of_modules_and_parameters_are_set() -> None:
         counters.set_counters(before)
 
 
-def test_another_default_of_the_count_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_default_of_the_count_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     monkeypatch.setattr(DeepSpeedZeRoOffload._register_deepspeed_module, "__defaults__", (0,))
@@ -183,7 +183,7 @@ def test_another_default_of_the_count_is_an_error(monkeypatch: pytest.MonkeyPatc
         counters.read_counters()
 
 
-def test_modules_are_forgotten_or_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_a_run_are_removed_or_an_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     remains.forget_modules()
@@ -195,7 +195,7 @@ def test_modules_are_forgotten_or_it_is_an_error(monkeypatch: pytest.MonkeyPatch
         remains.forget_modules()
 
 
-def test_torch_gets_its_own_linear_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_of_torch_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
@@ -214,7 +214,7 @@ def test_torch_gets_its_own_linear_back(monkeypatch: pytest.MonkeyPatch) -> None
             linear.restore_linear()
 
 
-def test_forwards_are_known_by_the_stack() -> None:
+def test_forward_passes_are_found_on_the_stack() -> None:
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     root, part = Linear(1, 1), Linear(1, 1)
@@ -232,7 +232,7 @@ def test_forwards_are_known_by_the_stack() -> None:
 # Modules and parameters
 
 
-def test_what_deepspeed_puts_in_the_place_of_parameters_is_taken_away() -> None:
+def test_parameter_dictionaries_of_deepspeed_are_removed() -> None:
     from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict, _inject_parameters
 
     module = Linear(2, 2)
@@ -248,7 +248,7 @@ def test_what_deepspeed_puts_in_the_place_of_parameters_is_taken_away() -> None:
     assert (type(module._parameters), list(module._parameters)) == (kind, names)
 
 
-def test_outputs_are_shown_as_tensors() -> None:
+def test_outputs_are_passed_as_tensors() -> None:
     seen = []
 
     def _post_forward_module_hook(module: Any, inputs: Any, output: Any) -> None:
@@ -263,7 +263,7 @@ def test_outputs_are_shown_as_tensors() -> None:
     assert seen == ["view"]
 
 
-def test_a_renamed_hook_is_an_error() -> None:
+def test_renamed_hook_raises() -> None:
     module = Linear(1, 1)
     module.register_forward_hook(lambda *args: None)
 
@@ -271,7 +271,7 @@ def test_a_renamed_hook_is_an_error() -> None:
         output_hooks.show_outputs_as(module, lambda output: output)
 
 
-def test_a_parameter_that_does_not_know_its_maker_is_an_error() -> None:
+def test_parameter_without_its_init_raises() -> None:
     parameter = SimpleNamespace(ds_active_sub_modules=set(), all_gather=lambda: None)
 
     with pytest.raises(PrivateNameError, match=r"all_gather to let parameters .* no closure over the zero.Init"):
@@ -292,7 +292,7 @@ def test_gathering_and_releasing_go_through_methods_of_parameters() -> None:
 # `zero.Init`
 
 
-def test_init_replaces_the_constructors_that_are_given_back() -> None:
+def test_init_replaces_the_constructors_that_are_restored() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     replaced = [
@@ -306,7 +306,7 @@ def test_init_replaces_the_constructors_that_are_given_back() -> None:
     assert set(replaced) == set(zero_init.CONSTRUCTORS), "zero.Init replaces other functions of torch than CONSTRUCTORS"
 
 
-def test_init_divides_by_the_methods_that_are_replaced() -> None:
+def test_init_partitions_through_replaced_methods() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
@@ -337,7 +337,7 @@ def test_the_engine_asks_whether_it_runs_the_backward_pass() -> None:
     assert "self._backward_epilogue()" in said, "a backward pass no longer ends with _backward_epilogue"
 
 
-def test_windows_end_by_the_method_that_reduces_what_hooks_left() -> None:
+def test_windows_end_in_the_method_that_reduces_remaining_gradients() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     said = source_of(DeepSpeedEngine.allreduce_gradients)
@@ -345,7 +345,7 @@ def test_windows_end_by_the_method_that_reduces_what_hooks_left() -> None:
     assert "self.optimizer.reduce_gradients(" in said, "stage 1 with overlap_comm would step on unreduced gradients"
 
 
-def test_losses_are_scaled_by_what_is_replaced() -> None:
+def test_losses_are_scaled_by_the_replaced_method() -> None:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
     said = source_of(ZeROOptimizer.scale_if_loss)
@@ -362,7 +362,7 @@ def test_states_are_linked_by_a_public_function() -> None:
     assert names == ["lp_param_list", "flat_hp_partition", "optimizer_state"]
 
 
-def test_processor_is_read_by_the_function_that_is_replaced() -> None:
+def test_processor_is_read_by_the_replaced_function() -> None:
     import cpuinfo
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -65,7 +65,7 @@ def trainer(**options: Any) -> Trainer:
     )
 
 
-def test_a_trainer_being_built_tells_its_strategy_ranks_and_asks_it_for_its_launcher_when_it_starts(
+def test_new_trainer_sets_ranks_and_requests_the_launcher_at_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Told(ParalDDPStrategy):
@@ -90,7 +90,7 @@ def test_a_trainer_being_built_tells_its_strategy_ranks_and_asks_it_for_its_laun
         built.fit(Model(), loader())
 
 
-def test_a_trainer_being_built_tells_dp_ranks() -> None:
+def test_new_trainer_sets_ranks_of_dp() -> None:
     with pytest.raises(ConfigurationError, match="num_nodes=2"):
         quiet_trainer(strategy="paral_dp", devices=1, num_nodes=2)
 
@@ -121,7 +121,7 @@ def test_evaluation_runs_each_step_and_each_end_of_a_loader_through_replaced_met
     assert "_evaluation_step" not in vars(loop)
 
 
-def test_what_is_logged_passes_through_the_methods_that_subclasses_override() -> None:
+def test_logged_values_pass_through_overridden_methods() -> None:
     called: set[str] = set()
 
     class Noted(ResultCollection):
@@ -194,7 +194,7 @@ def test_loaders_are_prepared_by_a_replaced_method() -> None:
     assert injects_sampler(plain) is False
 
 
-def test_what_is_asked_of_the_loops_of_a_fit() -> None:
+def test_fit_loops_have_the_attributes_that_are_read() -> None:
     accumulating: list[bool] = []
     inference_modes: list[bool] = []
     data_began: list[bool] = []
@@ -247,7 +247,7 @@ def test_weight_averaging_swaps_and_copies_by_replaced_methods() -> None:
     assert averaging.swap_method() is swap
 
 
-def test_steps_run_through_a_redirection_where_the_model_is_wrapped() -> None:
+def test_steps_run_through_a_redirection_if_the_model_is_wrapped() -> None:
     strategy = SingleDeviceStrategy("cpu")
     redirected: list[str] = []
 
@@ -273,7 +273,7 @@ def test_the_check_of_accumulation_schedules_can_be_replaced() -> None:
     assert checked == [(callback, plain, model)]
 
 
-def test_what_comes_between_closure_and_step_runs_the_hook_and_clips() -> None:
+def test_precision_plugin_runs_hook_and_clipping_between_closure_and_step() -> None:
     clipped: list[float | None] = []
 
     class Clipped(Model):
@@ -291,7 +291,7 @@ def test_what_comes_between_closure_and_step_runs_the_hook_and_clips() -> None:
     assert clipped == [None, 0.5] * 2
 
 
-def test_caches_of_metrics() -> None:
+def test_caches_of_metrics_can_be_set() -> None:
     metric = MeanMetric()
     metrics.count_as_updated(metric)
     metrics.set_computed(metric, torch.tensor(7.0))
@@ -316,7 +316,7 @@ def test_device_of_a_module_alone_and_of_all_in_it() -> None:
     assert module.layer.weight.device.type == "cpu"
 
 
-def test_a_module_without_a_trainer_has_none() -> None:
+def test_module_without_a_trainer_returns_none() -> None:
     assert trainer_of(None) is None
     assert trainer_of(Model()) is None
 
@@ -332,12 +332,12 @@ def test_a_module_without_a_trainer_has_none() -> None:
     ],
     ids=["method of an instance", "method of a class", "attribute"],
 )
-def test_replacing_what_is_gone_is_an_error(replace: Callable[[], Any]) -> None:
+def test_replacing_a_missing_attribute_raises(replace: Callable[[], Any]) -> None:
     with pytest.raises(PrivateNameError, match=r"_gone.*[Ii]nstall"):
         replace()
 
 
-def test_resuming_inside_an_epoch_warns_of_nothing_and_leaves_the_filters_of_warnings(tmp_path: Path) -> None:
+def test_resuming_inside_an_epoch_does_not_warn_or_change_warning_filters(tmp_path: Path) -> None:
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     first = trainer(strategy="paral_ddp", devices=1, callbacks=[checkpoints], enable_checkpointing=True)
     first.fit(Model(), loader(3))

@@ -32,7 +32,7 @@ def import_deepspeed() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_private_name_is_there_and_explained(entry: PrivateName) -> None:
+def test_private_name_exists_and_is_explained(entry: PrivateName) -> None:
     if entry.name.startswith("deepspeed."):
         import_deepspeed()
 
@@ -45,7 +45,7 @@ def test_private_name_is_there_and_explained(entry: PrivateName) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.removeprefix("lightning_paral.compat."))
-def test_module_declares_what_it_uses(module: ModuleType) -> None:
+def test_module_declares_the_names_it_uses(module: ModuleType) -> None:
     declared = {part for entry in getattr(module, "NAMES", ()) for part in entry.name.split(".")}
     tree = ast.parse(Path(str(module.__file__)).read_text())
 
@@ -61,14 +61,14 @@ def test_module_declares_what_it_uses(module: ModuleType) -> None:
     assert not used - declared - OWN - OF_PYTHON, "private names without an entry in NAMES"
 
 
-def test_a_name_that_is_gone_is_an_error_that_says_for_what_it_is_needed() -> None:
+def test_missing_name_raises_with_its_purpose() -> None:
     entry = PrivateName(name="torch.nn.Module._gone", purpose="to show this", reason="none", seen="torch 2.11 to 2.13")
 
     with pytest.raises(PrivateNameError, match=r"torch.nn.Module._gone to show this, and in torch .* no such name"):
         entry.resolve()
 
 
-def test_other_parameters_are_an_error_that_names_them() -> None:
+def test_changed_parameters_raise_with_their_names() -> None:
     entry = PrivateName(
         name="torch.nn.Module.register_buffer",
         purpose="to show this",

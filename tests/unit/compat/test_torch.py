@@ -90,7 +90,7 @@ def test_version_counts_in_place_writes_of_views_and_not_of_detached_data() -> N
     assert versions.version_of(tensor) == before + 1, "writes through `.data` are counted twice"
 
 
-def test_storages_count_who_uses_them() -> None:
+def test_storages_count_their_users() -> None:
     tensor = torch.zeros(3)
 
     assert storages.use_count(tensor) == 2, (
@@ -101,7 +101,7 @@ def test_storages_count_who_uses_them() -> None:
     assert storages.identity_of(view.untyped_storage()) == storages.identity_of(tensor.untyped_storage())
 
 
-def test_storages_without_memory_are_told_apart() -> None:
+def test_storages_without_memory_are_recognized() -> None:
     first, second = torch.empty(3, device="meta"), torch.empty(3, device="meta")
 
     assert storages.identity_of(first.untyped_storage()) != storages.identity_of(second.untyped_storage()), (
@@ -130,7 +130,7 @@ def test_a_callback_queued_in_a_hook_runs_once_after_the_whole_backward_pass() -
     assert None not in seen[0], "the callback ran before all gradients were there"
 
 
-def test_torch_function_is_left_out_and_comes_back() -> None:
+def test_torch_function_is_disabled_and_restored() -> None:
     class Noisy(Tensor):
         pass
 
@@ -168,7 +168,7 @@ def test_schemas_tell_arguments_and_what_is_written() -> None:
     assert schema.returns
 
 
-def test_modules_keep_what_is_put_into_their_dictionaries() -> None:
+def test_modules_keep_entries_of_their_dictionaries() -> None:
     class Guarded(Linear):
         def register_parameter(self, name: str, param: Parameter | None) -> None:
             assert not hasattr(self, "sealed")
@@ -238,7 +238,7 @@ def test_state_dicts_carry_versions_of_modules() -> None:
     assert state_dicts.versions_in(copied) == {"": {"version": 2}}
 
 
-def test_each_part_of_a_module_is_saved_and_loaded_by_the_methods_that_are_replaced() -> None:
+def test_each_submodule_is_saved_and_loaded_by_replaced_methods() -> None:
     class WithExtra(Linear):
         def get_extra_state(self) -> Any:
             return {"extra": 1}
@@ -268,7 +268,7 @@ def test_each_part_of_a_module_is_saved_and_loaded_by_the_methods_that_are_repla
     assert "_save_to_state_dict" not in vars(module[0])
 
 
-def test_load_hooks_can_be_left_out() -> None:
+def test_load_hooks_can_be_skipped() -> None:
     module = Linear(2, 2)
     called = []
     module.register_load_state_dict_pre_hook(lambda *_: called.append(1))
@@ -283,7 +283,7 @@ def test_load_hooks_can_be_left_out() -> None:
     assert called == [1]
 
 
-def test_scaler_unscales_and_steps_by_the_method_that_is_replaced() -> None:
+def test_scaler_unscales_and_steps_through_a_replaced_method() -> None:
     class Scaler(UnscalingGradScaler):
         infinite = 0.0
 
@@ -335,7 +335,7 @@ def test_files_have_room_for_tensors_without_memory(tmp_path: Path) -> None:
     )
 
 
-def test_distributed_checkpoint_has_these_keys_and_places() -> None:
+def test_distributed_checkpoint_has_these_keys_and_offsets() -> None:
     flat, paths = distributed_checkpoint.flatten_state_dict({"a": {"b": [torch.ones(1), 2]}})
 
     assert set(flat) == {"a.b.0", "a.b.1"}, "sharded checkpoints would have keys that torch does not look for"
@@ -355,7 +355,7 @@ def test_wrapper_tensors_have_a_shape_and_no_memory() -> None:
     assert (type(made), tuple(made.shape), made.dtype) == (Wrapper, (2**40,), torch.bfloat16)
 
 
-def test_compiled_modules_are_told() -> None:
+def test_compiled_modules_are_recognized() -> None:
     module = Linear(2, 2)
     assert not compiled.is_compiled(module)
 
@@ -364,7 +364,7 @@ def test_compiled_modules_are_told() -> None:
     assert compiled.is_compiled(module)
 
 
-def test_trees_are_those_of_torch() -> None:
+def test_trees_equal_those_of_torch() -> None:
     leaves, spec = pytree.tree_flatten({"a": [1, (2,)]})
 
     assert leaves == pytree.tree_leaves({"a": [1, (2,)]}) == [1, 2]
@@ -373,14 +373,14 @@ def test_trees_are_those_of_torch() -> None:
     assert pytree.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
 
 
-def test_ddp_leaves_alone_what_a_module_names() -> None:
+def test_ddp_ignores_the_parameters_that_a_module_names() -> None:
     module = Linear(2, 2)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])
 
     assert ddp_ignored.ignored_by_ddp(module) == {"weight"}, "modules tell DDP what to ignore under another name"
 
 
-def test_attributes_are_replaced_and_given_back() -> None:
+def test_attributes_are_replaced_and_restored() -> None:
     class Base:
         inherited = 1
 
@@ -397,7 +397,7 @@ def test_attributes_are_replaced_and_given_back() -> None:
         patches.replace_attributes(Owner, {"gone": 1})
 
 
-def test_muon_calls_the_function_that_is_replaced() -> None:
+def test_muon_calls_the_replaced_function() -> None:
     parameter = Parameter(torch.eye(3))
     calls = []
 
@@ -428,7 +428,7 @@ def test_groups_are_alive_until_they_are_destroyed() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_dtensors_ask_handlers_first_and_hold_what_they_are_given() -> None:
+def test_dtensors_call_handlers_first_and_keep_the_given_tensor() -> None:
     mesh = init_device_mesh("cpu", (1,))
     tensor = distribute_tensor(torch.zeros(2), mesh, [Shard(0)])
     handlers = dtensor.operation_handlers()
@@ -448,7 +448,7 @@ def test_dtensors_ask_handlers_first_and_hold_what_they_are_given() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2"])
-def test_a_renamed_attribute_is_an_error_before_training(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_attribute_raises_before_training(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_names.cache_clear()
     rename(FSDPParam, "_sharded_param_data", monkeypatch)
 
@@ -457,7 +457,7 @@ def test_a_renamed_attribute_is_an_error_before_training(strategy: str, monkeypa
 
 
 @pytest.mark.usefixtures("world")
-def test_parameters_without_an_attribute_are_an_error_when_they_have_been_sharded(
+def test_sharded_parameters_without_an_attribute_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = sharded()
@@ -482,7 +482,7 @@ def test_parameters_without_an_attribute_are_an_error_when_they_have_been_sharde
 
 
 @pytest.mark.usefixtures("world")
-def test_steps_gather_and_let_go_as_forward_does() -> None:
+def test_steps_unshard_and_reshard_like_forward() -> None:
     root = sharded()
     fsdp_state.initialize(root)
     hooks = fsdp_state.ForwardHooks(root)
@@ -518,7 +518,7 @@ def test_steps_gather_and_let_go_as_forward_does() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_assigned_memory_is_gathered_from() -> None:
+def test_assigned_memory_is_unsharded() -> None:
     root = sharded()
     fsdp_state.initialize(root)
     [weight, _] = fsdp_state.groups_of(root)[0].fsdp_params
@@ -531,7 +531,7 @@ def test_assigned_memory_is_gathered_from() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_module_can_be_sharded_again_after_it_was_forgotten() -> None:
+def test_module_can_be_sharded_again_after_its_state_is_removed() -> None:
     module: Any = Linear(4, 4)
     original = dict(modules.own_parameters(module))
     mesh = init_device_mesh("cpu", (1,))
@@ -555,7 +555,7 @@ def test_a_module_can_be_sharded_again_after_it_was_forgotten() -> None:
     copy.deepcopy(module)
 
 
-def test_meshes_of_earlier_groups_are_forgotten() -> None:
+def test_meshes_of_earlier_groups_are_removed() -> None:
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -569,7 +569,7 @@ def test_meshes_of_earlier_groups_are_forgotten() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_sharded_modules_get_the_class_that_was_prepared() -> None:
+def test_sharded_modules_get_the_prepared_class() -> None:
     class Own(Linear):
         pass
 

@@ -91,7 +91,7 @@ def test_failing_step_is_rolled_back() -> None:
     assert same(picture(module), before)
 
 
-def test_parameters_are_left_alone() -> None:
+def test_parameters_are_not_restored() -> None:
     module = nn.Linear(2, 2)
     module.kept = {"weight": module.weight}
 

@@ -244,7 +244,7 @@ def test_single_indices_go_to_the_ranks_in_turn() -> None:
     assert [sampler.padding_steps for sampler in samplers] == [set(), {2}, {2}]
 
 
-def test_options_are_checked() -> None:
+def test_sampling_options_are_checked() -> None:
     with pytest.raises(ConfigurationError, match="split='whole' is not known"):
         Sampling(split="whole")
     with pytest.raises(ConfigurationError, match="remainder='pad' is not known"):

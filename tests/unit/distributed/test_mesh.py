@@ -17,7 +17,7 @@ def every_rank(shape: tuple[int, ...]) -> list[ParallelDims]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_share_of_the_samples_is_drawn_once_in_each_group_of_data_ranks(shape: tuple[int, ...]) -> None:
+def test_each_batch_is_drawn_once_in_each_group_of_data_ranks(shape: tuple[int, ...]) -> None:
     ranks = every_rank(shape)
 
     for dims in ranks:
@@ -27,7 +27,7 @@ def test_each_share_of_the_samples_is_drawn_once_in_each_group_of_data_ranks(sha
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_stages_divide_the_ranks_into_runs_of_neighbours(shape: tuple[int, ...]) -> None:
+def test_stages_are_consecutive_ranks(shape: tuple[int, ...]) -> None:
     ranks = every_rank(shape)
 
     stages = {tuple(dims.stage_ranks): dims.stage for dims in ranks}
@@ -38,7 +38,7 @@ def test_stages_divide_the_ranks_into_runs_of_neighbours(shape: tuple[int, ...])
     assert all(dims.stages == [each.stage for each in ranks] for dims in ranks)
 
 
-def test_tensor_ranks_are_neighbours_and_draw_the_same() -> None:
+def test_tensor_ranks_are_neighbors_and_draw_the_same_batches() -> None:
     dims = [ParallelDims(rank=rank, replicate=2, shard=2, tensor=2, pipeline=2) for rank in range(16)]
 
     assert [each.data_rank for each in dims] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
@@ -54,6 +54,6 @@ def test_the_shape_names_dimensions_of_more_than_one_rank() -> None:
 
 
 @pytest.mark.parametrize("given", [{"rank": 2, "shard": 2}, {"rank": -1}, {"tensor": 0}])
-def test_ranks_outside_of_the_shape_are_refused(given: dict[str, int]) -> None:
+def test_ranks_outside_the_shape_are_refused(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="does not exist among"):
         ParallelDims(**given)

@@ -51,7 +51,7 @@ def test_transformers_name_the_modules_not_to_split(model: type[nn.Module], expe
     assert names(choose_units(model())) == expected
 
 
-def test_norms_and_layers_inside_a_block_are_no_blocks() -> None:
+def test_norms_and_layers_inside_a_block_are_not_blocks() -> None:
     def layers() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.ReLU())
 
@@ -104,12 +104,12 @@ def test_callable_children_of_the_root_are_units_on_request() -> None:
     assert names(choose_units(GAN(), children=True)) == [*inside[:2], "discriminator", *inside[2:]]
 
 
-def test_meta_tensors_have_units_too() -> None:
+def test_modules_on_the_meta_device_have_units() -> None:
     with torch.device("meta"):
         assert names(choose_units(Tied())) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_tree_shows_equal_neighbours_in_one_line() -> None:
+def test_tree_shows_equal_siblings_in_one_line() -> None:
     model = Tied()
     model.blocks.append(nn.Linear(16, 16))
 

@@ -48,7 +48,7 @@ def test_draft_takes_the_place_of_anything(tmp_path: Path, folder: bool, before:
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+def test_draft_being_written_is_not_a_leftover(tmp_path: Path) -> None:
     first, second = AtomicPath(tmp_path / "x.ckpt", folder=True), AtomicPath(tmp_path / "x.ckpt", folder=False)
     assert first.path.is_dir()
     assert second.path.is_file()
@@ -101,9 +101,7 @@ def test_draft_is_a_leftover_as_soon_as_its_process_is_dead(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-def test_lock_that_was_taken_for_a_leftover_before_it_was_held_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_removed_before_it_was_held_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock_late(descriptor: int, operation: int) -> None:
         monkeypatch.undo()
         remove_leftovers(tmp_path)
@@ -132,7 +130,7 @@ def save_many(folder: str) -> int:
     return len(list(Path(folder).glob("[xy]*")))
 
 
-def test_processes_that_save_in_one_folder_leave_each_others_drafts(on_ranks, tmp_path: Path) -> None:
+def test_processes_that_save_in_one_folder_keep_each_others_drafts(on_ranks, tmp_path: Path) -> None:
     on_ranks(3, save_many, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [f"x-{rank}.ckpt" for rank in range(3)] + [f"y-{n}-{rank}.ckpt" for n in range(0, 150, 3) for rank in range(3)]
@@ -149,7 +147,7 @@ def flock_of_nfs(descriptor: int, operation: int) -> None:
 flock = fcntl.flock
 
 
-def test_locks_suit_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_work_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     _sibling(tmp_path / "x.ckpt", "saving", _new_save_id(tmp_path / "x.ckpt")).mkdir()
     write(tmp_path / "x.ckpt", "new")
@@ -157,7 +155,9 @@ def test_locks_suit_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_leftovers_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_leftovers_without_locks_are_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def no_flock(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -181,7 +181,7 @@ NAMES = (
 )
 
 
-def test_files_of_similar_names_stay(tmp_path: Path) -> None:
+def test_files_with_similar_names_stay(tmp_path: Path) -> None:
     for name in NAMES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.tex").write_text("ten years")

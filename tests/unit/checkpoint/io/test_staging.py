@@ -66,7 +66,7 @@ def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
     assert [nbytes for _, nbytes in seen[3:]] == [20_000_000, 36_000_000]
 
 
-def test_a_part_that_is_cast_on_its_way_takes_the_room_of_what_is_written() -> None:
+def test_cast_tensor_takes_the_memory_of_its_saved_dtype() -> None:
     staging, value = Staging(), torch.rand(1000)
     entries = [entry_of(value, torch.bfloat16), WriteItem(("state_dict", "y"), (7,), torch.float32, NO_SHARD)]
 
@@ -77,7 +77,7 @@ def test_a_part_that_is_cast_on_its_way_takes_the_room_of_what_is_written() -> N
     assert entries[1].shard is NO_SHARD
 
 
-def test_memory_goes_when_released_but_for_what_is_still_used() -> None:
+def test_released_memory_is_freed_unless_it_is_in_use() -> None:
     arena = Arena(pin=False)
     arena.reserve(2**22)
     taken = arena.take(2**20, torch.float32).fill_(3.0)
@@ -88,7 +88,7 @@ def test_memory_goes_when_released_but_for_what_is_still_used() -> None:
     assert taken.sum().item() == 3.0 * 2**20
 
 
-def test_more_than_reserved_cannot_be_taken() -> None:
+def test_taking_more_than_reserved_raises() -> None:
     arena = Arena(pin=False)
     arena.reserve(128)
     arena.take(16, torch.float32)
@@ -107,7 +107,7 @@ class Anything:
         self.tensor = tensor
 
 
-def test_copies_on_the_host_are_what_deepcopy_makes(all_elsewhere: None) -> None:
+def test_host_copies_equal_deepcopy(all_elsewhere: None) -> None:
     base = torch.arange(12.0).view(3, 4)
     base.note = ["an attribute", base]  # type: ignore[attr-defined]
     parameter = Parameter(torch.ones(2), requires_grad=False)
@@ -147,7 +147,7 @@ def test_copies_on_the_host_are_what_deepcopy_makes(all_elsewhere: None) -> None
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
-def test_memory_to_be_pinned_is_left_out_of_forked_processes() -> None:
+def test_pinned_memory_is_not_inherited_by_forked_processes() -> None:
     def flags(memory: Tensor) -> list[str]:
         found = False
         for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -35,7 +35,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("buffered", [False, True])
-def test_bytes_are_read_in_order_however_they_are_cut(request: pytest.FixtureRequest, buffered: bool) -> None:
+def test_bytes_are_read_in_order_for_any_slices(request: pytest.FixtureRequest, buffered: bool) -> None:
     if buffered:
         request.getfixturevalue("through_buffers")
     expected = b"".join(map(bytes_of, tensors()))
@@ -47,7 +47,7 @@ def test_bytes_are_read_in_order_however_they_are_cut(request: pytest.FixtureReq
     assert buffered == (max(map(len, rest)) <= 64)
 
 
-def test_what_is_on_the_host_is_not_copied() -> None:
+def test_tensors_in_host_memory_are_not_copied() -> None:
     value = torch.zeros(1000)
     with HostBytes([value]) as source:
         (view,) = source.read(4000)
@@ -73,7 +73,7 @@ def test_the_next_slice_is_copied_while_one_is_used_in_two_buffers(through_buffe
     assert len(set(places)) == 2
 
 
-def test_tensors_on_the_host_are_asked_for_one_at_a_time() -> None:
+def test_tensors_in_host_memory_are_requested_one_at_a_time() -> None:
     asked = []
     with HostBytes(asked.append(number) or torch.zeros(8) for number in range(3)) as source:
         for number in range(3):
@@ -81,7 +81,7 @@ def test_tensors_on_the_host_are_asked_for_one_at_a_time() -> None:
             assert asked == list(range(number + 1))
 
 
-def test_nothing_is_kept_after_an_end_in_the_middle(through_buffers: None) -> None:
+def test_buffers_are_freed_if_reading_stops_early(through_buffers: None) -> None:
     value = torch.zeros(1000)
     of_value = weakref.ref(value)
     source = HostBytes(iter([value]))
@@ -123,7 +123,7 @@ def test_a_save_through_buffers_writes_the_same_bytes(
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_an_error_while_tensors_are_read_is_told(tmp_path: Path, form: Form) -> None:
+def test_error_while_reading_tensors_is_raised(tmp_path: Path, form: Form) -> None:
     save = SaveJob.prepare({"state_dict": {"a": torch.ones(3)}}, tmp_path / "saved", form, RankGroup(), set(), "Test")
 
     def fail() -> Tensor:

@@ -64,7 +64,7 @@ def saved(value: Any) -> io.BytesIO:
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_data_come_back(value: Any) -> None:
+def test_data_are_restored(value: Any) -> None:
     found = load_safely(saved(value))["value"]
     assert type(found) is type(value)
     assert repr(found) == repr(value)
@@ -126,7 +126,7 @@ def state_of_the_process() -> str:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_file_changes_what_the_process_shares(name: str) -> None:
+def test_no_file_changes_the_state_of_the_process(name: str) -> None:
     before = state_of_the_process()
     assert load_safely(of_pickle(b"\x80\x02}.")) == {}
     with pytest.raises(CheckpointError):
@@ -136,7 +136,7 @@ def test_no_file_changes_what_the_process_shares(name: str) -> None:
     assert state_of_the_process() == before
 
 
-def test_what_the_user_has_admitted_stays_admitted() -> None:
+def test_types_admitted_by_the_user_stay_admitted() -> None:
     with torch.serialization.safe_globals([PosixPath]):
         load_safely(saved(Path("x")))
         assert PosixPath in torch.serialization.get_safe_globals()
@@ -153,7 +153,7 @@ def written_by_torch(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_metadata_are_what_torch_makes_of_them(tmp_path: Path, protocol: int) -> None:
+def test_metadata_equal_those_read_by_torch(tmp_path: Path, protocol: int) -> None:
     expected = pickle.loads(written_by_torch(tmp_path))
     found = load_metadata(pickle.dumps(expected, protocol), ".metadata")
     assert found.state_dict_metadata == expected.state_dict_metadata
@@ -177,7 +177,7 @@ def test_metadata_of_other_releases(tmp_path: Path) -> None:
         assert found.state_dict_metadata == expected.state_dict_metadata
 
 
-def test_what_metadata_have_no_place_for_is_named(tmp_path: Path) -> None:
+def test_code_in_metadata_is_refused(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
 
     class Payload:

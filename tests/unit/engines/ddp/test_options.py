@@ -15,7 +15,7 @@ from tests.running import quiet_trainer
         ({"find_unused_parameter": True}, "Did you mean find_unused_parameters"),
     ],
 )
-def test_bad_option_is_refused_when_the_strategy_is_made(options: dict[str, object], message: str) -> None:
+def test_invalid_option_is_refused_on_construction(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ParalDDPStrategy(**options)
 
@@ -28,7 +28,7 @@ def test_bad_option_is_refused_when_the_strategy_is_made(options: dict[str, obje
         ("cuda:gloo", "cannot carry tensors on 'cpu'.*'gloo'"),
     ],
 )
-def test_backend_that_cannot_work_is_refused_when_the_trainer_is_made(backend: str, message: str) -> None:
+def test_invalid_backend_is_refused_by_the_trainer(backend: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(strategy=ParalDDPStrategy(process_group_backend=backend), devices=1)
 
@@ -40,7 +40,7 @@ def test_mps_is_refused() -> None:
         strategy.set_world_ranks()
 
 
-def test_more_devices_than_there_are_is_refused() -> None:
+def test_more_devices_than_available_are_refused() -> None:
     missing = torch.cuda.device_count()
     strategy = ParalDDPStrategy(parallel_devices=[torch.device("cuda", missing)])
 
@@ -48,7 +48,7 @@ def test_more_devices_than_there_are_is_refused() -> None:
         strategy.set_world_ranks()
 
 
-def test_more_processes_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
 
     with pytest.raises(ConfigurationError, match=r"local rank 2.*gives this host 2 device"):

@@ -84,7 +84,7 @@ def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
         (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping holds another optimizer.*'inner'"),
     ],
 )
-def test_others_are_refused_by_name(make: Any, message: str) -> None:
+def test_optimizers_that_are_not_elementwise_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_elementwise(make(parameters()))
 
@@ -113,7 +113,7 @@ def test_twin_follows_the_users_groups_and_shares_neither_state_nor_step() -> No
     assert not optimizer.state
 
 
-def test_group_added_during_the_run() -> None:
+def test_group_added_during_the_run_is_refused() -> None:
     module = Regression()
     optimizer = torch.optim.SGD(module.hidden.parameters(), lr=0.5)
     users = UsersOptimizer(optimizer, module)

@@ -47,7 +47,7 @@ from tests.running import quiet_trainer
         ({"deepspeed_config": 3}, "dict or the path of a JSON file"),
     ],
 )
-def test_contradictory_options(options: dict[str, Any], message: str) -> None:
+def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ParalZeROStrategy(**options)
 
@@ -62,7 +62,7 @@ def test_contradictory_options(options: dict[str, Any], message: str) -> None:
         ({"buffer_count": 0}, "at least 1"),
     ],
 )
-def test_offload_is_checked_at_birth(arguments: dict[str, Any], message: str) -> None:
+def test_offload_options_are_checked_on_construction(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Offload(**arguments)
 
@@ -93,23 +93,23 @@ def test_nvme_space_is_compared_with_the_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_fp16_on_cpu(precision: str) -> None:
+def test_fp16_on_cpu_is_refused(precision: str) -> None:
     with pytest.raises(ConfigurationError, match=f"precision='{precision}'.*bf16-"):
         quiet_trainer(strategy="paral_zero2", devices=2, precision=precision)
 
 
-def test_fp16_on_cuda() -> None:
+def test_fp16_on_cuda_is_accepted() -> None:
     for precision in ("16-mixed", "16-true"):
         check_precision(precision, torch.device("cuda", 0))
 
 
-def test_deepspeed_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TESTED_VERSIONS, "deepspeed", ">=99.0,<100")
     with pytest.raises(ConfigurationError, match=r"99\.0 or later, but .* is installed: pip install"):
         ParalZeROStrategy()
 
 
-def test_deepspeed_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise runtime.metadata.PackageNotFoundError(name)
 
@@ -118,7 +118,7 @@ def test_deepspeed_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         ParalZeROStrategy()
 
 
-def test_deepspeed_settled_on_another_accelerator() -> None:
+def test_deepspeed_with_another_accelerator_is_refused() -> None:
     program = (
         "import os, torch; os.environ['DS_ACCELERATOR'] = 'cpu'\n"
         "import deepspeed; deepspeed.accelerator.get_accelerator()\n"
@@ -154,7 +154,7 @@ def test_configuration_from_a_file_is_merged(tmp_path: Path) -> None:
         ("cpu", 2, 3, {"reduce_bucket_size", "prefetch_bucket_size", "max_reuse_distance"}),
     ],
 )
-def test_only_sizes_differ_from_deepspeeds_defaults_but_for_gloo(
+def test_only_sizes_differ_from_deepspeeds_defaults_except_on_gloo(
     device_type: str, num_ranks: int, stage: int, others: set[str]
 ) -> None:
     runtime.choose_accelerator(torch.device("cpu"))
@@ -174,7 +174,7 @@ def test_only_sizes_differ_from_deepspeeds_defaults_but_for_gloo(
     assert filled | said == filled
 
 
-def test_what_only_a_report_needs_is_measured_for_a_report_only() -> None:
+def test_throughput_is_measured_only_for_reports() -> None:
     unseen = {"throughput": {"enabled": False}}
     assert settings.complete({}, {})["timers"] == unseen
     assert "timers" not in settings.complete({}, {"steps_per_print": 10})
@@ -196,7 +196,7 @@ class Optimized(Regression):
         return self.make(self)
 
 
-def test_no_optimizer_and_lbfgs() -> None:
+def test_lbfgs_and_objects_that_are_not_optimizers_are_refused() -> None:
     module = Regression()
     with pytest.raises(ConfigurationError, match="LBFGS"):
         check_kind([torch.optim.LBFGS(module.parameters())], module)
@@ -204,13 +204,13 @@ def test_no_optimizer_and_lbfgs() -> None:
         check_kind([object()], module)
 
 
-def test_nothing_to_train() -> None:
+def test_module_without_trained_parameters_is_refused() -> None:
     module = Regression().requires_grad_(False)
     with pytest.raises(ConfigurationError, match="nothing to train"):
         UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).trained_groups()
 
 
-def test_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_operator_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runtime.choose_accelerator(torch.device("cpu"))
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -256,7 +256,7 @@ def test_offload_carries_every_hyper_parameter() -> None:
         (lambda parameters: torch.optim.AdamW(parameters, maximize=True), "maximize=True"),
     ],
 )
-def test_optimizer_that_cannot_be_offloaded(make: Any, message: str) -> None:
+def test_optimizer_that_cannot_be_offloaded_is_refused(make: Any, message: str) -> None:
     runtime.choose_accelerator(torch.device("cpu"))
     module = Regression()
     users = UsersOptimizer(make(module.parameters()), module)
