@@ -8,6 +8,7 @@ import pytest
 
 from lightning_paral import ParalZeROStrategy
 from tests.contract.cases import BY_LABEL
+from tests.contract.user_code.rows import ROWS as USER_CODE
 
 OPERATORS = "deepspeed_operators"
 """The fixture of tests that need DeepSpeed's compiled operators, and the marker of parameters that need them."""
@@ -25,15 +26,22 @@ SLOW = (
     "tests/distributed/checkpoint/test_damage.py",
     "tests/distributed/checkpoint/test_foreign.py",
     "tests/distributed/checkpoint/test_kill.py",
+    "tests/distributed/checkpoint/test_load_from_checkpoint.py::test_pytorch_lightning",
     "tests/distributed/checkpoint/test_replaced.py",
+    "tests/distributed/ddp/test_ddp.py::test_failure_of_one_rank",
+    "tests/distributed/dp/test_dp.py::test_example",
     "tests/distributed/examples/",
+    "tests/distributed/fsdp/test_draws.py",
     "tests/distributed/fsdp/test_writes.py",
     "tests/distributed/hugging_face/",
     "tests/distributed/launch/",
     "tests/distributed/model/test_unfreezing.py",
+    "tests/distributed/user_code/test_after_fit.py::test_a_rank_that_fails_alone",
     "tests/docs/",
     "tests/gpu/",
+    "tests/unit/checkpoint/io/test_atomic.py::test_draft_is",
     "tests/unit/checkpoint/test_fuzz.py",
+    "tests/unit/cli/test_commands.py::test_checkpoint_with_a_type",
     "tests/unit/test_import.py",
     "tests/unit/test_tested_versions.py",
 )
@@ -80,12 +88,20 @@ def needs_deepspeed(item: pytest.Item) -> bool:
 
 
 _TABLES = ("tests/contract/test_user_code.py", "tests/contract/test_lightning_api.py")
-"""Tables with many cells. The fast lane runs one column of each."""
+_COLUMN = "paral_ddp"
+_THEMES = ("buffers", "gradients", "logs", "optimizers", "saving")
+"""The part of the tables that the fast lane runs: this column, and of user code the rows of these themes."""
 
 
 def is_slow(item: pytest.Item) -> bool:
     """Return whether the fast lane leaves the test out."""
-    return item.nodeid.startswith(SLOW) or (item.nodeid.startswith(_TABLES) and not item.nodeid.endswith("-paral_ddp]"))
+    if item.nodeid.startswith(SLOW):
+        return True
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or not item.nodeid.startswith(_TABLES):
+        return False
+    row = USER_CODE.get(callspec.params.get("row"))
+    return callspec.params.get("column", _COLUMN) != _COLUMN or (row is not None and row.theme not in _THEMES)
 
 
 def needs_one_set(item: pytest.Item) -> bool:

@@ -1,4 +1,4 @@
-"""Cases as parameters of tests, marked with what they need."""
+"""Cases as parameters of tests, with the markers of what they need."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import pytest
 from tests.contract.case import StrategyCase
 
 
-def parameter(case: StrategyCase, *others: Any) -> Any:
-    """Return the label of `case`, and `others`, as parameters of a test."""
-    return pytest.param(case.label, *others, marks=marks_of(case))
+def parameter(case: StrategyCase, *others: Any, slow: bool = False) -> Any:
+    """Return the label of `case` and `others` as parameters of a test, which is marked slow if `slow` is true."""
+    return pytest.param(case.label, *others, marks=[*marks_of(case), *([pytest.mark.slow] if slow else [])])
 
 
 def marks_of(*cases: StrategyCase) -> list[pytest.MarkDecorator]:
-    """Return the marks of a test that runs `cases`."""
+    """Return the markers of a test that runs `cases`."""
     marks = [pytest.mark.deepspeed] if any(case.needs_deepspeed for case in cases) else []
     return [*marks, pytest.mark.deepspeed_operators] if any(case.needs_operators for case in cases) else marks

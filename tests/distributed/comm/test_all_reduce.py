@@ -12,6 +12,7 @@ from lightning_paral.comm import ALL_REDUCE, count_traffic, ring_all_reduce
 from lightning_paral.comm.chunks import balanced_cuts
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
+WORLD_SIZES = (2, 3, pytest.param(4, marks=pytest.mark.slow))
 LENGTHS = (0, 1, 3, 5, 97, 1000, 200_003)
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
@@ -53,7 +54,7 @@ def assert_identical_on_all_ranks(tensor: Tensor) -> None:
         assert torch.equal(other.view(torch.uint8), tensor.view(torch.uint8))  # bits, not values
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("algorithm", ALL_REDUCE)
 def test_result_is_the_float64_sum_on_all_ranks(on_ranks, algorithm: str, operation: str, world_size: int) -> None:
@@ -82,7 +83,7 @@ def reduce_on_narrow_wire(algorithm: str, wire_dtype: torch.dtype) -> float:
     return worst
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("wire_dtype", "allowed"), [(torch.bfloat16, 0.06), (torch.float16, 0.006)])
 @pytest.mark.parametrize("algorithm", ALL_REDUCE)
 def test_narrow_wire_rounds_messages_only(
