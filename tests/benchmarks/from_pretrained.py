@@ -108,7 +108,9 @@ def main() -> None:
         model.save_pretrained(folder, max_shard_size="50MB")
         for label, (precision, bytes_each) in itertools.product(STRATEGIES, PRECISIONS.items()):
             pool = RankPool()
-            pool.run(NUM_RANKS, peaks_of, label, small, precision)  # what is imported at first use is no tensor
+            pool.run(
+                NUM_RANKS, peaks_of, label, small, precision
+            )  # load modules that are imported at first use before measuring
             own, resident = map(max, zip(*pool.run(NUM_RANKS, peaks_of, label, folder, precision), strict=True))
             whole = num_elements * bytes_each
             rows.append([label, precision, *(size / 1e6 for size in (whole, whole / NUM_RANKS, own, resident))])

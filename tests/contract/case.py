@@ -38,7 +38,7 @@ class StrategyCase:
     themes_of_user_code: tuple[str, ...] | Literal["all", "named"] = ()
     """The themes of `tests.contract.user_code` whose rows all run under this case; `"named"`: only the rows that name
     it. If empty, the case has no column in the table of user code, nor in that of Lightning's features. Both tables run
-    on two ranks."""
+    on two ranks. A strategy of another package is not on their pages, so each of its cells must be allowed."""
 
     def strategy(self, **more: Any) -> str | Strategy:
         """Return a value for `Trainer(strategy=...)`: a name or a new strategy, with `more` added to its options."""

@@ -13,13 +13,17 @@ ROW = """
 import flat_all_reduce
 from tests.contract.case import StrategyCase
 
-CASES = (StrategyCase(label="flat_all_reduce", world_sizes=(1, 2)),)
+CASES = (StrategyCase(label="flat_all_reduce", world_sizes=(1, 2), themes_of_user_code=("freezing",)),)
 """
 SUITES = (
     "tests/contract/test_parity.py",
     "tests/contract/test_sampling.py",
+    "tests/contract/test_lightning_api.py",
+    "tests/contract/test_user_code.py",
     "tests/distributed/checkpoint/test_matrix.py",
 )
+CONTRACTS = "flat_all_reduce and not test_feature and not test_user_code_equals or torch-paral_fsdp-2 or test_table_has"
+ROWS = "flat_all_reduce and (max_steps or during)"
 SOME = (
     "test_training_equals_one_process[flat_all_reduce-2-3]",
     "test_evaluation_equals_one_process[flat_all_reduce-2-batch]",
@@ -27,6 +31,8 @@ SOME = (
     "test_resuming_inside_an_epoch_equals_the_uninterrupted_run[flat_all_reduce-batch]",
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-flat_all_reduce-2]",
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-paral_fsdp-2]",
+    "test_feature_works_as_in_one_process_or_is_refused[`max_steps=3`-flat_all_reduce]",
+    "test_user_code_equals_one_process_or_is_refused[freezing during the run-flat_all_reduce]",
 )
 
 
@@ -35,8 +41,8 @@ def test_strategy_from_another_folder_passes_the_contracts(tmp_path: Path) -> No
     (tmp_path / "cases_of_mine.py").write_text(ROW)
     paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {MORE_CASES: "cases_of_mine", "PYTHONPATH": paths}
-    # Among the checkpoints that FSDP resumes from here is one of this strategy.
-    chosen = ["-m", "not deepspeed", "-k", "flat_all_reduce or torch-paral_fsdp-2"]
+    # FSDP also resumes from a checkpoint of this strategy. Of the tables, one row each is enough.
+    chosen = ["-m", "not deepspeed", "-k", f"({CONTRACTS}) or ({ROWS})"]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *SUITES, *chosen]
 
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)

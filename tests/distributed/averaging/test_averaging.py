@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 
 
 def partitioned(**more: Any) -> ParalZeROStrategy:
-    """Stage 3 without parameters that stay whole because they are small."""
+    """Return a stage 3 strategy that partitions parameters of any size."""
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0} | more}
     return ParalZeROStrategy(stage=3, deepspeed_config=config)
 
@@ -46,7 +46,7 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 class Collectives(TorchDispatchMode):
-    """Notes the collectives inside."""
+    """Records the collectives inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Counted(EMAWeightAveraging):
-    """Notes how much a rank keeps, and which collectives its updates and its swaps take."""
+    """Records the number of elements that a rank keeps, and the collectives of updates and swaps."""
 
     def __init__(self) -> None:
         super().__init__(decay=0.6)
@@ -93,7 +93,7 @@ def fit_and_resume(label: str, num_ranks: int, folder: str, reference: str) -> d
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[dict[str, Tensor], list[float]]]:
-    """A checkpoint of Lightning's own strategy in one process, and the weights and losses it leads to."""
+    """A checkpoint of Lightning's own strategy in one process, and the final weights and losses of that run."""
     path = tmp_path_factory.mktemp("one") / "whole.ckpt"
     return path, fit("auto", 1, Counted(), save_to=path)
 
@@ -121,7 +121,7 @@ def test_ema_equals_one_process_and_resumes_from_any_checkpoint(
         whole = sum(parameter.numel() for parameter in Averaged().parameters())
         assert max(found["held"] for found in ranks) < 0.8 * whole
     if label in ("zero1", "zero2") and num_ranks == 2:
-        assert ranks[0]["collectives"][1] != []  # whole weights are computed with, and collectives are seen here
+        assert ranks[0]["collectives"][1] != []  # the model computes with full weights, so swaps take collectives
     if label in ("fsdp", "zero2"):
         other = fit("auto" if path.is_file() else "paral_ddp", 1, Counted(), resume_from=path)
         assert_same_weights(other[0], weights)
@@ -136,7 +136,7 @@ def test_ema_equals_one_process_and_resumes_from_any_checkpoint(
 
 
 class EveryOther(WeightAveraging):
-    """Averages on the host, after every other step from the fourth on, and after the second epoch."""
+    """Averages in host memory, from the fourth step after every second step, and after the second epoch."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu", use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -159,7 +159,7 @@ def test_subclass_chooses_updates_and_device_and_validation_runs_at_any_time(on_
 
 
 class ReadsWeights(Callback):
-    """Looks at weights in validation, through tensors that could be written to, and saves there."""
+    """Reads weights in validation, through tensors that could be written to, and saves there."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -230,7 +230,7 @@ def test_save_during_validation_keeps_averages_and_weights_apart(on_ranks, tmp_p
 
 
 class Alternating(Averaged):
-    """Two optimizers in turns."""
+    """Steps two optimizers in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ def test_swa_equals_ddp_including_the_batch_norm_pass(on_ranks, swa_of_lightning
     assert state["n_averaged"] == expected["n_averaged"]
 
 
-# What cannot be averaged in parts
+# Averages that need full weights
 
 
 class OwnCopy(WeightAveraging):

@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save, again and again: `killed.py FOLDER STRATEGY FORM ASYNC NUM_KILLS SEED`.
+"""Kill ranks repeatedly while they save: `killed.py FOLDER STRATEGY FORM MODE NUM_KILLS SEED`.
 
 Python and Lightning are imported once; each attempt is two forked ranks that resume from the newest checkpoint, train
 and save after every step until both get a SIGKILL. After it, every checkpoint that has its name has to be complete.
@@ -67,7 +67,7 @@ def attempt_once(folder: Path, attempt: int, strategy: str, options: CheckpointO
             os._exit(1)
         children.append(child)
     deadline = time.monotonic() + 40
-    # Not before the run has saved anew, so that every attempt also shows that the one before can be resumed from.
+    # Wait until the run has saved, so that every attempt also shows that the previous one can be resumed.
     while moments(folder) == before:
         assert time.monotonic() < deadline, "no checkpoint came"
         assert os.waitpid(children[0], os.WNOHANG) == (0, 0), "a rank ended by itself"
@@ -80,7 +80,7 @@ def attempt_once(folder: Path, attempt: int, strategy: str, options: CheckpointO
 
 
 def moments(folder: Path) -> dict[str, int]:
-    """When each checkpoint came to be; those that vanish meanwhile are left out."""
+    """Return the modification time of each checkpoint, without those that are removed meanwhile."""
     found = {}
     for path in visible(folder):
         with suppress(FileNotFoundError):

@@ -1,6 +1,6 @@
-"""A save over an old checkpoint on a file system without an atomic exchange: `replaced.py PATH`.
+"""Replace a checkpoint on a file system without atomic exchange, and stop between the renames: `replaced.py PATH`.
 
-Between its two renames it says so and waits; it goes on when its input is closed.
+Between the two renames, the process prints `between` and waits until its input is closed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, what hooks may change, what does not fit, saving in the background and behind URLs."""
+"""Contents of checkpoints, changes by hooks, mismatches with the module, background saves, and saves behind URLs."""
 
 import logging
 import random
@@ -52,7 +52,7 @@ def contents(path: str | Path) -> dict[str, Any]:
 
 
 class Edited(Resumable):
-    """Changes what is saved, and changes it back when it is loaded."""
+    """Changes the checkpoint when it is saved, and undoes that when it is loaded."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
@@ -133,7 +133,7 @@ def test_frozen_parameters_can_be_left_out(on_ranks, tmp_path: Path, label: str)
 
 
 class Frozen(Resumable):
-    """Frozen as in every run of the tests, all else as it happens to be; keeps what is frozen when a fit begins."""
+    """Has the same frozen parameters in every run and random values otherwise; records the frozen ones at the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Frozen(Resumable):
 
 
 def resume_without_frozen(path: str, strategy: str) -> tuple[dict[int, float], list[str]]:
-    """Return the losses and what was said of frozen parameters."""
+    """Return the losses and the warnings about frozen parameters."""
     torch.manual_seed(99)
     module = Frozen()
     built = {name: value.clone() for name, value in module.frozen.state_dict().items()}
@@ -231,7 +231,7 @@ def test_master_weights_of_low_precision_are_kept(on_ranks, tmp_path: Path, sour
 
 
 class Drawing(Regression):
-    """Draws from all generators at every step."""
+    """Draws from all random generators in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Drawing(Regression):
 
 
 def draw(path: str, label: str, form: str, spread: bool, resume: bool) -> dict[int, tuple[float, float, float]]:
-    """Return what was drawn. `spread` lets the strategy spread the samples, where a sampler of the user's does."""
+    """Return the drawn numbers. With `spread`, the strategy distributes the samples, otherwise the user's sampler."""
     module, loader = Drawing(), regression_data(SAVED_AFTER + 3, 2)
     if spread:
         loader = DataLoader(loader.dataset, loader.batch_size, shuffle=True)
@@ -266,7 +266,7 @@ def test_random_numbers_continue_on_every_rank(on_ranks, tmp_path: Path, label: 
         assert found == {step: uninterrupted[step] for step in range(SAVED_AFTER, SAVED_AFTER + 3)}
 
 
-# What does not fit
+# Mismatches
 
 
 class Other(Resumable):
@@ -377,7 +377,7 @@ def test_failure_of_a_background_save_raises_on_all_ranks(on_ranks, tmp_path: Pa
 
 
 class SharedFileSystem(LocalFileSystem):
-    """An object store of the tests: what all processes see behind `shared://`, with the ways of `s3fs`.
+    """A file system for tests, shared by all processes as `shared://`, that behaves like `s3fs`.
 
     It remembers what it found until it is told not to, and takes a version in the second place of `cat_file`.
     """
@@ -514,7 +514,7 @@ def test_failure_of_one_rank_raises_on_all(on_ranks) -> None:
 
 
 def save_unseen(path: str) -> dict[int, float]:
-    """Rank 1 is on a host that does not see the file: its parts go through rank 0."""
+    """Rank 1 is on a node that does not see the file, so rank 0 sends it the values."""
     hidden = Path.exists
     if dist.get_rank() == 1:
         Path.exists = lambda self: False  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""`paral inspect`, `paral verify` and `paral consolidate`, on whatever is loaded and on what is not."""
+"""`paral inspect`, `paral verify` and `paral consolidate`, on every kind of checkpoint and on other files."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory, deepspeed_operato
 
 @pytest.fixture
 def paral(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command, `consolidate` to a file of the test's; returns what it printed, or the error it ended with."""
+    """A function that runs a command and returns its output, or its error. `consolidate` writes to a temporary file."""
 
     def run(command: str, path: str | Path, *options: str) -> str:
         out = [str(tmp_path / "out.ckpt")] if command == "consolidate" else []
@@ -81,7 +81,7 @@ def test_inspect_as_json(
         assert tensor["shape"] == list(expected[key].shape)
         assert tensor["bytes"] == expected[key].nbytes
         assert tensor["dtype"] == str(expected[key].dtype).removeprefix("torch.")
-    if not name.startswith("deepspeed"):  # whose optimizer states are DeepSpeed's own
+    if not name.startswith("deepspeed"):  # DeepSpeed has its own format for optimizer states
         moments = [key for key in tensors if key.startswith("optimizer_0.") and key.endswith(".exp_avg")]
         assert len(moments) == sum(parameter.requires_grad for parameter in Resumable().parameters())
     assert told["bytes"] == sum(tensor["bytes"] for tensor in told["tensors"])
@@ -128,7 +128,7 @@ def test_safetensors(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert value.shape == Resumable().state_dict()[name].shape
 
 
-# What is no checkpoint
+# Other files
 
 
 def nothing(folder: Path) -> Path:
@@ -191,7 +191,7 @@ def test_unreadable_checkpoint_is_an_error_of_one_line(saved: Path, paral, comma
     user = os.geteuid()
     try:
         if user == 0:
-            os.seteuid(65534)  # to root nothing is forbidden
+            os.seteuid(65534)  # root may read everything
         said = paral(command, path)
     finally:
         os.seteuid(user)

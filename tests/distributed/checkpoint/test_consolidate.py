@@ -1,4 +1,4 @@
-"""What `paral consolidate` writes: shards of safetensors as other tools read them, dtypes, and nothing half done."""
+"""`paral consolidate` writes shards of safetensors that other tools read, in the given dtype, and no partial files."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def consolidate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command; returns the files it names, or the error it ended with."""
+    """A function that runs the command and returns the files that it names, or its error."""
 
     def run(*arguments: Any) -> list[Path] | str:
         monkeypatch.setattr(sys, "argv", ["paral", "consolidate", *map(str, arguments)])
@@ -53,7 +53,7 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_by_index(index: Path) -> dict[str, Tensor]:
-    """Read shards as `transformers` does: each tensor from the file that the index names."""
+    """Read shards like `transformers`: each tensor from the file that the index names."""
     found = {}
     for name, file in json.loads(index.read_text())["weight_map"].items():
         with safe_open(index.with_name(file), framework="pt") as shard:
@@ -88,7 +88,7 @@ def test_shards_are_read_by_their_index(
     assert json.loads(index.read_text())["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
-            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118  it is no dict
+            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118  not a dict
         assert sum(sizes) <= 300 or len(sizes) == 1
 
 

@@ -1,4 +1,4 @@
-"""What users put into checkpoints: states of modules, callbacks and optimizers of any kind, hooks of one rank only."""
+"""User objects in checkpoints: states of modules, callbacks and optimizers of any kind, and hooks on one rank only."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -28,7 +28,7 @@ FORMS = ("full", "sharded")
 
 
 def make(label: str, form: Any, **options: Any) -> Any:
-    """Return the strategy of the case `paral_<label>`, with these options of checkpoints."""
+    """Return the strategy of the case `paral_<label>`, with these checkpoint options."""
     return strategy_of(f"paral_{label}", checkpoint=CheckpointOptions(form, **options))
 
 
@@ -36,7 +36,7 @@ def make(label: str, form: Any, **options: Any) -> Any:
 
 
 class ChangedOnFirst(Resumable):
-    """Does on rank 0 what belongs on all ranks; elsewhere than among weights, rank 0 may do as it likes."""
+    """Changes weights on rank 0 only, which is an error, and adds another entry there, which is allowed."""
 
     change = ""
 
@@ -84,7 +84,7 @@ def test_rank_0_may_add_entries_other_than_weights(on_ranks, tmp_path: Path, for
 
 
 class Average(Callback):
-    """An average of the weights, of which a rank has what it has of the weights."""
+    """Keeps an average of the weights, sharded like the weights."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -173,7 +173,9 @@ def with_states(states: dict[str, Any]) -> Resumable:
 @pytest.mark.parametrize("form", FORMS)
 def test_extra_states_of_modules_are_restored(tmp_path: Path, form: str) -> None:
     fit(make("ddp", form), 1, save_to=tmp_path / "x.ckpt", module=with_states(STATES))
-    module = with_states({name: torch.zeros(9) for name in STATES})  # its size is the module's own affair
+    module = with_states(
+        {name: torch.zeros(9) for name in STATES}
+    )  # a different size is allowed: the module restores it
     fit(make("ddp", form), 1, resume_from=tmp_path / "x.ckpt", module=module)
     for name, expected in STATES.items():
         found = module.keeping[name].state
@@ -182,7 +184,7 @@ def test_extra_states_of_modules_are_restored(tmp_path: Path, form: str) -> None
 
 
 class Odd(nn.Module):
-    """Buffers of all kinds, some of which are views."""
+    """Has buffers of many dtypes and layouts, some of which are views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +217,7 @@ def test_tensors_of_all_kinds_are_restored(tmp_path: Path, form: Any, in_backgro
         torch.testing.assert_close(found[name].clone(), value, rtol=0, atol=0)
 
 
-# Optimizers whose state holds nothing, or that are none
+# Optimizers with empty state, and no optimizer
 
 
 class Plain(Resumable):
@@ -251,7 +253,7 @@ class BeforeTheFirstStep(SaveOnce):
         trainer.save_checkpoint(self.path)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Not again."""
+        """Override, because it would save a second time."""
 
 
 def save_before(path: str, label: str) -> dict[int, float]:
@@ -269,7 +271,7 @@ def test_checkpoint_from_before_the_first_step_resumes(
         assert loss == pytest.approx(expected[number], rel=1e-5)
 
 
-# Ways of saving of the user's own
+# A user's CheckpointIO
 
 
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])

@@ -47,7 +47,7 @@ def copy_of(sound: Path, form: str, tmp_path: Path) -> Path:
 
 
 class Watch(Callback):
-    """Takes the weights as they are when a fit fails, before anything is torn down."""
+    """Records the weights when a fit fails, before teardown."""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         full = getattr(trainer.strategy, "full_parameter", torch.clone)
@@ -56,7 +56,7 @@ class Watch(Callback):
 
 
 def load_into_changed(strategy: str, path: str) -> str:
-    """Load into a module with weights of its own; return the error. The weights are as before."""
+    """Load into a module with other weights and return the error. Assert that the weights do not change."""
     torch.manual_seed(99)
     module, watch = Resumable(), Watch()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -119,11 +119,11 @@ def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(
         (path / name).write_bytes(data)
 
 
-# Boxes that do not cover a tensor once
+# Chunks that do not cover a tensor exactly once
 
 
 def without_manifest(sound: Path, tmp_path: Path) -> Path:
-    """A folder as of another tool, so that checksums do not stop it first."""
+    """Return a copy without a manifest, as other tools write, so that no checksum fails first."""
     path = copy_of(sound, "sharded", tmp_path)
     (path / "manifest.json").unlink()
     meta = torch.load(path / "meta.pt")
@@ -133,7 +133,7 @@ def without_manifest(sound: Path, tmp_path: Path) -> Path:
 
 
 def move(metadata: Metadata, key: str, row: int) -> None:
-    """Let the second of a tensor's two chunks begin at another row."""
+    """Shift the first row of the second of a tensor's two chunks."""
     chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
     place = metadata.storage_data.pop(MetadataIndex(key, chunks[1].offsets))
     chunks[1] = ChunkStorageMetadata(torch.Size((row, 0)), chunks[1].sizes)
@@ -158,7 +158,7 @@ def nowhere(metadata: Metadata, key: str) -> None:
 
 
 Doctor = Callable[[Metadata, str], None]
-"""Changes what the metadata of a folder say of a tensor of 7 rows, of which one chunk holds 4 and the other 3."""
+"""Changes of the metadata of a tensor with 7 rows, of which one chunk has 4 and the other 3."""
 DOCTORS: list[tuple[Doctor, str]] = [
     (hole, "15 of 35 elements are in no chunk"),
     (overlap, "overlap"),
@@ -217,7 +217,7 @@ class Payload:
 
 
 class Settings:
-    """A harmless type of the user's."""
+    """A harmless user type."""
 
     def __init__(self) -> None:
         self.depth = 3
@@ -258,7 +258,7 @@ def test_hostile_file_is_refused_and_does_not_run(sound: Path, tmp_path: Path) -
 
 
 def resume_from_hostile(label: str, path: str, weights_only: bool | None) -> str | None:
-    """Resume under a strategy of which `trainer.fit(weights_only=False)` is known to reach it, or not."""
+    """Resume under a strategy with or without `trainer.fit(weights_only=False)`."""
     options = {} if weights_only is None else {"checkpoint": CheckpointOptions(weights_only=weights_only)}
     made = ParalFSDPStrategy(**options) if label == "fsdp" else ParalZeROStrategy(stage=int(label[-1]), **options)  # type: ignore[arg-type]
     try:
@@ -301,7 +301,7 @@ def test_argument_of_trainer_fit_takes_precedence(sound: Path, tmp_path: Path) -
 
 
 class WithState(Resumable):
-    """Has a state beside tensors, which a sharded checkpoint holds among them."""
+    """Has state that is not a tensor, which a sharded checkpoint stores with the tensors."""
 
     def get_extra_state(self) -> Settings:
         return Settings()

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning's own strategies load here, and what is written here loads there."""
+"""Our strategies resume from checkpoints of Lightning's own strategies, and these from ours."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ OURS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 
 
 class Sharded(Resumable):
-    """For Lightning's `ModelParallelStrategy`, which leaves sharding to the module. FSDP2 takes no 0-d parameters."""
+    """Shards itself, for Lightning's `ModelParallelStrategy`. FSDP2 does not accept 0-dimensional parameters."""
 
     def __init__(self) -> None:
         super().__init__(scalar=False)
@@ -41,7 +41,7 @@ class Sharded(Resumable):
 
 
 class ModelParallelOnCPU(ModelParallelStrategy):
-    """Two data-parallel ranks, on CPU."""
+    """Return the strategy for two data-parallel ranks on CPU."""
 
     def __init__(self) -> None:
         super().__init__(data_parallel_size=2, tensor_parallel_size=1)
@@ -91,7 +91,7 @@ def test_checkpoints_of_lightning_resume(on_ranks, tmp_path: Path, save: Any, sc
 
 
 class FSDP1OnCPU(FSDPStrategy):
-    """Lightning's; only torch's FSDP1 is told that it computes on the CPU, where it would look for an accelerator."""
+    """Lightning's strategy, with FSDP1 told to compute on the CPU, because by default it looks for an accelerator."""
 
     def __init__(self, state_dict_type: Any) -> None:
         super().__init__(state_dict_type=state_dict_type, auto_wrap_policy=is_unit)
@@ -101,7 +101,7 @@ class FSDP1OnCPU(FSDPStrategy):
 
 
 def gathering_on_cpu(module: torch.nn.Module, **_: Any) -> Any:
-    """Lightning's context of the full form, without offloading: FSDP1 would save what is on CPU after freeing it."""
+    """Lightning's context of a full checkpoint, without offloading: FSDP1 would save CPU tensors after freeing them."""
     kept = {"offload_to_cpu": False, "rank0_only": True}
     return FullyShardedDataParallel.state_dict_type(
         module, StateDictType.FULL_STATE_DICT, FullStateDictConfig(**kept), FullOptimStateDictConfig(**kept)
@@ -109,12 +109,12 @@ def gathering_on_cpu(module: torch.nn.Module, **_: Any) -> Any:
 
 
 def is_unit(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Two units, and the root with the tied and the frozen weights."""
+    """Make two units; the tied and the frozen weights belong to the root."""
     return recurse or (isinstance(module, torch.nn.Linear) and module.in_features != module.out_features)
 
 
 class GroupedByName(Resumable):
-    """FSDP1 shows flat weights, which cannot be told from biases by their dimensions."""
+    """Groups parameters by name: FSDP1 flattens them, so that their dimensions do not show which are biases."""
 
     def __init__(self) -> None:
         super().__init__(scalar=False)
@@ -147,7 +147,7 @@ def test_checkpoints_of_lightnings_fsdp_strategy_resume(on_ranks, tmp_path: Path
     assert_same_losses(on_ranks(1, resume_from_fsdp1, path, "paral_ddp", 1), expected)
 
 
-# What we write, in Lightning
+# Our checkpoints in Lightning
 
 
 def save(path: str, strategy: str, form: Any) -> dict[int, float]:
@@ -194,10 +194,10 @@ def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: 
 
 
 class OnCPU(ParalZeROStrategy):
-    """Saves as Lightning's DeepSpeedStrategy does, in DeepSpeed's format, which needs CUDA there."""
+    """Saves in DeepSpeed's format, like Lightning's DeepSpeedStrategy, which needs CUDA."""
 
     saved: dict[str, Any]
-    """Weights at that time, in fp32 where there are master copies, and buffers."""
+    """The weights when it saved, in fp32 if there are master weights, and the buffers."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         from lightning_paral.engines.zero.parameters.partition import scalars_as_bytes

@@ -1,4 +1,4 @@
-"""Modules that rename what they save and load, by hooks of torch."""
+"""Modules whose hooks of torch rename entries when they save and load."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.models.resumable import Resumable, fit, mean_losses
 
 
 def rename_old(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """`first` was `input` once, with weights of twice the size."""
+    """Rename `input` of an old version to `first`, and halve its weights."""
     for kind in ("weight", "bias"):
         if f"{prefix}input.{kind}" in state_dict:
             state_dict[f"{prefix}first.{kind}"] = state_dict.pop(f"{prefix}input.{kind}") / 2
@@ -44,7 +44,7 @@ def unstrip(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any)
 
 
 class Stripped(Resumable):
-    """Saves under other names than it has, and takes them back."""
+    """Saves parameters under other names, and renames them back when it loads."""
 
     def __init__(self) -> None:
         super().__init__()

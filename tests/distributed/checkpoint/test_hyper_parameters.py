@@ -1,4 +1,4 @@
-"""Modules among the hyper-parameters are saved as ddp saves them: whole, plain, with the weights of the moment."""
+"""Modules among the hyper-parameters are saved as under ddp: with full, plain tensors and the current weights."""
 
 from pathlib import Path
 from typing import Any

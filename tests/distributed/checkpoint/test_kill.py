@@ -1,4 +1,4 @@
-"""A checkpoint with a name is complete, whenever ranks are killed, disks fill up, or folders are read-only."""
+"""Checkpoints are complete even if ranks are killed, disks fill up, or folders are read-only."""
 
 import json
 import os
@@ -63,7 +63,7 @@ class Grown(torch.nn.Module):
 
 
 def save_on_full_disk(path: str, form: str) -> str:
-    """Save what fits, then what does not; return the error."""
+    """Save a checkpoint that fits on the disk, then a larger one, and return its error."""
     from tests.models.resumable import Resumable, SaveOnce
 
     class Growing(SaveOnce):

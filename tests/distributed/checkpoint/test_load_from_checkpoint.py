@@ -1,4 +1,4 @@
-"""`load_from_checkpoint` on folders: as on files, verified, and no tensor twice in memory."""
+"""`load_from_checkpoint` accepts folders: verified, and without a second copy of any tensor in memory."""
 
 import importlib.util
 import subprocess

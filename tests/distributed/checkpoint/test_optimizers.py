@@ -1,4 +1,4 @@
-"""Optimizers that keep what others do not: lists of tensors, averages beside their state."""
+"""Optimizers with unusual state, such as lists of tensors and averages outside `state`, resume."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tests.models.resumable import Resumable, fit
 
 
 class Lookahead(torch.optim.AdamW):
-    """Pulls weights to slow ones, which it saves beside its state, as arXiv:1907.08610 and its implementations do."""
+    """Lookahead (arXiv:1907.08610): pulls weights towards slow weights, which it saves outside `state`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

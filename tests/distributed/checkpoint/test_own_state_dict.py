@@ -1,4 +1,4 @@
-"""Modules with a `state_dict` and a `load_state_dict` of their own: called as Lightning's ddp calls them."""
+"""A module's own `state_dict` and `load_state_dict` are called as under Lightning's ddp."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ STRATEGIES = labels(with_ranks(PER_PLACEMENT, 2))
 
 
 class Renames(Resumable):
-    """Saves `first` as `input`, of twice the size, and not what is frozen; takes it back."""
+    """Saves `first` as `input` with doubled weights, omits frozen parameters, and undoes that when it loads."""
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         saved: dict[str, Any] = {"added": torch.ones(2)}
@@ -33,7 +33,7 @@ class Renames(Resumable):
                 loaded[name.replace("input", "first")] = value / 2
             elif name != "added":
                 loaded[name] = value
-        if hasattr(self.frozen.weight, "ds_id"):  # gathered by nobody here
+        if hasattr(self.frozen.weight, "ds_id"):  # partitioned, and not gathered here
             loaded = {name: value for name, value in loaded.items() if not name.startswith("frozen.")}
             return super().load_state_dict(loaded, strict=False)
         return super().load_state_dict(loaded, strict=strict)
@@ -42,7 +42,7 @@ class Renames(Resumable):
 def save_and_resume(path: str, strategy: str) -> list[dict[int, float]]:
     losses = []
     for keep in ("save_to", "resume_from"):
-        torch.manual_seed(3)  # what is frozen is not saved
+        torch.manual_seed(3)  # frozen parameters are not saved
         losses.append(fit(strategy_of(strategy), 2, module=Renames(), **{keep: path}).losses)  # type: ignore[arg-type]
     return losses
 

@@ -1,4 +1,4 @@
-"""Replacing a checkpoint where the system cannot exchange two folders at once, as on NFS."""
+"""Checkpoints are replaced safely on file systems that cannot exchange two folders atomically, such as NFS."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ def target(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(target: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process that has moved the target away, and nothing in its place yet."""
+    """A process that has moved the target away and not yet moved the new checkpoint there."""
     command = [sys.executable, "-m", "tests.distributed.checkpoint.replaced", str(target)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

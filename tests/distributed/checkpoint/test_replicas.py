@@ -1,4 +1,4 @@
-"""Replicas that are not alike are never written in parts."""
+"""Replicas with different values are never saved in parts from several ranks."""
 
 import warnings
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.running import quiet_trainer
 
 
 class Saves(Callback):
-    """Saves at the end, after what the test does to this rank's weights; keeps the weights."""
+    """Changes a weight of rank 1 at the end if the test asks for it, saves, and records weights and warnings."""
 
     def __init__(self, path: str, drift: str | None) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class Saves(Callback):
 
 
 class Frozen(Regression):
-    """Has a layer that is not trained."""
+    """Has a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_equal_replicas_are_saved_without_a_warning(on_ranks, tmp_path: Path, na
 
 
 class OneNodePerRank(Callback):
-    """Lets post-local SGD treat each rank as a host."""
+    """Makes post-local SGD treat each rank as a node."""
 
     def __init__(self, state: PostLocalSGDState) -> None:
         self.state = state

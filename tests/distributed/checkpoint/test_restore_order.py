@@ -1,4 +1,4 @@
-"""What is resumed is there when Lightning's ddp has it: weights and callbacks' states in `on_fit_start`."""
+"""Resumed weights and states of callbacks are restored before `on_fit_start`, as under Lightning's ddp."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ DATA = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
 
 
 class Counting(Callback):
-    """Notes what is there in `on_fit_start`."""
+    """Records in `on_fit_start` what has been restored."""
 
     def __init__(self) -> None:
         self.batches = 0

@@ -16,7 +16,7 @@ from tests.running import quiet_trainer
 
 
 class ElsewhereStrategy(ParalFSDPStrategy):
-    """Offloads to the host, with another device as the root device while it resumes."""
+    """Offloads to host memory, with a simulated root device while it resumes."""
 
     is_elsewhere = False
 
@@ -79,7 +79,7 @@ def test_state_is_placed_beside_its_parameter_and_steps_stay() -> None:
 
 
 class Generators:
-    """Simulates the CUDA generators of a host; a state is a number."""
+    """Simulates the CUDA generators of a node. A state is a number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
         self.numbers = list(numbers)

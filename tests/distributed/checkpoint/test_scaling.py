@@ -1,4 +1,4 @@
-"""The loss scale of fp16 autocast goes on where it was, whatever the strategy."""
+"""The loss scale of fp16 autocast resumes under every strategy."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ GROWTH_INTERVAL = 1500
 
 class Overflowing(Regression):
     scale: dict[str, Any]
-    """At the start of the run; in the run that saves, when it does."""
+    """The loss scale at the start of the run, or when the run saves."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -41,7 +41,7 @@ class Overflowing(Regression):
 
 
 def trainer_of(label: str, **options: Any) -> Any:
-    """fp16 is refused on CPU, where nobody wants it; what scales losses is the same as on CUDA."""
+    """Return a Trainer with fp16 on CPU, by a plugin where the strategy would refuse it. Losses are scaled as on CUDA."""
     if label.startswith("zero"):
         return quiet_trainer(strategy=f"paral_{label}", precision="16-mixed", **options)
     strategies: dict[str, Any] = {
@@ -54,7 +54,7 @@ def trainer_of(label: str, **options: Any) -> Any:
 
 
 def fit(label: str, path: str, resume: bool) -> dict[str, Any]:
-    """Return the state of the loss scale where the run was saved, or resumed."""
+    """Return the state of the loss scale when the run was saved or resumed."""
     as_on_cuda = pytest.MonkeyPatch()
     as_on_cuda.setattr("lightning_paral.engines.zero.run.check_precision", lambda *_: None)
     as_on_cuda.setattr("lightning_paral.strategies.fsdp.check_precision", lambda *_: None)
@@ -87,7 +87,7 @@ def test_loss_scale_resumes_under_every_strategy(on_ranks, tmp_path: Path, sourc
 
 
 def test_loss_scale_of_lightnings_fsdp_resumes(on_ranks, tmp_path: Path) -> None:
-    """Its FSDPStrategy needs CUDA; it keeps the same under the name of its plugin."""
+    """Lightning's FSDPStrategy needs CUDA, so the test renames the entry as its plugin would."""
     path = tmp_path / "x.ckpt"
     (saved, _) = on_ranks(2, save_under, "lightning", str(path))
     checkpoint = torch.load(path)

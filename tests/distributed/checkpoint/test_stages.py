@@ -1,4 +1,4 @@
-"""Saves of ranks that hold different tensors, as the stages of a pipeline do."""
+"""Ranks that hold different tensors, as the stages of a pipeline do, save one checkpoint."""
 
 from collections import OrderedDict
 from functools import partial
@@ -31,7 +31,7 @@ LAYERS = ("first", "second")
 
 
 class Keeping(nn.Module):
-    """Keeps more than tensors in its state."""
+    """Has extra state that is not only tensors."""
 
     def __init__(self, note: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Keeping(nn.Module):
 
 
 class Whole(nn.Module):
-    """Two layers that share an embedding: one stage may have the first, another the second."""
+    """Two layers that share an embedding. Each stage may have one of them."""
 
     def __init__(self, stages: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ def test_stages_are_consolidated_and_read_by_torch(on_ranks, tmp_path: Path) -> 
     assert torch.equal(weights["second.weight"], expected.second.weight)
 
 
-# Who writes what
+# Which rank writes which tensor
 
 
 def written(stages: list[int] | None, names: dict[int, list[str]]) -> dict[str, int]:
-    """The number of elements that this rank writes of each tensor; `names` says which ranks hold what."""
+    """Return the number of elements of each tensor that this rank writes. `names` has the tensors of each rank."""
     ranks = all_ranks()
     weights = OrderedDict((name, torch.full((8, 3), float(len(name)))) for name in names[ranks.rank])
     replicated = {value.untyped_storage().data_ptr() for value in weights.values()}
@@ -193,7 +193,7 @@ def test_stages_divide_the_writing_of_equal_tensors(on_ranks) -> None:
 
 
 def save_shards(path: str, form: Any) -> None:
-    """Two stages of two ranks with tensors in shards of each kind, one of them in both stages."""
+    """Two stages of two ranks each, with tensors in shards of each kind, one of which is in both stages."""
     ranks = all_ranks()
     stage, index = divmod(ranks.rank, 2)
     meshes = [DeviceMesh("cpu", members) for members in ([0, 1], [2, 3])]
@@ -237,7 +237,7 @@ def counting(counts: dict[str, int], name: str, call: Any, *args: Any, **kwargs:
 
 
 def count_collectives(path: str, form: Any, stages: list[int] | None) -> dict[str, int]:
-    """How many collectives preparing a save takes."""
+    """Return the number of collectives that preparing a save takes."""
     ranks = all_ranks()
     module = Whole() if stages is None else Whole((stages[ranks.rank],))
     counts = {"all_gather_object": 0, "broadcast_object_list": 0}

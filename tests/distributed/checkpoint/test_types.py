@@ -1,4 +1,4 @@
-"""What callbacks may keep: harmless types come back, others are warned of when they are saved."""
+"""Harmless types in callbacks are restored, and saving other types warns."""
 
 import warnings
 from argparse import Namespace

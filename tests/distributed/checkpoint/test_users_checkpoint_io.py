@@ -1,4 +1,4 @@
-"""A user's `CheckpointIO` under DDP and DP: called as under Lightning's ddp."""
+"""A user's `CheckpointIO` is called under DDP and DP as under Lightning's ddp."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.running import quiet_trainer
 
 
 class Recorded(TorchCheckpointIO):
-    """Writes elsewhere, and notes its calls."""
+    """Writes to another path, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

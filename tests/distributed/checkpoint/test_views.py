@@ -1,4 +1,4 @@
-"""Tensors that see the same memory in different ways stay different in a checkpoint."""
+"""Different views of the same memory stay different in a checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The all-reduce algorithms against a sum in float64."""
+"""All-reduce algorithms equal the sum in float64."""
 
 from itertools import pairwise
 
@@ -58,7 +58,7 @@ def assert_identical_on_all_ranks(tensor: Tensor) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("algorithm", ALL_REDUCE)
 def test_result_is_the_float64_sum_on_all_ranks(on_ranks, algorithm: str, operation: str, world_size: int) -> None:
-    # Up to 4 terms of about 5 standard deviations, each addition off by half a unit in the last place.
+    # Up to 4 terms of about 5 standard deviations; each addition errs by half a unit in the last place.
     allowed = {"torch.float64": 1e-14, "torch.float32": 1e-5, "torch.bfloat16": 0.13, "torch.float16": 0.02}
 
     for errors in on_ranks(world_size, largest_error, algorithm, operation):
@@ -94,7 +94,7 @@ def test_narrow_wire_rounds_messages_only(
 
 
 def add_many_small_to_one_large(algorithm: str) -> float:
-    """1024 plus 1 + 1 + 1: a bf16 accumulator would stay at 1024, where its unit in the last place is 8."""
+    """Return 1024 + 1 + 1 + 1: a bf16 accumulator would stay at 1024, where its unit in the last place is 8."""
     tensor = torch.full((64,), 1024.0 if dist.get_rank() == 0 else 1.0)
     ALL_REDUCE[algorithm](tensor, wire_dtype=torch.bfloat16)
     return tensor[0].item()
@@ -117,7 +117,7 @@ def test_average_does_not_overflow_an_fp16_wire_where_the_sum_would(on_ranks, al
 
 
 def reduce_in_pairs(algorithm: str) -> float:
-    """Ranks 0 and 2 and ranks 1 and 3 reduce at the same time; the default group has another order."""
+    """Reduce in two groups at once: ranks 0 and 2, and ranks 1 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     tensor = torch.full((100,), float(10**rank))
@@ -154,7 +154,7 @@ def test_ring_sends_two_times_all_chunks_but_one(on_ranks, world_size: int, leng
     chunks = [end - start for start, end in pairwise(cuts)]
 
     for rank, (payload_bytes, _) in enumerate(on_ranks(world_size, sent_by, "ring", length)):
-        # The chunk a rank finishes is not sent while summing; the one finished on its right, not while gathering.
+        # A rank does not send its own final chunk while summing, nor that of its right neighbor while gathering.
         expected_elements = 2 * length - chunks[(rank + 1) % world_size] - chunks[(rank + 2) % world_size]
         assert payload_bytes == 4 * expected_elements
         assert payload_bytes <= 4 * 2 * (world_size - 1) * -(-length // world_size)
@@ -201,7 +201,7 @@ def test_bad_input_is_refused(algorithm: str, tensor: Tensor, options: dict[str,
 
 
 def extra_memory(algorithm: str, length: int) -> int:
-    """Peak bytes of tensors allocated inside an all-reduce."""
+    """Return the peak number of bytes of tensors allocated inside an all-reduce."""
     tensor = torch.ones(length)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         ALL_REDUCE[algorithm](tensor)

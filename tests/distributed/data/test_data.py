@@ -1,4 +1,4 @@
-"""Loaders of every kind under a real Trainer on real ranks."""
+"""Every kind of loader is divided correctly under a real Trainer with real ranks."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from tests.running import SaveAt, quiet_trainer
 
 
 class Indices(Dataset[int]):
-    """Samples that are their own indices, so that a batch tells what was drawn."""
+    """Samples equal to their indices, so that a batch shows which were drawn."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -50,7 +50,7 @@ class Stream(IterableDataset[float]):
 
 
 class Recorder(LightningModule):
-    """Writes down every batch it gets, by loader."""
+    """Records every batch by loader."""
 
     def __init__(self, log_steps: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recorder(LightningModule):
 
 
 def fit(loader: Any, num_ranks: int, model: Recorder | None = None, **options: Any) -> Recorder:
-    """Fit on `loader` for an epoch, unless the options say otherwise."""
+    """Fit on `loader`, by default for one epoch."""
     sampling = {key: options.pop(key) for key in ("split", "remainder", "shard_iterable") if key in options}
     validation = options.pop("validation", None)
     model = model or Recorder()
@@ -99,7 +99,7 @@ def flat(batches: Any) -> list[float]:
 
 
 class OwnLoader(DataLoader[float]):
-    """A user's class whose constructor says nothing about samplers, and which adds to what is loaded."""
+    """A user's loader whose constructor has no sampler argument, and which changes loaded batches."""
 
     def __init__(self, length: int, offset: float) -> None:
         super().__init__(Indices(length), batch_size=2)
@@ -111,7 +111,7 @@ class OwnLoader(DataLoader[float]):
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of unequal sizes, without a length; constructed like no sampler of torch's."""
+    """A batch sampler with batches of unequal sizes, no length, and a constructor unlike those of torch."""
 
     def __init__(self, *, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -125,7 +125,7 @@ class Buckets(Sampler[list[int]]):
 
 def fit_on_many_loaders() -> dict[str, Any]:
     results: dict[str, Any] = {}
-    torch.manual_seed(dist.get_rank())  # ranks agree on the order whatever their own state
+    torch.manual_seed(dist.get_rank())  # ranks agree on the order although their generators differ
     plain = DataLoader(Indices(10), 2)
     results["sequential"] = fit(plain, 2).trained
     results["drop"] = fit(plain, 2, remainder="drop").trained
@@ -144,7 +144,9 @@ def fit_on_many_loaders() -> dict[str, Any]:
     results["not wanted"] = fit(plain, 2, use_distributed_sampler=False).trained
     results["limited"] = fit(plain, 2, limit_train_batches=2).trained
     results["overfit"] = fit(DataLoader(Indices(12), 2, shuffle=True), 2, overfit_batches=2, max_epochs=2).trained
-    multiprocessing.current_process()._config["daemon"] = False  # the ranks of the pool may have no children otherwise
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # the ranks of the pool are daemons, which may not start processes
+    )
     workers = DataLoader(
         Indices(8), 2, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
     )
@@ -163,7 +165,7 @@ def test_training_draws_from_every_kind_of_loader(on_ranks) -> None:
     assert sorted(flat(both["shuffled"])) == list(range(12)) != flat(both["shuffled"])
     assert both["own class"] == ([[0.5, 1.5], [4.5, 5.5]], [[2.5, 3.5], [6.5, 7.5]])
     assert both["buckets"] == ([[0], [5, 6]], [[1, 2, 3, 4], [7, 8, 9]])
-    # the first batch has one sample: the other rank takes it, too, without weight
+    # The first batch has one sample, so the other rank takes it as well, with weight zero.
     assert both["buckets, global"] == ([[0], [2, 4], [6], [8]], [[0], [1, 3], [5], [7, 9]])
     assert both["no batch size"] == ([0, 2, 4], [1, 3, 5])
     assert sorted(flat(both["weighted"])) == list(range(12))
@@ -281,10 +283,10 @@ def test_evaluation_counts_each_sample_once_in_corner_cases(on_ranks) -> None:
         assert rank["shortest"][0] == [{"mean": 0.5}]
         metrics, _ = rank["in fit"]
         assert metrics["mean/dataloader_idx_0"] == 1.5
-        assert metrics["own/dataloader_idx_1"] == 0.0  # on ranks without a sample, too
+        assert metrics["own/dataloader_idx_1"] == 0.0  # also on ranks without a sample
         assert metrics["train"] == 5.5
     assert together("one sample") == [0.0]
-    # half of the 4 rounds that 10 batches of 2 take on 3 ranks
+    # Half of the 4 rounds that 10 batches of 2 take on 3 ranks.
     assert together("limited") == [float(index) for index in range(12)] or sorted(together("limited")) == list(
         range(12)
     )
@@ -361,11 +363,11 @@ def test_iterable_datasets_are_sharded_and_end_together(on_ranks) -> None:
     assert both["divided, wrap"] == ([[0], [2], [4]], [[1], [3], [1]])
 
 
-# Going on inside an epoch
+# Resuming inside an epoch
 
 
 class Unseen(Indices):
-    """Refuses to load what was trained on before."""
+    """Raises if it has to load samples that were trained on before."""
 
     def __init__(self, length: int, num_seen: int = 0) -> None:
         super().__init__(length)
@@ -377,7 +379,7 @@ class Unseen(Indices):
 
 
 class Planning(Recorder):
-    """Asks for the number of steps, for which Lightning makes the loaders before it loads a checkpoint."""
+    """Reads the number of steps, for which Lightning creates the loaders before it loads a checkpoint."""
 
     def configure_optimizers(self) -> Any:
         self.num_steps = self.trainer.estimated_stepping_batches
@@ -427,7 +429,7 @@ def test_resuming_skips_the_samples_seen_at_any_world_size(on_ranks, tmp_path, w
 
     ranks = on_ranks(world_size, resume_all, world_size, str(tmp_path))
 
-    # 8 of 20 samples are left of the first epoch: 4 batches; a whole one has 10
+    # 8 of 20 samples of the first epoch remain: 4 batches of 10.
     first, whole = -(-4 // world_size), -(-10 // world_size)
     for rank in ranks:
         assert len(rank["indices"]) == len(rank["workers"]) == first

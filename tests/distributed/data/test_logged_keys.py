@@ -18,7 +18,7 @@ ORDERS = {
 
 
 class Logging(LightningModule):
-    """Logs the keys of its rank."""
+    """Logs the keys that the test gives its rank."""
 
     def __init__(self, keys: str, reduce_fx: str, on_step: bool) -> None:
         super().__init__()

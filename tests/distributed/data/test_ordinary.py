@@ -33,7 +33,7 @@ class SizedStream(Stream):
 
 
 class Generated:
-    """An iterable that is no `DataLoader`, and has no length."""
+    """An iterable that is not a `DataLoader` and has no length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from samples().split(BATCH_SIZE)
@@ -70,11 +70,11 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "own iterable": Generated,
     "list in a list": lambda: CombinedLoader([list(samples().split(BATCH_SIZE))], "sequential"),
 }
-"""What has no sampler: Lightning's ddp, too, leaves it to each rank."""
+"""Iterables without a sampler, which neither Lightning's ddp nor our strategies divide among ranks."""
 
 
 class Sums(LightningModule):
-    """Adds up what it sees, by loader."""
+    """Adds up its samples by loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_one_device_evaluates_what_lightning_evaluates(on_ranks, strategy: str) 
 
 
 def test_dp_evaluates_what_one_device_evaluates() -> None:
-    names = [name for name in (*LOADERS, *PLAIN) if name != "stream without batches"]  # has nothing to divide
+    names = [name for name in (*LOADERS, *PLAIN) if name != "stream without batches"]  # it cannot be divided
     assert sums_on_rank("paral_dp", 2, names) == sums_on_rank("auto", 1, names)
 
 

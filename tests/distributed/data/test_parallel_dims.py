@@ -1,4 +1,4 @@
-"""Ranks that differ in their tensor coordinate alone draw and evaluate the same: each sample still counts once."""
+"""Ranks that differ only in their tensor coordinate draw the same samples, and each sample counts once."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.models.judged import evaluate, train
 
 
 class InPairs(ParalDDPStrategy):
-    """Two neighbours compute the same: as tensor parallelism would, without dividing the layers."""
+    """Two neighboring ranks compute the same, as in tensor parallelism, but with undivided layers."""
 
     @property
     def dims(self) -> ParallelDims:

@@ -1,4 +1,4 @@
-"""What `ParalDDPStrategy` adds to Lightning's DDP."""
+"""Features that `ParalDDPStrategy` adds to Lightning's DDP."""
 
 import threading
 from unittest import mock
@@ -19,7 +19,7 @@ from tests.running import quiet_trainer
 
 
 class Features(LightningModule):
-    """Runs on rows of numbers; subclasses say what happens."""
+    """Base class of modules that train on rows of numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def rows(num: int = 8) -> DataLoader[Tensor]:
 
 
 class WaitsForTheFirstBucket(Features):
-    """Its backward pass does not go past the last layer before the reduction of that layer's bucket has begun."""
+    """Its backward pass waits after the last layer until the reduction of that layer's bucket has begun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_narrow_wire_halves_the_traffic_of_a_training_step(on_ranks, wire_dtype:
 
 
 class SkipsALayer(Features):
-    """Has a branch that takes no part in the loss, and a frozen layer, which DDP does not count."""
+    """Has a branch that the loss does not use, and a frozen layer, which DDP ignores."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `ParalDPStrategy` does with a module on several devices: here, threads on CPU."""
+"""`ParalDPStrategy` on several devices, which are threads on the CPU here."""
 
 import csv
 import threading
@@ -36,7 +36,7 @@ def samples() -> DataLoader[Any]:
 
 
 def one_process_and_dp(make: Any, run: Any, **options: Any) -> list[Any]:
-    """What `run(trainer, module)` returns on one device, and on three."""
+    """Return the results of `run(trainer, module)` on one device and on three."""
     results = []
     for strategy, devices in (("auto", 1), ("paral_dp", 3)):
         torch.manual_seed(2)
@@ -57,7 +57,7 @@ def assert_same_weights(weights: dict[str, Tensor], expected: dict[str, Tensor],
 
 
 class Scores(LightningModule):
-    """A score for each sample; subclasses say what happens with it."""
+    """Base class of modules that compute a score for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_batch_norm_normalizes_by_replica_and_keeps_the_first_replicas_statistic
     first = data.dataset.tensors[0][:2]  # of 5 samples, replica 0 has 2
     torch.testing.assert_close(module.norm.running_mean, first.mean(dim=0))
     assert module.num_seen == 2
-    assert torch.equal(module.last, first)  # and so it is with attributes
+    assert torch.equal(module.last, first)  # also true of attributes
 
 
 def fit_from(path: Path | None, num_epochs: int, **options: Any) -> Any:
@@ -299,7 +299,7 @@ def test_checkpoint_is_an_ordinary_file_and_resumes_on_any_number_of_devices(tmp
 
 
 class Metrics(nn.Module):
-    """Metrics whose states are sums, lists, and moments that no sum or list can join; in every kind of container."""
+    """Metrics with states that are sums, lists, and moments with their own reduction, in every kind of container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Metrics(nn.Module):
 
 
 class Logging(Scores):
-    """Logs in every way."""
+    """Logs with every combination of options."""
 
     num_logged = 0
 
@@ -340,7 +340,7 @@ class Logging(Scores):
         metrics.correlation.update(scores, targets)
         self.log(f"{kind}_correlation", metrics.correlation, on_step=False, on_epoch=True)
         metrics.collection.update(probabilities, labels)
-        metrics.collection["BinaryAccuracy"].update(1 - probabilities, labels)  # past its collection
+        metrics.collection["BinaryAccuracy"].update(1 - probabilities, labels)  # without its collection
         self.log_dict(metrics.collection, on_step=False, on_epoch=True)
         metrics.by_name["auroc"](probabilities, labels)
         self.log(f"{kind}_auroc", metrics.by_name["auroc"], on_step=False, on_epoch=True)
@@ -369,7 +369,7 @@ def test_logged_values_and_metrics_equal_those_of_one_process(tmp_path: Path) ->
 
     expected, found = one_process_and_dp(Logging, run, log_every_n_steps=1)
 
-    assert found[-1] == expected[-1]  # a `log` of the user's own is called as often
+    assert found[-1] == expected[-1]  # the user's `log` is called as often
     for metrics, wanted in [*zip(found[:3], expected[:3], strict=True), *zip(found[3], expected[3], strict=True)]:
         assert list(metrics) == list(wanted)
         for name in metrics:

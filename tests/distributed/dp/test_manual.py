@@ -1,4 +1,4 @@
-"""Manual optimization under `ParalDPStrategy`: calls that optimize run once, for all replicas together."""
+"""Manual optimization under `ParalDPStrategy`: optimizer calls run once for all replicas."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Manual(Scores):
 
 
 class GAN(LightningModule):
-    """Two networks, two optimizers, a scheduler each; generator and discriminator take turns within a step."""
+    """A GAN with two optimizers, each with a scheduler, that steps the generator and then the discriminator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GAN(LightningModule):
             fake = self.generator(noise).detach()
             losses = cross_entropy(self.discriminator(real), ones), cross_entropy(self.discriminator(fake), zeros)
             for_discriminator.zero_grad()
-            for loss in losses:  # gradients add up
+            for loss in losses:  # gradients are accumulated
                 self.manual_backward(loss)
             for_discriminator.step()
         for scheduler in self.lr_schedulers():
@@ -91,7 +91,7 @@ class WithClosure(Manual):
 
 
 class Accumulating(Manual):
-    """Steps every second batch; clips with torch's function and looks at the gradients, as people do."""
+    """Steps after every second batch, clips with torch's function, and reads the gradients."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -105,7 +105,7 @@ class Accumulating(Manual):
 
 
 class HooksOptimize(Manual):
-    """A hook that runs inside of `manual_backward` uses the optimizer itself."""
+    """Uses the optimizer in a hook that runs inside `manual_backward`."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.optimizers().zero_grad()

@@ -1,4 +1,4 @@
-"""Every command and every snippet of the README does what it says."""
+"""Every command and every snippet of the README runs and does what the text says."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def run(command: list[str]) -> str:
 
 
 def command_line(command: str) -> list[str]:
-    """The command with the programs of this environment, whatever the PATH."""
+    """Return the command with the programs of this environment instead of those in the PATH."""
     program, *arguments = shlex.split(command)
     return [str(Path(sys.executable).with_name(program)), *arguments]
 

@@ -1,4 +1,4 @@
-"""Models built in `configure_model` have the values one process draws, and never much of them at once."""
+"""Models built in `configure_model` have the values that one process draws, and ranks hold few of them at once."""
 
 import ctypes
 from pathlib import Path
@@ -20,7 +20,7 @@ NUM_BATCHES = 3
 
 
 class BuiltLate(Fitted):
-    """Everything that a `configure_model` does to first values, in the ways people do it."""
+    """Sets initial values in all the ways that people use in `configure_model`."""
 
     def configure_model(self) -> None:
         if hasattr(self, "embedding"):
@@ -57,7 +57,7 @@ class BuiltLate(Fitted):
 
 
 class ShardedByHand(BuiltLate):
-    """Shards its blocks by itself, with the mesh of the strategy."""
+    """Shards its blocks itself, with the mesh of the strategy."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -135,8 +135,8 @@ def resident_bytes(field: str) -> int:
 
 
 def peak_of_construction() -> tuple[int, float]:
-    fit_late(BuiltLate, 2, strategy="paral_fsdp")  # what is imported at first use is no tensor
-    ctypes.CDLL(None).mallopt(-3, 1024 * 1024)  # M_MMAP_THRESHOLD: what is freed is given back to the system
+    fit_late(BuiltLate, 2, strategy="paral_fsdp")  # load modules that are imported at first use before measuring
+    ctypes.CDLL(None).mallopt(-3, 1024 * 1024)  # M_MMAP_THRESHOLD: freed memory is returned to the system
     torch.manual_seed(1)
     model = Large()
     trainer = quiet_trainer(devices=2, strategy="paral_fsdp", limit_val_batches=1)
@@ -155,7 +155,7 @@ def test_rank_holds_little_more_than_its_shards_and_one_unit(on_ranks) -> None:
 
 
 class DefaultDtype(Fitted):
-    """Makes tensors whose dtype is the default one, and sets `.data` across what has values and what has none."""
+    """Creates tensors of the default dtype, and sets `.data` from deferred to materialized tensors and back."""
 
     def configure_model(self) -> None:
         self.position = nn.Parameter(torch.randn(1, VOCABULARY, WIDTH))

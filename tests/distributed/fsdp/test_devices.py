@@ -1,4 +1,4 @@
-"""Where FSDP broadcasts a unit's values before sharding it, and in which precision the unit computes."""
+"""FSDP broadcasts the values of a unit before sharding it, and units compute in the right precision."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.running import quiet_trainer
 
 
 class Normalizing(LightningModule):
-    """Normalizes fp32 and bf16 inputs, by statistics of the sample and by running statistics."""
+    """Normalizes fp32 and bf16 inputs by statistics of the sample and by running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

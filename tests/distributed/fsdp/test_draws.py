@@ -1,4 +1,4 @@
-"""Every operation of torch that draws random numbers: on shards it draws what one process draws, or raises."""
+"""Every operation of torch that draws random numbers draws on shards what one process draws, or raises."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ BY_TYPE = {"float": 0.5, "bool": False, "int": 1, "number": 0.5}
 
 
 def drawing() -> Iterator[Any]:
-    # Not dir(torch.ops.aten): that has only those that were called, or looked up, before.
+    # Not dir(torch.ops.aten), which has only operations that were looked up before.
     names = {
         name.removeprefix("aten::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -50,7 +50,7 @@ def drawing() -> Iterator[Any]:
 
 
 def call(operation: Any, tensor_of: Any) -> list[Tensor]:
-    """Call the operation with tensors from `tensor_of`; return its results and what it may have written to."""
+    """Call the operation with tensors from `tensor_of`; return its results and its mutable arguments."""
     args, kwargs = [], {}
     for argument in operation._schema.arguments:
         kind = str(argument.type)
@@ -76,7 +76,7 @@ def call(operation: Any, tensor_of: Any) -> list[Tensor]:
 
 def values_for(operation: Any, name: str) -> Tensor:
     torch.manual_seed(len(name))
-    # Leaky units draw for negative elements only.
+    # Leaky units draw only for negative elements.
     return torch.rand(5, 4).mul(0.8).add(0.1).sub(1.0 if "rrelu" in str(operation) else 0.0)
 
 
@@ -113,7 +113,7 @@ def outcomes() -> dict[tuple[str, str], str]:
             try:
                 expected = call(operation, plain)
             except (RuntimeError, NotImplementedError, IndexError, KeyError):
-                continue  # it needs a GPU, or is no operation on any tensor
+                continue  # it needs a GPU, or does not accept these tensors
             try:
                 given = call(operation, sharded)
             except Exception as error:
@@ -123,7 +123,7 @@ def outcomes() -> dict[tuple[str, str], str]:
                 continue
             whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in given]
             same = all(
-                # Attention multiplies matrices, which shards sum up in another order.
+                # Attention multiplies matrices, and shards add up products in a different order.
                 one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=0.0, equal_nan=True)
                 for one, other in zip(whole, expected, strict=True)
             )

@@ -1,4 +1,4 @@
-"""What `ParalFSDPStrategy` does beside training as one process does."""
+"""Features of `ParalFSDPStrategy` besides training as in one process."""
 
 import logging
 from functools import cache
@@ -21,7 +21,7 @@ NUM_BATCHES = 4
 
 
 class Watched(OnTheModule):
-    """Evaluates, predicts, and is called from hooks."""
+    """Evaluates, predicts, and calls itself in hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_all_trainer_functions_run_in_any_order_and_restore_the_module(on_ranks)
 
 
 class FailsOnce(Tied):
-    """Fails in its third step, the first time."""
+    """Fails in the third step of its first fit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_module_has_full_parameters_and_trains_after_a_failed_fit(on_ranks) -> N
 
 
 class ReadsGradients(OnTheModule):
-    """Logs norms before clipping, reads gradients whole, and clips in a hook of its own."""
+    """Logs norms before clipping, reads full gradients, and clips in its own hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_training_resumes_from_a_checkpoint(on_ranks, tmp_path: Path) -> None:
 
 
 class Normalised(Fitted):
-    """A BatchNorm whose statistics are those of rank 0's samples, as under DDP."""
+    """Has a BatchNorm, whose saved statistics are those of rank 0's samples, as under DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_batchnorm_equals_that_under_ddp(on_ranks, precision: str, tolerance: fl
     ddp = on_ranks(2, fit_normalised, "paral_ddp", precision)
     fsdp = on_ranks(2, fit_normalised, "paral_fsdp", precision)
 
-    expected = ddp[0][1]  # under DDP the other ranks' last update of the statistics is their own
+    expected = ddp[0][1]  # under DDP, other ranks keep their own last update of the statistics
     for (losses, _), (ddp_losses, _) in zip(fsdp, ddp, strict=True):
         assert losses == pytest.approx(ddp_losses, rel=2 * tolerance)
         if precision == "32-true":
@@ -294,7 +294,7 @@ def test_batchnorm_equals_that_under_ddp(on_ranks, precision: str, tolerance: fl
 
 
 class Compiled(Tied):
-    """Compiled blocks, by a backend that compiles nothing: the graph breaks are what matters."""
+    """Has blocks compiled by a backend that only captures graphs, which shows graph breaks."""
 
     def __init__(self) -> None:
         super().__init__()

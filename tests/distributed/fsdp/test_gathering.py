@@ -1,4 +1,4 @@
-"""Sharded tensors are gathered to the host in pieces of bounded size."""
+"""Sharded tensors are gathered into host memory in slices of bounded size."""
 
 import torch
 import torch.distributed as dist

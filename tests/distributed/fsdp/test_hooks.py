@@ -1,4 +1,4 @@
-"""Hooks, pruning and parametrizations: as in one process, or refused by name."""
+"""Hooks, pruning and parametrizations act as in one process, or are refused by name."""
 
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from tests.running import quiet_trainer
 
 
 class Changed(LightningModule):
-    """Two layers, changed by the functions below before or during training."""
+    """Two layers, which the functions below change before or during training."""
 
     def __init__(self, change: str, when: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules nobody wrote for FSDP train as in one process."""
+"""Modules that were not written for FSDP train as in one process."""
 
 from functools import cache
 from typing import Any

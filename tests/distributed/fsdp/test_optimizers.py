@@ -1,4 +1,4 @@
-"""Optimizers of torch, and kinds that users write, update shards as in one process, or are named."""
+"""Optimizers of torch and of users update shards as in one process, or are refused by name."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -16,7 +16,7 @@ from tests.running import quiet_trainer
 
 
 class TrustRatio(optim.Optimizer):
-    """LARS and LAMB: steps scaled by norms of parameters and of updates, here with Adam's moments."""
+    """LARS and LAMB: scales Adam's steps by the norms of parameters and of updates."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -39,7 +39,7 @@ class TrustRatio(optim.Optimizer):
 
 
 class Centralised(TrustRatio):
-    """Gradients without their mean over rows, and normalised by column."""
+    """Subtracts from gradients their mean over rows, and normalizes them by column."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any]) -> Any:
@@ -56,7 +56,7 @@ class Centralised(TrustRatio):
 
 
 class Flattening(TrustRatio):
-    """Does what DTensors cannot."""
+    """Uses an operation that DTensors do not support."""
 
     def step(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -66,7 +66,7 @@ class Flattening(TrustRatio):
 
 
 class Shapes(LightningModule):
-    """Matrices and vectors that no number of ranks divides, and a 0-dimensional parameter; or matrices alone."""
+    """Matrices and vectors whose sizes no number of ranks divides, and a 0-dimensional parameter; or matrices only."""
 
     def __init__(self, optimizer: Callable[..., optim.Optimizer], matrices: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of FSDP's support by themselves: the scaler, averaged gradients, norms, and what is left after a failure."""
+"""Components of the FSDP engine: the gradient scaler, averaged gradients, norms, and recovery after a failure."""
 
 from datetime import timedelta
 
@@ -25,7 +25,7 @@ def values(seed: int, *shape: int) -> Tensor:
 
 
 def sharded_parameters(replicate: int = 1) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Parameters with gradients, the first two sharded, and their gradients whole."""
+    """Return parameters with gradients, the first two sharded, and their full gradients."""
     mesh = make_mesh(CPU, replicate)
     whole = [values(1, 5, 3), values(2, 4), values(3)]
     placements = [Shard(0)] if replicate == 1 else None
@@ -116,7 +116,7 @@ def gather_alone() -> bool:
     patience, failure.PATIENCE = failure.PATIENCE, timedelta(seconds=0.5)
     try:
         if dist.get_rank():
-            dist.barrier()  # rank 1 comes too late, and is told so
+            dist.barrier()  # rank 1 is too late, and gets an error
         reachable = failure.wait_for_all_ranks("a run", timedelta(seconds=30))
         if not dist.get_rank():
             dist.barrier()

@@ -1,4 +1,4 @@
-"""What `ParalFSDPStrategy` refuses, and what it says to do instead."""
+"""`ParalFSDPStrategy` refuses invalid input with an error that says what to do instead."""
 
 from typing import Any
 

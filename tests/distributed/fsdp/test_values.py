@@ -1,4 +1,4 @@
-"""What hooks read of sharded parameters and write to parts of them, line by line, as in one process."""
+"""Hooks read sharded parameters and write to slices of them as in one process."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What user code writes to parameters arrives as in one process, from hooks, steps and methods, or is refused."""
+"""Writes to parameters in hooks, steps and methods take effect as in one process, or are refused."""
 
 import copy
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def swap(module: Any) -> None:
 
 @torch.no_grad()
 def load_whole(module: Any) -> None:
-    """Tensors that no rank has parts of."""
+    """Return tensors that are not sharded."""
     for q in module.target.parameters():
         q.copy_(torch.arange(float(q.numel())).view(q.shape))
     module.target.load_state_dict({k: torch.full(v.shape, 0.1) for k, v in module.target.state_dict().items()})
@@ -130,13 +130,13 @@ KINDS = {
 
 
 class Momentum(LightningModule):
-    """An online network that is trained and a target that user code updates; shapes no number of ranks divides."""
+    """A trained online network and a target network that user code updates. No number of ranks divides their shapes."""
 
     def __init__(self, kind: str, place: str) -> None:
         super().__init__()
         self.update: Callable[[Any], None] = KINDS[kind]
         self.place = place
-        # Between forward and backward autograd refuses that, or computes something else.
+        # Between forward and backward, autograd refuses such a write or computes wrong gradients.
         self.changes_trained = kind in ("clamp_trained", "normalise_trained")
         self.online = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
         self.target = copy.deepcopy(self.online).requires_grad_(False)

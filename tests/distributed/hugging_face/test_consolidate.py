@@ -1,4 +1,4 @@
-"""From a checkpoint of any strategy to a folder that `from_pretrained` loads, and computes the same with."""
+"""A checkpoint of any strategy becomes a folder that `from_pretrained` loads, with the same outputs."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def fitted(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Makes checkpoints, each once: its path, and the logits of the model that was trained."""
+    """A function that creates a checkpoint once, and returns its path and the logits of the trained model."""
     folder, done = tmp_path_factory.mktemp("fitted"), {}
 
     def fit(label: str, num_ranks: int, kind: str, extra: str = "", precision: Any = None) -> tuple[Path, Any]:
@@ -45,7 +45,7 @@ def fitted(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def consolidate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command; returns the names of the files it wrote, or the error it ended with."""
+    """A function that runs the command and returns the names of the files that it wrote, or its error."""
 
     def run(*arguments: Any) -> list[str] | str:
         monkeypatch.setattr(sys, "argv", ["paral", "consolidate", *map(str, arguments)])
@@ -60,7 +60,7 @@ def consolidate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 def reload(folder: Path, kind: str, **options: Any) -> Any:
-    """Load as a user would; nothing may be missing, unexpected, or of another shape."""
+    """Load like a user, and assert that no weight is missing, unexpected, or of a different shape."""
     model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     return model
@@ -164,7 +164,7 @@ def test_one_of_several_models_must_be_chosen(fitted, consolidate, tmp_path: Pat
 
 @pytest.fixture
 def foreign(fitted, tmp_path: Path) -> tuple[Path, Any]:
-    """A checkpoint that does not say what it holds."""
+    """A checkpoint without the config of its model."""
     path, logits = fitted("paral_ddp", 1, "T5ForConditionalGeneration")
     torch.save({"state_dict": torch.load(path)["state_dict"]}, tmp_path / "foreign.ckpt")
     return tmp_path / "foreign.ckpt", logits
@@ -252,7 +252,7 @@ def test_lightning_file_keeps_its_names(fitted, consolidate, tmp_path: Path) -> 
     assert "--strip-prefix needs safetensors" in consolidate(path, tmp_path / "x.ckpt", "--strip-prefix", "model.")
 
 
-# What is not ours, and checkpoints, are left alone
+# Files of others and checkpoints are not changed
 
 
 def foreign_tensors(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""`from_pretrained` in `configure_model`: values of the folder, the rest as in one process, no copy of it all."""
+"""`from_pretrained` in `configure_model` loads the values of the folder, without a full copy on any rank."""
 
 import re
 import warnings
@@ -39,15 +39,15 @@ WHOLE = labels(case for case in with_ranks(MAIN, 2) if not case.shards_parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a rank saw before the first step."""
+    """The state of a rank before the first step."""
 
     values: dict[str, Tensor]
-    """Parameters, whole, and buffers."""
+    """Full parameters, and buffers."""
     drawn_next: Tensor
-    """Random numbers drawn after the model was loaded."""
+    """Random numbers drawn after the model is loaded."""
     partitioned: bool
     written: int
-    """The most bytes of the mapped files that this rank had written to, and so copied."""
+    """The largest number of bytes of mapped files that this rank has written to, and so copied."""
     num_broadcasts: int
 
 
@@ -73,7 +73,7 @@ class Loaded(Wrapped):
 
 
 def written_to(folder: str) -> int:
-    """Bytes that this process holds of its own of files in `folder` which it has mapped: pages written to."""
+    """Return the number of bytes of mapped files in `folder` that this process has written to, and so copied."""
     found = re.findall(
         rf"^[0-9a-f]+-[0-9a-f]+ .* {re.escape(folder)}/\S+\n(?:\w+: .*\n)*?Anonymous: +(\d+) kB",
         Path("/proc/self/smaps").read_text(),
@@ -91,7 +91,7 @@ def load(
     threshold_bytes: int = recorder.DEFERRED_BYTES,
     precision: Any = None,
 ) -> Seen:
-    """Load, and fit a step. *Collective* if there are several ranks."""
+    """Load the model and fit one step. *Collective* if there are several ranks."""
     module, written, num_broadcasts = Loaded(kind, folder, then), 0, 0
     broadcast, threshold_before = dist.broadcast, recorder.DEFERRED_BYTES
 
@@ -266,7 +266,7 @@ def test_transformers_may_be_imported_late(tmp_path: Path, label: str) -> None:
     module = ImportsLate(str(tmp_path))
     module.configure_model()
     expected = dict(module.named_parameters()) | dict(module.named_buffers())
-    pool = RankPool()  # of processes that have not imported it
+    pool = RankPool()  # its processes have not imported transformers
     try:
         for imported_before, values in pool.run(2, load_late, label, str(tmp_path)):
             assert not imported_before
@@ -287,6 +287,8 @@ def test_a_rank_holds_less_than_a_copy_of_the_model(
     model.save_pretrained(tmp_path / "large", max_shard_size="20MB")
     made("GPT2LMHeadModel").save_pretrained(tmp_path / "small")
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * bytes_each
-    on_ranks(2, peaks_of, label, str(tmp_path / "small"), precision)  # what is imported at first use is no tensor
+    on_ranks(
+        2, peaks_of, label, str(tmp_path / "small"), precision
+    )  # load modules that are imported at first use before measuring
     for own, _ in on_ranks(2, peaks_of, label, str(tmp_path / "large"), precision):
         assert own < 0.9 * num_bytes

@@ -1,4 +1,4 @@
-"""A user's training script, started for real by the tests of launching: `launched.py SCENARIO RESULT_FOLDER`.
+"""A user's training script, which the tests of launching start: `launched.py SCENARIO RESULT_FOLDER`.
 
 Each rank writes what it saw to `RESULT_FOLDER/rank-R.json`.
 """
@@ -25,7 +25,7 @@ DEVICES = 2 // NUM_NODES
 
 
 class Witness(Callback):
-    """Notes what the process group is while training."""
+    """Records the properties of the process group during training."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seen = {
@@ -37,7 +37,7 @@ class Witness(Callback):
 
 
 class Trouble(Regression):
-    """Rank 1 gets into trouble in its third step."""
+    """Rank 1 sleeps or fails in its third step."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def rank_one_fails() -> object:
 
 
 def rank_one_sleeps() -> object:
-    fit(Regression(), strategy="paral_ddp")  # ranks have met then, however long one took to start
+    fit(Regression(), strategy="paral_ddp")  # both ranks have started when the timeout begins
     return fit(Trouble("sleep"), strategy=ParalDDPStrategy(timeout=timedelta(seconds=12)))
 
 

@@ -1,4 +1,4 @@
-"""A rank fails alone, and no exception ends the wait of the others, as on NCCL, which is simulated."""
+"""A rank that fails alone ends the others, also if they cannot notice it by an exception, as with NCCL (simulated)."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ class Records(logging.Handler):
 
 def fail_alone(label: str, port: int) -> list[str]:
     dist.barrier()
-    dist.destroy_process_group()  # that of the rank pool
+    dist.destroy_process_group()  # the group of the rank pool
     os.environ["MASTER_PORT"] = str(port)
     happened: list[str] = []
     handler = Records(happened)

@@ -1,4 +1,4 @@
-"""Forked processes, such as loader workers, run whatever process groups they inherit."""
+"""Forked processes, such as loader workers, run with any process groups that they inherit."""
 
 import gc
 import multiprocessing

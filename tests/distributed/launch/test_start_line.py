@@ -1,4 +1,4 @@
-"""A fit starts with one line: strategy, ranks, backend, precision, global batch size."""
+"""A fit first prints one line with strategy, ranks, backend, precision and global batch size."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ def batches(batch_size: int | None = 4) -> DataLoader[Any]:
 
 
 class Ragged:
-    """A batch sampler whose batches have no common size."""
+    """A batch sampler with batches of different sizes."""
 
     def __iter__(self) -> Any:
         return iter([[0, 1, 2], [3, 4], [5], [6]])
@@ -44,7 +44,7 @@ class Both(Regression):
 
 
 def printed(strategy: Callable[[], Any], loaders: Any, several: bool = False, **options: Any) -> list[str]:
-    """Fit twice; return what the line of each fit was on this rank."""
+    """Fit twice; return the start line of each fit on this rank."""
     logger, kept = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Kept()
     level = logger.level
     logger.addHandler(kept)

@@ -1,4 +1,4 @@
-"""Activation checkpointing gives the same gradients under every strategy, and keeps less memory."""
+"""Activation checkpointing gives the same gradients under every strategy, and recomputes each block once."""
 
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ LABELS = (*labels(case for case in with_ranks(MAIN, 2) if case.label != "paral_z
 
 
 class Deep(Tied):
-    """Counts how often its blocks compute, and what the backward pass keeps."""
+    """Counts the forward passes of its blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""All ranks use rank 0's buffers, under every strategy as under DDP."""
+"""All ranks use rank 0's buffers under every strategy, as under DDP."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ STRATEGIES = (*labels(with_ranks(MAIN, 2)), "paral_ddp_ring")
 
 
 class Normalized(LightningModule):
-    """Has BatchNorm, a counter, an average that is replaced by assignment, and one changed through `.data`."""
+    """Has BatchNorm, a counter, an average that it assigns, and a queue that it changes through `.data`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters of dtypes that gloo does not support: strategies broadcast them, or refuse them."""
+"""Buffers and frozen parameters of dtypes that gloo does not support are broadcast, or refused."""
 
 import pytest
 import torch

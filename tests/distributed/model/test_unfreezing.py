@@ -1,4 +1,4 @@
-"""Parameters frozen, unfrozen and added during a fit: trained as in one process, or refused by name."""
+"""Parameters that are frozen, unfrozen or added during a fit train as in one process, or are refused by name."""
 
 from datetime import timedelta
 from functools import cache
@@ -159,7 +159,7 @@ def fit_with_one_rank_frozen_between_batches() -> None:
 
 
 def test_single_rank_that_freezes_between_batches_raises(on_ranks) -> None:
-    # The other one waits in its backward pass, and is ended by the pool.
+    # The other rank waits in its backward pass until the pool kills it.
     with pytest.raises(
         RankError, match=r"requires_grad of backbone\.0\.weight changed on this rank, but not on rank 0"
     ):
@@ -186,7 +186,7 @@ def test_ranks_agree_after_lightnings_backbone_finetuning(on_ranks, strategy: st
 
 
 class Growing(Backboned):
-    """Gets a new layer, of other values on each rank, in its second epoch."""
+    """Adds a layer in its second epoch, with different values on each rank."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -217,7 +217,7 @@ def test_new_parameters_are_refused_under_fsdp(on_ranks) -> None:
 
 
 class FreezesTheRest(Backboned):
-    """Freezes a layer after the reducer was made, and does not use another."""
+    """Freezes one layer after DDP's reducer is constructed, and does not use another."""
 
     def __init__(self) -> None:
         super().__init__("none")

@@ -1,4 +1,4 @@
-"""After the fit: what is saved, read, copied and run then is what it is under Lightning's `ddp`, or is refused."""
+"""After a fit, saving, reading, copying and running again work as under Lightning's `ddp`, or are refused."""
 
 import copy
 import io
@@ -132,7 +132,9 @@ def save_in_background_after(folder: str) -> list[str]:
     strategy = ParalFSDPStrategy(checkpoint=CheckpointOptions(form="sharded", async_save=True))
     trainer, _ = fitted(strategy, 2, 1)
     trainer.save_checkpoint(f"{folder}/after.ckpt")
-    return [path.name for path in Path(folder, "after.ckpt").iterdir()]  # nobody waits for it any more
+    return [
+        path.name for path in Path(folder, "after.ckpt").iterdir()
+    ]  # returned without a wait for the background save
 
 
 def test_save_after_the_run_is_complete_when_it_returns(on_ranks, tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_save_after_the_run_is_complete_when_it_returns(on_ranks, tmp_path: Path
 
 
 class Failing(Scheduled):
-    """Fails in its third step, in the middle of it; at `where="alone"` on rank 1, and rank 0 only after that."""
+    """Fails inside its third step; with `where="alone"` on rank 1 first, and on rank 0 only after that."""
 
     def __init__(self, where: str, key: str) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class Failing(Scheduled):
 
 
 class SavesOnException(Callback):
-    """As users write it."""
+    """Saves on an exception, as users write it."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -230,7 +232,7 @@ def change_groups(port: int) -> list[bool]:
     first = dist.group.WORLD
     fitted(ParalDDPStrategy(timeout=timedelta(minutes=4)), 4, 1)
     second = dist.group.WORLD
-    for ranks in ([0, 1], [2, 3]):  # other groups than in the first default group, with ranks of the mesh's
+    for ranks in ([0, 1], [2, 3]):  # different groups than in the first default group, with ranks of the mesh
         dist.new_group(ranks)
         if dist.get_rank() in ranks:
             dist.new_group(ranks, use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""Several optimizers, as GANs and actor-critics have them, train as in one process under every strategy."""
+"""Modules with several optimizers, such as GANs and actor-critics, train as in one process under every strategy."""
 
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,11 @@ def test_gan_resumes_under_another_strategy(on_ranks, tmp_path: Path, saver: str
     assert_same_fit(ranks, train_on("auto"))
 
 
-# What hooks and steps read
+# Values that hooks and steps read
 
 
 class Reading(Plain):
-    """Writes down what it can read of one optimizer's parameters while another's are under way, and of all."""
+    """Records gradients and states of one optimizer's parameters, also while another optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_gradients_and_states_are_read_by_optimizer(on_ranks, strategy: str) -> 
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
 
 
-# What is refused
+# Refusals
 
 
 class SharedParameter(Plain):
@@ -186,7 +186,7 @@ class NoGradients(Plain):
 
 
 class OneWithoutZeroGrad(Regression):
-    """One optimizer, in manual optimization."""
+    """Has one optimizer, in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_nvme_with_two_optimizers_is_refused(on_ranks, tmp_path: Path) -> None:
 
 
 class TwoPasses(Regression):
-    """SGD, whose steps, unlike Adam's, show the size of what the passes add up to."""
+    """Trains by SGD, whose steps are proportional to the accumulated gradients, unlike Adam's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ordinary Lightning code: it gives what one process gives, or says before it starts why it cannot."""
+"""Ordinary Lightning code gives the results of one process, or is refused with a reason before it starts."""
 
 import abc
 import copy
@@ -34,7 +34,7 @@ def refusal_of_fit(make: Callable[[], LightningModule], **options: Any) -> str:
 
 
 class GANWithTail(GAN):
-    """Has a network that nothing uses and no optimizer holds, and one that is unfrozen when DDP has been made."""
+    """Has an unused network without an optimizer, and a network that is unfrozen after DDP is constructed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_gan_under_ddp_trains_as_in_one_process(on_ranks, num_ranks: int) -> Non
 
 
 class Wasserstein(GANWithTail):
-    """No toggling: losses reach into the other network. Two steps of the critic, with a penalty, to one."""
+    """Toggles nothing, so losses reach the other network. Steps the critic, with a penalty, twice per batch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         real = batch[0].float() / VOCABULARY
@@ -161,7 +161,7 @@ class Base(Generic[T], Fitted):
 
 
 class AllKinds(Base[int]):
-    """Layers of classes whose subclasses cannot be made in the plain way, or are noticed."""
+    """Has layers of classes that resist subclassing, or notice it."""
 
     expected_name = "AllKinds"
 
@@ -194,7 +194,7 @@ def test_modules_of_any_class_are_sharded_under_their_own_names(on_ranks) -> Non
     assert_same_fit(on_ranks(2, fit_all_kinds, 2), fit(AllKinds, NUM_BATCHES, 1))
 
 
-# What a step returns, copies and watches under FSDP
+# Outputs, copies and hooks in steps under FSDP
 
 
 class WithoutLoss(Tied):
@@ -212,7 +212,7 @@ def test_step_without_loss_raises_the_error_of_lightning(on_ranks) -> None:
 
 
 class KeepsBest(Tied):
-    """Keeps a copy of its weights in one hook, and goes back to it in another."""
+    """Copies its weights in one hook, and restores them in another."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -246,7 +246,7 @@ def _refusal_on_rank(make: Any, options: dict[str, Any]) -> str:
 
 
 class WatchesGradients(Tied):
-    """Modules' backward hooks, of one unit and of all, see what they see in one process."""
+    """Has backward hooks on one unit and on all modules."""
 
     def on_fit_start(self) -> None:
         self.seen: list[Tensor] = []
@@ -289,7 +289,7 @@ def test_backward_hooks_of_modules_see_the_same_under_fsdp_as_under_ddp(on_ranks
 
 
 class WatchesParameters(Tied):
-    """Parameters' hooks as an experiment tracker sets them, before the fit and in it; some change what they see."""
+    """Sets hooks on parameters before and during the fit, like an experiment tracker; some change gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def assert_same_weights(ranks: Any, expected: Any, tolerance: float) -> None:
 
 
 class BuiltLater(Tied):
-    """Built in `configure_model`, with values that are drawn unit by unit under FSDP."""
+    """Builds layers in `configure_model`, whose values are drawn unit by unit under FSDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,11 +383,11 @@ def test_double_precision_in_configure_model_equals_one_process(on_ranks) -> Non
     assert_same_weights(fitted, fit(BuiltLater, NUM_BATCHES, 1, **options), 1e-12)
 
 
-# Tensors that nothing averages
+# Tensors that no rank averages
 
 
 class TrainedBuffer(Fitted):
-    """A codebook that is a buffer, and trained."""
+    """Trains a codebook that is a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ class TrainedBuffer(Fitted):
 
 
 class TrainedOutside(TrainedBuffer):
-    """A module in a list is no submodule."""
+    """Trains a module in a list, which is not a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ def test_trained_buffer_trains_under_dp_as_on_one_device() -> None:
 
 
 class GraphKeepingLoss(Metric):
-    """A metric as a loss, which leaves tensors with their graphs behind, as forecasting libraries' do."""
+    """A metric used as a loss, which keeps tensors with their graphs, as in forecasting libraries."""
 
     full_state_update = False
 
@@ -453,7 +453,7 @@ class GraphKeepingLoss(Metric):
 
 
 class Forecaster(Fitted):
-    """A metric as loss, and a layer whose `__new__` takes arguments."""
+    """Has a metric as loss, and a layer whose `__new__` takes arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ def test_batchnorm_over_ranks_is_refused_where_torch_has_none(on_ranks, strategy
 
 
 class Halves(LayerSync):
-    """Puts a layer in another's place for the fit, as the synchronization of batch normalization does."""
+    """Replaces a layer during the fit, like the synchronization of batch normalization."""
 
     def apply(self, model: Any) -> Any:
         model.before, model.norm = [model.norm], nn.LayerNorm(LENGTH)

@@ -1,4 +1,4 @@
-"""Backward passes and steps that a user's code runs beside the strategy: they are right, or refused."""
+"""Backward passes and steps that user code runs without the strategy are correct, or refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +98,9 @@ def fit(place: str, strategy: str, num_ranks: int = 2) -> dict[str, Tensor]:
     torch.manual_seed(1)
     module = Beside(place)
     num_devices = 2 if strategy == "paral_dp" else num_ranks
-    trainer = quiet_trainer(max_epochs=1, devices=num_devices, strategy=strategy)  # own steps are not counted
+    trainer = quiet_trainer(
+        max_epochs=1, devices=num_devices, strategy=strategy
+    )  # max_steps would not count the user's steps
     trainer.fit(module, regression_data(3, num_ranks))
     return {name: value.clone() for name, value in module.state_dict().items()}
 

@@ -1,4 +1,4 @@
-"""Trainers, callbacks and loaders can be pickled and copied after a run, and loaders within one."""
+"""Trainers, callbacks and loaders can be pickled and copied after a run, and loaders also during one."""
 
 import copy
 import pickle
@@ -17,12 +17,12 @@ from tests.running import quiet_trainer
 
 
 def rows(loader: Any) -> list[list[float]]:
-    """First features of the batches, bare."""
+    """Return the first features of all batches."""
     return [getattr(batch, "batch", batch)[:, 0].tolist() for batch in loader]
 
 
 class Copies(Callback):
-    """Copies the loaders of a run while it runs."""
+    """Copies the loaders during a run."""
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         loader = trainer.train_dataloader
@@ -78,7 +78,7 @@ class Own(DataLoader[Any]):
 
 
 class CopiesCallbacks(Callback):
-    """Copies the callbacks of a run while it goes on."""
+    """Copies the callbacks during a run."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         for copied in (
@@ -86,7 +86,7 @@ class CopiesCallbacks(Callback):
             pickle.loads(pickle.dumps(trainer.checkpoint_callback)),
         ):
             assert copied.on_exception.__self__ is copied
-        assert len(copy.deepcopy(trainer.callbacks)) == len(trainer.callbacks)  # bars hold the trainer
+        assert len(copy.deepcopy(trainer.callbacks)) == len(trainer.callbacks)  # progress bars hold the trainer
 
 
 def test_callbacks_are_copied_and_pickled_during_a_run(tmp_path: Path) -> None:

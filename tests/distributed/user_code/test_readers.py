@@ -1,4 +1,4 @@
-"""Gradients, parameters and optimizer state read whole in hooks, the same under every strategy."""
+"""Readers return full gradients, parameters and optimizer state in hooks, equal under every strategy."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ NUM_BATCHES = 2
 
 
 class Reads(Regression):
-    """Keeps what the readers say in each step, or, in one process, what is so."""
+    """Records the results of the readers in each step, or in one process the values themselves."""
 
     def __init__(self) -> None:
         super().__init__()

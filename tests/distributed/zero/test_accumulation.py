@@ -13,11 +13,11 @@ from tests.running import quiet_trainer
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 PASSES_WITH_A_SECOND_TASK = {"first": (0, 2, 4, 6), "last": (1, 3, 5, 7), "alternating": (1, 2, 5, 6)}
-"""Batches by pattern; two make a window."""
+"""Patterns of used layers. A window has two batches."""
 
 
 class TwoTasks(Regression):
-    """A second task, with a layer of its own, in some batches."""
+    """Has a second task with its own layer in some batches."""
 
     def __init__(self, pattern: str, by_hand: bool) -> None:
         super().__init__()

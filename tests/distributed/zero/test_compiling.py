@@ -1,4 +1,4 @@
-"""DeepSpeed's operators: compiled once, kept for all environments, and no longer than the process lives that asked."""
+"""DeepSpeed's operators are compiled once and kept for all environments; compilers end with the process."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def start(source: Path, cache: Path) -> "subprocess.Popen[str]":
 
 
 def compiling(cache: Path) -> list[int]:
-    """Return the processes that compile below `cache`."""
+    """Return the IDs of processes that compile in folders below `cache`."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Gradients on the host are waited for before they are read or changed, and discarded with their window.
+"""Copies of gradients to host memory end before anything reads or changes them, and are discarded with their window.
 
 On CUDA the copies are asynchronous. Here each is delayed until something waits for it.
 """
@@ -19,7 +19,7 @@ CLIP_VALUE = 0.01
 
 
 class LateCopy:
-    """The part of a CUDA event's interface that is used for copies."""
+    """The part of a CUDA event's interface that copies use."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
         self.target = target
@@ -30,7 +30,7 @@ class LateCopy:
 
 
 def copy_late(optimizer: Any, parameter: Tensor) -> None:
-    """`async_inplace_copy_grad_to_fp32_buffer_from_gpu` of 0.19.8, with a copy that ends only when waited for."""
+    """Like `async_inplace_copy_grad_to_fp32_buffer_from_gpu` of 0.19.8, with a copy that ends only on a wait."""
     group, source_offset, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
     target = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, numel)
     source = optimizer.get_param_gradient_attribute(parameter).view(-1).narrow(0, source_offset, numel)
@@ -39,7 +39,7 @@ def copy_late(optimizer: Any, parameter: Tensor) -> None:
 
 
 class Clipped(Regression):
-    """Clips by value, then reads a gradient and the norm, in every step."""
+    """Clips by value and then reads a gradient and the norm in every step."""
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def gradient_of(trainer: Any, parameter: Any) -> Tensor:
 
 
 class WideClipped(Clipped):
-    """Large enough that a copy to the host takes a while; steps are as large as gradients."""
+    """Has gradients large enough that copies to host memory take time, and steps proportional to gradients."""
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__(by_hand)
@@ -113,7 +113,7 @@ def test_clipping_and_reading_wait_for_copies(on_ranks, strategy: str) -> None:
 
 
 class ThrownAway(Regression):
-    """Every second window is discarded, and only those use `spare`."""
+    """Discards every second window. Only discarded windows use `spare`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class ThrownAway(Regression):
         optimizer.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1.0)  # eps=1.0: the size of gradients matters
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1.0)  # eps=1.0: steps depend on the size of gradients
 
 
 def fit_throwing_away(num_ranks: int, strategy: str) -> Any:

@@ -1,4 +1,4 @@
-"""Modules nobody wrote for ZeRO train as in one process at every stage."""
+"""Modules that were not written for ZeRO train as in one process at every stage."""
 
 import functools
 import gc
@@ -51,7 +51,7 @@ def test_loader_without_batch_size(on_ranks, strategy: str) -> None:
 
 
 class BuiltLate(Fitted):
-    """Everything that a `configure_model` does to first values, in the ways people do it."""
+    """Sets initial values in all the ways that people use in `configure_model`."""
 
     def configure_model(self) -> None:
         if hasattr(self, "embedding"):
@@ -91,7 +91,7 @@ def losses_of_late_model(
 ) -> tuple[list[float], list[tuple[int, ...]]]:
     torch.manual_seed(5)
     model = BuiltLate()
-    for _ in range(2):  # the second fit takes the parameters as the first left them
+    for _ in range(2):  # the second fit continues with the parameters of the first
         trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy())
         trainer.fit(model, token_loader(NUM_BATCHES, num_ranks))
     return model.losses, [tuple(p.shape) for p in model.parameters()]
@@ -123,7 +123,7 @@ def test_parameters_are_full_after_the_run_if_memory_suffices(on_ranks, has_room
 
 
 class Answers(Fitted):
-    """A part that returns what no tensor is in, and a `predict_step` that returns it, too."""
+    """Has a submodule and a `predict_step` that return objects without tensors."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Transposed(nn.Module):
 
 
 class Strided(Fitted):
-    """Parameters whose elements do not lie row by row, one of them built in `configure_model`."""
+    """Has parameters that are not contiguous, one of them built in `configure_model`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def test_parameter_without_elements_is_refused_at_stage_3(on_ranks) -> None:
 
 
 class KeepsEngine(Callback):
-    """Keeps the engine of a fit, and lets it be collected in the next one."""
+    """Keeps the engine of a fit, and drops it during the next fit."""
 
     def __init__(self) -> None:
         self.engines: list[Any] = []
@@ -292,7 +292,7 @@ def test_collecting_the_engine_of_an_earlier_fit_changes_nothing(on_ranks, strat
 
 
 class Lazy(Fitted):
-    """Builds layers of a class that is defined, and decorated, when the first model is built."""
+    """Builds layers of a class that is defined and decorated when the first model is built."""
 
     kind: Any = None
 

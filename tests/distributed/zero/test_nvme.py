@@ -1,4 +1,4 @@
-"""Offload to NVMe: files of a run's own, which go when the run or the weights in them do."""
+"""Offload to NVMe: each run has its own files, which are removed with the run or with the weights in them."""
 
 import gc
 import subprocess
@@ -20,11 +20,11 @@ from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-WIDTH = 1024  # a rank's part of a weight has to reach a megabyte, or it is not worth a file
+WIDTH = 1024  # DeepSpeed offloads a shard to a file only from a megabyte
 
 
 class BuiltOnDisk(Regression):
-    """Weights large enough to lie on disk, built partitioned."""
+    """Has weights large enough for files, built partitioned in `configure_model`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ def fit_twice(num_ranks: int, strategy: Any) -> BuiltOnDisk:
 
 
 def fit_twice_on_nvme(folder: str) -> tuple[list[float], list[int], list[str]]:
-    """Return the losses, the bytes left on disk as rank 0, then rank 1, drops the model, and the names left."""
+    """Return the losses, the bytes on disk after rank 0 and after rank 1 drops the model, and the remaining names."""
     model: BuiltOnDisk | None = fit_twice(2, lambda: on_nvme(folder))
     assert model is not None
     losses, num_bytes = model.losses, []
     for rank in range(2):
-        torch.distributed.barrier()  # the other rank is done with what it removes
+        torch.distributed.barrier()  # wait until the other rank has removed its files
         files = [file for file in Path(folder).rglob("*") if file.is_file()]
         assert not any("optimizer" in file.parts for file in files)
         num_bytes.append(sum(file.stat().st_size for file in files))
@@ -85,7 +85,7 @@ def test_weights_on_nvme_stay_for_a_second_fit_and_are_removed_with_the_model(on
 
 
 class BuiltWhole(BuiltOnDisk):
-    """The same weights, partitioned and moved to disk when the fit begins."""
+    """Has the same weights, which are partitioned and moved to disk when the fit begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_weights_built_before_the_fit_are_offloaded_in_their_dtype(on_ranks, tmp
 
 
 class ResumableOnDisk(Resumable):
-    """Two groups that are worth files, whose parameters come in turns."""
+    """Has two parameter groups large enough for files, with alternating parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class ResumableOnDisk(Resumable):
 
 
 class Counting(ParalZeROStrategy):
-    """Notes how often saving and loading have read and written a group's weights and optimizer state."""
+    """Records how often saves and loads read and write the weights and the optimizer state of a group."""
 
     def __init__(self, folder: str, form: Any) -> None:
         offload = Offload("nvme", path=folder, buffer_numel=WIDTH**2, max_in_cpu_numel=1)
@@ -209,7 +209,7 @@ def test_checkpoints_read_each_group_on_nvme_once(on_ranks, tmp_path: Path, form
     for _, num_read, num_written in saved:
         assert (num_read, num_written) == ({"save": 2}, {})
     for _, num_read, num_written in resumed:
-        # With the optimizer's state. Weights are restored before they go to files, for the module was built whole.
+        # Includes optimizer state. The module was built unpartitioned, so weights are restored before the offload.
         assert (num_read, num_written) == ({"load": 2}, {"load": 2})
     expected = mean_losses([losses for losses, _, _ in saved])
     in_memory = on_ranks(2, resume_in_memory, str(tmp_path))

@@ -1,4 +1,4 @@
-"""The optimizer users see under ZeRO is torch's: the LR finder, monitors, schedulers and callbacks work as ever."""
+"""Under ZeRO users see torch's optimizer: the LR finder, monitors, schedulers and callbacks work as under DDP."""
 
 import tempfile
 from typing import Any
@@ -26,7 +26,7 @@ SCHEDULERS = {
 
 
 class Tuned(Regression):
-    """SGD with momentum, at a rate that tuners may set, with a scheduler of SCHEDULERS."""
+    """Trains by SGD with momentum, a learning rate that tuners may set, and a scheduler of SCHEDULERS."""
 
     def __init__(self, scheduler: str | None = None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Tuned(Regression):
 
 
 class SlowingDown(Callback):
-    """Sets the rate in the group, and looks at the optimizer."""
+    """Sets the learning rate in the parameter group and checks the optimizer."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         (optimizer,) = trainer.optimizers

@@ -1,4 +1,4 @@
-"""Overlapped gradient reduction gives the gradients of reduction after the backward pass, for every kind of window."""
+"""Overlapped gradient reduction gives the same gradients as reduction after the backward pass, for all windows."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.running import assert_same_fit, quiet_trainer
 
 
 class UsedEarly(Regression):
-    """A window of two backward passes, the last of which does not use `spare`."""
+    """Has windows of two backward passes, the last of which does not use `spare`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class UsedEarly(Regression):
 
 
 class Automatic(UsedEarly):
-    """The last backward pass of a window is known in advance."""
+    """Tells in advance which backward pass is the last of a window."""
 
 
 class Manual(UsedEarly):
-    """Only the step shows that a backward pass was the last."""
+    """Shows only by its step that a backward pass was the last of a window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Manual(UsedEarly):
 
 
 class Clipped(Manual):
-    """Gradients are clipped, which reads them before the step."""
+    """Clips gradients, which reads them before the step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
 
 class Several(Manual):
-    """Two optimizers: the second steps half as often, on twice as many backward passes."""
+    """Has two optimizers, the second of which steps half as often, after twice as many backward passes."""
 
     def configure_optimizers(self) -> Any:
         whole = [*self.hidden.parameters(), *self.out.parameters()]

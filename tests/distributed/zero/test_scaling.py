@@ -1,4 +1,4 @@
-"""fp16 autocast under ZeRO: a loss scale that moves, and gradients that are clipped as they are."""
+"""fp16 autocast under ZeRO adapts the loss scale, and clips unscaled gradients."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from tests.models.regression import Regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
 NUM_STEPS = 12
-OVERFLOWING = 5  # the batch whose loss is too large for fp16's gradients
+OVERFLOWING = 5  # the batch whose scaled gradients overflow
 LARGE = 1e30
 
 
 class Overflowing(Regression):
-    """One batch has a loss of which the scaled gradient is not finite."""
+    """One batch has a scaled gradient that is not finite."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -24,7 +24,7 @@ class Overflowing(Regression):
 
 
 def fit_by_hand() -> tuple[list[float], dict[str, Tensor], list[float]]:
-    """torch's own: autocast, `GradScaler`, AdamW, clipping of the unscaled gradients, in one process."""
+    """Train in one process with torch only: autocast, `GradScaler`, AdamW, and clipping of unscaled gradients."""
     torch.manual_seed(3)
     model = Overflowing()
     optimizer = model.configure_optimizers()
@@ -44,7 +44,7 @@ def fit_by_hand() -> tuple[list[float], dict[str, Tensor], list[float]]:
 
 
 def fit_in_fp16(strategy: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
-    # fp16 is refused on CPU, where nobody wants it; what scales losses is the same as on CUDA.
+    # Allow fp16 on CPU, where strategies refuse it. Losses are scaled as on CUDA.
     as_on_cuda = pytest.MonkeyPatch()
     as_on_cuda.setattr("lightning_paral.engines.zero.run.check_precision", lambda *_: None)
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Parameters that take no part in a step stay as they are under ZeRO, as in one process, or the step is refused."""
+"""Under ZeRO, parameters that a step does not use do not change, as in one process, or the step is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ STAGES = (1, 2, 3)
 
 
 class Alternating(Regression):
-    """A layer more, which takes part in the steps that `uses` says."""
+    """Has a further layer, which is used in the steps that `uses` selects."""
 
     def __init__(self, uses: Callable[[int], bool], optimizer: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_unused_parameters_that_zero_would_change_are_named(
 
 
 class Diverging(Regression):
-    """Two layers that each rank uses in its own order, or of which each rank uses one."""
+    """Has two layers, which each rank uses in a different order, or of which each rank uses one."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_ranks_are_refused_if_their_gradients_would_be_mixed_up(on_ranks, find_u
 
 
 class Reordering(Diverging):
-    """Two layers whose order changes after the first step, alike on all ranks."""
+    """Has two layers whose order changes after the first step, on all ranks equally."""
 
     def __init__(self) -> None:
         super().__init__("order")
@@ -215,7 +215,7 @@ def test_order_that_changes_later_is_refused_unless_ranks_compare_it(on_ranks) -
 
 
 class PenalizedLater(Regression):
-    """Manual optimization in which a penalty has a backward pass of its own, in later steps only."""
+    """Has a penalty with its own backward pass in later steps, in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class PenalizedLater(Regression):
 
 
 class SwappedTasks(Regression):
-    """Two tasks in turns; two batches make a window, and in the second window the tasks come the other way around."""
+    """Alternates two tasks in windows of two batches, and swaps their order in the second window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def test_ranks_compare_new_passes_and_refuse_differing_ones(
 
 
 class Skipping(Regression):
-    """Manual optimization in which the gradients of every second batch are thrown away."""
+    """Discards the gradients of every second batch in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def test_calling_backward_of_the_loss_is_refused(stage: int) -> None:
 
 
 class Grouped(Regression):
-    """Adagrad with options of two groups and a schedule."""
+    """Trains by Adagrad with options of two groups and a schedule."""
 
     def configure_optimizers(self) -> Any:
         groups = [

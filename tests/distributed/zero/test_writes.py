@@ -1,4 +1,4 @@
-"""What hooks and steps write to parameters under ZeRO arrives where it is trained and saved, or is refused."""
+"""Writes to parameters in hooks and steps under ZeRO change the trained and saved values, or are refused."""
 
 import copy
 import tempfile
@@ -24,7 +24,7 @@ NUM_STEPS = 5
 
 
 def partitioned() -> ParalZeROStrategy:
-    """Stage 3 that keeps no parameter whole, however small."""
+    """Return a stage 3 strategy that partitions parameters of any size."""
     return ParalZeROStrategy(stage=3, deepspeed_config={"zero_optimization": {"stage3_param_persistence_threshold": 0}})
 
 
@@ -35,7 +35,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class Bootstrapped(Regression):
-    """Follows a target network, whose weights an alias kept from the first step on averages; prunes; re-draws."""
+    """Averages a target network through aliases kept since the first step, prunes weights, and draws some again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_writes_from_hooks_by_aliases_and_groups_equal_those_of_one_process(
 
 
 class Averaged(Regression):
-    """Changes weights behind the last step, and saves."""
+    """Changes weights after the last step, and saves."""
 
     path = ""
 
@@ -139,9 +139,9 @@ def fit_in_bf16_with_average(label: str) -> list[Tensor]:
 @pytest.mark.parametrize("label", STRATEGIES)
 def test_master_weights_change_only_where_weights_were_written(on_ranks, label: str) -> None:
     for first, second in on_ranks(2, fit_in_bf16_with_average, label):
-        assert (first.bfloat16().float() != first).any()  # masters are finer
+        assert (first.bfloat16().float() != first).any()  # master weights have more precision
         moved = (second - first).abs()
-        assert moved[0].max() < 0.05  # by one step of AdamW at 1e-2
+        assert moved[0].max() < 0.05  # one step of AdamW with lr=1e-2
         assert ((second[1] - 0.5).abs() < 0.05).all()
 
 

@@ -1,4 +1,4 @@
-"""ZeRO behaves like every other strategy: precision, clipping, hooks, manual optimization, evaluation, clean-up."""
+"""Precision, clipping, hooks, manual optimization, evaluation and cleanup under ZeRO are as under other strategies."""
 
 import os
 import tempfile
@@ -115,7 +115,7 @@ def test_clipping_by_value_equals_one_process(on_ranks, strategy: str) -> None:
 
 
 class Hooked(Regression):
-    """Clips on its own, by value and then by norm, scales the loss, warms up, writes down what it saw."""
+    """Clips in its own hook by value and then by norm, scales the loss, warms up, and records what hooks see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_reading_a_hidden_gradient_raises_with_the_reader_to_use(on_ranks, strat
 
 
 class Manual(Regression):
-    """Two backward passes per step, a scheduler stepped by hand, a pass thrown away."""
+    """Has two backward passes per step, steps its scheduler by hand, and discards a pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def fit_after_failure(strategy: str) -> Any:
     before = dict(os.environ)
     with pytest.raises(ZeroDivisionError):
         quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(Failing(), regression_data(5, 2))
-    # Lightning sets the number of threads wherever it is not set yet.
+    # Lightning sets the number of threads if it is not set yet.
     assert os.environ.keys() - before.keys() <= {"OMP_NUM_THREADS"}
     dist.barrier()
     return fit_regression(8, 1, 2, strategy=strategy)
