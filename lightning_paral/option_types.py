@@ -35,15 +35,20 @@ _REMEDIES = {
 
 
 def checked_options(
-    init: Init, *, shared: type | None = None, defaults: Mapping[str, Any] = MappingProxyType({})
+    init: Init,
+    *,
+    shared: type | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    docstring: str | None = None,
 ) -> Init:
     """Make a constructor reject unknown keywords and values whose types its annotations do not allow.
 
     Args:
         init: the constructor.
         shared: a `TypedDict` of further keywords, which `init` takes as `**keywords`. The signature lists them one by
-            one, for users, `help` and jsonargparse; its docstring describes them.
-        defaults: the defaults of `shared`.
+            one, for users, `help` and jsonargparse.
+        defaults: the defaults of the keywords in `shared`, in the order of the signature.
+        docstring: describes the keywords in `shared`. By default, the docstring of `shared`.
 
     Raises:
         ConfigurationError: by the constructor, with the nearest option, or the types that the option takes.
@@ -74,7 +79,7 @@ def checked_options(
 
     if shared is not None:
         checked.__signature__ = signature  # type: ignore[attr-defined]
-        checked.__doc__ = shared.__doc__
+        checked.__doc__ = docstring or shared.__doc__
     return typing.cast(Init, checked)
 
 
@@ -86,7 +91,7 @@ def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Ma
     types = typing.get_type_hints(shared)
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=types[name])
-        for name in types
+        for name in defaults
     ]
     further = [] if keywords.annotation == typing.Unpack[shared] else [keywords.replace(annotation=Any)]
     return signature.replace(parameters=[*own, *parameters, *further])

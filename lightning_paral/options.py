@@ -1,6 +1,6 @@
 """Options that users write in Python or YAML: one dataclass for each feature, and keywords that strategies share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, cast
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import checked_dataclass, checked_options
+from lightning_paral.option_types import Init, checked_dataclass, checked_options
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, a list of these, or a predicate of a submodule's dotted name and the submodule."""
@@ -219,11 +219,23 @@ RANK_DEFAULTS = RankOptions(
 )
 
 
-def pop_rank_options(keywords: Any) -> RankOptions:
-    """Remove the options of `RankOptions` from `keywords`, a dict which may have others, too, and return them."""
-    options: Any = {name: keywords.pop(name) for name in RANK_DEFAULTS if name in keywords}
-    return cast(RankOptions, options)
+def split_rank_options(keywords: Mapping[str, Any]) -> tuple[RankOptions, dict[str, Any]]:
+    """Return the options of `RankOptions` among `keywords`, and all other keywords."""
+    shared: Any = {name: value for name, value in keywords.items() if name in RANK_DEFAULTS}
+    return cast(RankOptions, shared), {name: value for name, value in keywords.items() if name not in RANK_DEFAULTS}
 
 
 takes_rank_options = partial(checked_options, shared=RankOptions, defaults=RANK_DEFAULTS)
 """Decorate a constructor that takes `**keywords: Unpack[RankOptions]`: its signature lists each of them by name."""
+
+
+def takes_options(keywords: type, defaults: Mapping[str, Any]) -> Callable[[Init], Init]:
+    """Return a decorator like `takes_rank_options` for the keywords of a strategy, which include `RankOptions`.
+
+    Args:
+        keywords: a `TypedDict` that derives from `RankOptions` and documents the strategy's own keywords.
+        defaults: the defaults of the strategy's own keywords, in the order of the signature.
+    """
+    _, _, arguments = (RankOptions.__doc__ or "").partition("Args:\n")
+    docstring = f"{(keywords.__doc__ or '').rstrip()}\n{arguments}"
+    return partial(checked_options, shared=keywords, defaults={**defaults, **RANK_DEFAULTS}, docstring=docstring)

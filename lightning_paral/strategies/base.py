@@ -17,7 +17,7 @@ from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.option_types import as_timeout
-from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options, pop_rank_options
+from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.launch import CheckedLaunch
@@ -60,8 +60,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
 
     def __init__(self, **keywords: Any) -> None:
         """Keep the options of `RankOptions`, and pass the other keywords to the constructor of the Lightning base."""
-        rank_options = self._keep_rank_options(pop_rank_options(keywords))
-        super().__init__(**keywords, **rank_options)
+        # Passed on under the same name: jsonargparse follows it to the parameters of the Lightning base.
+        given: Any = {name: keywords.pop(name) for name in RANK_DEFAULTS if name in keywords}
+        super().__init__(**keywords, **self._keep_rank_options(given))
 
     def _keep_rank_options(self, given: RankOptions) -> dict[str, Any]:
         """Keep the options that all strategies with ranks take; return those that Lightning's constructors take."""
