@@ -1,4 +1,4 @@
-"""The base of all strategies of several ranks: process group, sampler injection and checkpoint."""
+"""The base of all strategies with several ranks: process group, sampler injection and checkpoint."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     """
 
     sampling: Sampling = Sampling()
-    """How samples are spread over the ranks."""
+    """How samples are distributed over the ranks."""
 
     _data: RunData
     _averages: RunAverages | None = None
@@ -79,11 +79,11 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     # Process group
 
     def setup_distributed(self) -> None:
-        """Begin a run: join or make the process group, and spread the loaders. *Collective* over the world.
+        """Begin a run: join or create the process group, and distribute the loaders. *Collective* over the world.
 
         Raises:
-            ConfigurationError: what the Trainer has set does not fit the strategy; an averaging callback cannot work.
-            PrivateNameError: the installed torch or Lightning lacks a name that this package uses.
+            ConfigurationError: the Trainer's settings do not fit the strategy; an averaging callback cannot work.
+            PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
             ProcessGroupError: not all ranks joined within `timeout`.
         """
         assert self.lightning_module is not None
@@ -96,7 +96,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.dims.data_size):
-            reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
+            reset_seed()  # as Lightning with several processes; one process continues the generators' sequence
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
@@ -106,20 +106,20 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     # Model wrapping
 
     def checkpoint_activations(self) -> None:
-        """Make units recompute their activations in the backward pass, if the user asked for it, until teardown."""
+        """Apply the option `activation_checkpointing` to the module; `teardown` undoes it."""
         module, options = self.lightning_module, self._activation_checkpointing
         if module is not None and options is not None:
             self._undo_activation_checkpointing = checkpoint_units(module, options)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass, weighted by this rank's number of samples where ranks have different numbers."""
+        """Run the backward pass. If ranks have different numbers of samples, weight the loss by this rank's number."""
         weight = self._data.loss_weight()
         if weight != 1.0:
             closure_loss = closure_loss * weight
         return super().backward(closure_loss, *args, **kwargs)
 
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
-        """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
+        """Start averaging weights if a callback does; call this after sharding. *Collective* over the world."""
         if self._averages is not None:
             self._averages.attach(make_shards, self._buffers_of_fit(), self.load_model_state_dict)
 
@@ -127,11 +127,11 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of the `DistributedSampler` that Lightning injects where it does that itself."""
+        """Arguments of the `DistributedSampler`, for loaders into which Lightning itself injects one."""
         return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def on_train_start(self) -> None:
-        """Resume at the position in the data that a checkpoint has. *Collective* over the world then."""
+        """Move to the position in the data of a loaded checkpoint. *Collective* over the world if there is one."""
         super().on_train_start()
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
@@ -141,29 +141,29 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save `checkpoint` and the position in the data. *Collective* over the world during a run.
 
-        After an exception on some of the ranks, warn and write nothing.
+        If only some ranks failed, warn and write nothing.
 
         Raises:
-            CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
+            CheckpointError: a rank could not write; raised on all ranks. An earlier checkpoint at `filepath` is intact.
             ConfigurationError: the optimizer's state was lost at the end of the run.
-            StorageOptionsError: `storage_options` are given, but no `CheckpointIO` that takes them.
+            StorageOptionsError: `storage_options` were given, but no `CheckpointIO` that accepts them.
         """
         if self._reachable_ranks().all_reachable:
             with self._sharded_state.reading():
                 super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
         else:
-            self._warn_of_others(f"{filepath} was not saved")
+            self._warn_not_saved(f"{filepath} was not saved")
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, unless some of the ranks failed: the one that replaces it was not saved then."""
+        """Remove a checkpoint, unless only some ranks failed, because its replacement was not saved in this case."""
         if self._reachable_ranks().all_reachable:
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, in a fit with the position in the data. *Collective* over the world.
+        """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.
 
         Raises:
-            CheckpointError: there is none, it is damaged, it holds code and is not trusted, or it has no optimizer
+            CheckpointError: the checkpoint is missing or damaged, contains code and is not trusted, or has no optimizer
                 state to resume from.
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
@@ -174,13 +174,13 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, of which each rank reads only its shards, and the averages that callbacks keep of them."""
+        """Load the weights, of which each rank reads only its shards, and the averages of weights of callbacks."""
         super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
             self._averages.load(checkpoint, strict, self.load_model_state_dict)
 
     def teardown(self) -> None:
-        """End the run. The process group stays for the next one, except after a failure with several ranks."""
+        """End the run. The next run reuses the process group, except after a failure with several ranks."""
         self._end_buffers()
         if self._averages is not None:
             self._averages.end()

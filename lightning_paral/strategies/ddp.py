@@ -1,4 +1,4 @@
-"""Distributed data parallel: a replica per rank, gradients averaged by an all-reduce of your choice."""
+"""Distributed data parallel: a replica on each rank; a choice of all-reduce algorithms averages the gradients."""
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -30,33 +30,33 @@ from lightning_paral.strategies.base import ParalStrategy
 
 
 class ParalDDPStrategy(ParalStrategy, DDPStrategy):
-    """One process per device, each with the whole model; gradients are averaged while the backward pass still runs.
+    """Run one process per device, each with the full model, and average gradients during the backward pass.
 
-    Selected by name, `Trainer(strategy="paral_ddp")`, or as an object where options are wanted,
+    Select it by name, `Trainer(strategy="paral_ddp")`, or pass an object to set options,
     `Trainer(strategy=ParalDDPStrategy(all_reduce="ring", wire_dtype="bf16"))`. Follows Li et al., "PyTorch
     Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704.
 
     Args:
-        all_reduce: how gradients are averaged. `"native"` is the backend's own; `"ring"`, `"reduce_broadcast"` and
-            `"all_to_all"` are those of `lightning_paral.comm`, on any backend. `"auto"` takes the backend's own, which
-            was as fast as our ring or faster wherever both were measured (docs/measurements.md), except on gloo with a
-            `wire_dtype`: there the ring is faster, for gloo's own cannot add in fp32 what it carries narrower.
-        wire_dtype: gradients cross the wire as `"bf16"` or `"fp16"` and are added in their own dtype (fp32); halves the
-            traffic of fp32 gradients, but not that of NCCL between nodes of more than four GPUs each: the sum in fp32
-            needs an all-to-all, which crosses between nodes more often than NCCL's rings. `None`: in their own dtype.
-        gradient_as_bucket_view: let `.grad` be a view into the communication bucket, which saves a copy of all
-            gradients. Code that gives gradients other memory (`p.grad.data = ...`) then trains wrongly: torch's reducer
-            does not notice.
-        start_method: `"popen"` runs the script again for each further local rank; `"spawn"`, `"fork"`, `"forkserver"`.
-        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of your own, as in Lightning's
-            `DDPStrategy` but honoured on CPU, too. Excludes `all_reduce` and `wire_dtype`.
+        all_reduce: the algorithm that averages gradients: `"native"` is the backend's all-reduce; `"ring"`,
+            `"reduce_broadcast"` and `"all_to_all"` are those of `lightning_paral.comm`, for any backend. `"auto"` is
+            `"native"`, which was never slower than the ring in our measurements (docs/measurements.md), except on gloo
+            with a `wire_dtype`. There it is `"ring"`, because gloo cannot sum low-precision data in fp32.
+        wire_dtype: the dtype in which gradients travel, `"bf16"` or `"fp16"`; they are summed in their own dtype.
+            Halves the traffic of fp32 gradients, except on NCCL between nodes of more than four GPUs each: there, the
+            fp32 sum needs an all-to-all, which sends more data between nodes than NCCL's rings. `None`: their own.
+        gradient_as_bucket_view: make `.grad` a view into the communication bucket, which saves the memory of a copy of
+            all gradients. Code that assigns new memory to a gradient (`p.grad.data = ...`) then trains incorrectly,
+            because torch's reducer does not notice.
+        start_method: how local ranks are started: `"popen"` runs the script again; `"spawn"`, `"fork"`, `"forkserver"`.
+        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: your own communication hook, as in Lightning's `DDPStrategy`,
+            but also used on CPU. Excludes `all_reduce` and `wire_dtype`.
         model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
-        ddp_options: options of every strategy (see `RankOptions`), and every other option of
-            `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`, `static_graph` and
-            `find_unused_parameters`.
+        ddp_options: options of every strategy with ranks (see `RankOptions`), and every other option of
+            `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb` and `find_unused_parameters`.
 
     Raises:
-        ConfigurationError: an unknown `all_reduce`, `wire_dtype` or option, or two ways to reduce gradients at once.
+        ConfigurationError: `all_reduce`, `wire_dtype` or an option is unknown, or both an `all_reduce` and a hook are
+            given.
     """
 
     strategy_name = "paral_ddp"
@@ -101,7 +101,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             **ddp_options,
         )
         self.strategy_name = "paral_ddp_ring" if all_reduce == "ring" else "paral_ddp"
-        # Of one run:
+        # Set during a run:
         self._ddp: DDPRun | None = None
         self._undo = ExitStack()
 
@@ -110,18 +110,18 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     # Model wrapping
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the module to its device; for a fit, wrap it and create its optimizers. *Collective* over the world.
+        """Move the module to its device; in a fit, wrap it and create its optimizers. *Collective* over the world.
 
         Raises:
-            ConfigurationError: the module cannot be trained in replicas, or an optimizer holds tensors whose gradients
-                no rank averages.
+            ConfigurationError: the module cannot be trained in replicas, or an optimizer has tensors whose gradients
+                would not be averaged.
         """
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             check_sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
             self.checkpoint_activations()
         self._undo.callback(broadcast_any_dtype(self.lightning_module))
-        super().setup(trainer)  # which calls `configure_ddp`, then `setup_optimizers`
+        super().setup(trainer)  # calls `configure_ddp`, then `setup_optimizers`
 
     def configure_ddp(self) -> None:
         """Wrap the module in `DistributedDataParallel`. *Collective* over the world."""
@@ -131,16 +131,16 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         self._buffers_of_fit()
 
     def make_buffers(self) -> RankZeroBuffers:
-        """Return the object that broadcasts the buffers for validation; in training steps, DDP broadcasts them."""
+        """Return the object that broadcasts buffers for validation; in training steps, DDP broadcasts them itself."""
         assert self.lightning_module is not None
         assert self._ddp is not None
         return RankZeroBuffers(self.lightning_module, self._ddp.shares_buffers, self.dims, in_training=False)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Create the optimizers; let DDP find unused parameters if several take turns. *Collective* over the world.
+        """Create the optimizers; make DDP find unused parameters if several take turns. *Collective* over the world.
 
         Raises:
-            ConfigurationError: an optimizer holds tensors whose gradients no rank averages.
+            ConfigurationError: an optimizer has tensors whose gradients would not be averaged.
         """
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
@@ -157,21 +157,23 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Replace the reducer if parameters were frozen or unfrozen. *Collective* then, and at the start of an epoch.
+        """Replace the reducer if parameters were frozen or unfrozen.
+
+        *Collective* in the first step of an epoch, and when the reducer is replaced.
 
         Raises:
-            ConfigurationError: not all ranks train the same parameters.
-            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+            ConfigurationError: the ranks train different parameters.
+            UnusedParametersError: some parameters did not contribute to the loss of the previous step.
         """
         super().on_train_batch_start(batch, batch_idx)
         if self._ddp is not None:
             self._ddp.before_batch(batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step of the replica.
+        """Run the training step.
 
         Raises:
-            UnusedParametersError: parameters had no part in the loss of the step before; names them.
+            UnusedParametersError: some parameters did not contribute to the loss of the previous step.
         """
         with nullcontext() if self._ddp is None else self._ddp.training_step():
             return super().training_step(*args, **kwargs)
@@ -180,34 +182,34 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """Run the backward pass, in which gradients are averaged. *Collective* over the world.
 
         Raises:
-            ConfigurationError: parameters were unfrozen inside the step, too late for that.
+            ConfigurationError: parameters were unfrozen inside the step, which is too late.
         """
         if self._ddp is not None:
             self._ddp.before_backward(closure_loss)
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run the step of an optimizer, with gradients that are the same on all ranks.
+        """Run an optimizer step with averaged gradients.
 
         Raises:
-            ConfigurationError: some came by `loss.backward()`, and were not averaged.
+            ConfigurationError: gradients were computed by `loss.backward()`, which does not average them.
         """
         closure = averaged_closure(optimizer, closure, self.reduce)
         with nullcontext() if self._ddp is None else self._ddp.optimizer_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_validation_start(self) -> None:
-        """Evaluate rank 0's buffers on all ranks. *Collective* over the world during a fit."""
+        """Give all ranks rank 0's buffers. *Collective* over the world during a fit."""
         super().on_validation_start()
         if self._ddp is not None:
             self._ddp.before_validation()
 
     # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file, of which each rank writes an equal part.
+    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file; each rank writes an equal part of it.
 
     def teardown(self) -> None:
-        """Unwrap the module, and stop reducing its gradients."""
+        """Unwrap the module, and release the threads and streams that reduced its gradients."""
         self._undo.close()
         self._ddp = None
         super().teardown()

@@ -166,7 +166,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients in backward passes inside this context, according to the option `accumulate`."""
-        with self._engine.accumulating(), super().block_backward_sync():
+        with self._engine.accumulating(), self._accumulating_buffers():
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -1,7 +1,7 @@
 """Share rank 0's buffers, such as the running means of BatchNorm, with all ranks during a fit, as DDP does."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_paral.averaging.buffers import broadcast_when_swapped
@@ -46,9 +46,13 @@ class SharedBuffers(StrategyDescription):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients in backward passes inside this context."""
-        buffers = self._buffers_of_fit()
-        with super().block_backward_sync(), nullcontext() if buffers is None else buffers.accumulating():
+        with super().block_backward_sync(), self._accumulating_buffers():
             yield
+
+    def _accumulating_buffers(self) -> AbstractContextManager[None]:
+        """Return a context that treats training steps as micro-batches which others of the same window follow."""
+        buffers = self._buffers_of_fit()
+        return nullcontext() if buffers is None else buffers.accumulating()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step with rank 0's buffers. *Collective* over the world."""

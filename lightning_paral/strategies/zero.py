@@ -230,6 +230,13 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """`False`: Lightning accumulates gradients, not DeepSpeed."""
         return False
 
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients in backward passes inside this context, as `ZeROPrecision.backward` implements it."""
+        # Lightning would call `engine.no_sync`, which DeepSpeed refuses at stages 2 and 3.
+        with self._accumulating_buffers():
+            yield
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step through the engine.
 
