@@ -1,4 +1,4 @@
-"""Check the names and the types of options when an object is constructed."""
+"""Check the names and types of options when an object is constructed."""
 
 import dataclasses
 import inspect
@@ -31,7 +31,7 @@ _REMEDIES = {
     ("", "deepspeed_config"): "Give a dict or the path of a JSON file.",
     ("", "logging_level"): "Give a level of logging, such as logging.INFO.",
 }
-"""What to give instead, by class (empty for all) and option, where the types alone do not say it."""
+"""Remedies by class (empty for all classes) and option, for options whose types are not a sufficient remedy."""
 
 
 def checked_options(
@@ -51,7 +51,7 @@ def checked_options(
         docstring: describes the keywords in `shared`. By default, the docstring of `shared`.
 
     Raises:
-        ConfigurationError: by the constructor, with the nearest option, or the types that the option takes.
+        ConfigurationError: raised by the constructor; suggests an option, or names the types that the option takes.
     """
     signature = _with_shared(inspect.signature(init), shared, defaults)
     owner = init.__qualname__.split(".")[0]
@@ -84,7 +84,7 @@ def checked_options(
 
 
 def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Mapping[str, Any]) -> inspect.Signature:
-    """Replace `**keywords` by one parameter for each key of `shared`; keep it if it also takes other keywords."""
+    """Replace `**keywords` by one parameter for each key of `shared`; keep `**keywords` if it accepts others."""
     if shared is None:
         return signature
     *own, keywords = signature.parameters.values()
@@ -98,7 +98,7 @@ def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Ma
 
 
 def checked_dataclass(cls: Class) -> Class:
-    """Apply `checked_options` to a dataclass. Goes above `@dataclass`."""
+    """Apply `checked_options` to a dataclass. Write this decorator above `@dataclass`."""
     init = vars(cls)["__init__"]
     init.__qualname__ = f"{cls.__name__}.__init__"
     cls.__init__ = checked_options(init)  # type: ignore[misc]
@@ -123,8 +123,8 @@ def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
 
     Args:
         owner: the name of the class that has the option.
-        option: its name.
-        value: what was given for it.
+        option: the name of the option.
+        value: the value that the user gave.
         annotation: a class, `None`, `Literal`, `Callable`, a collection, or a union of these.
     """
     if allows(annotation, value):
@@ -199,9 +199,9 @@ def _is_instance(kind: type, value: object) -> bool:
         return isinstance(value, number) and not isinstance(value, bool)
     if isinstance(value, kind):
         return True
-    # Accept any object that may stand in for a class of torch or Lightning, but no plain value.
-    of_others = not dataclasses.is_dataclass(kind) and kind.__module__.startswith(("lightning.", "torch"))
-    return of_others and not isinstance(value, type) and type(value).__module__ != "builtins"
+    # Accept duck-typed objects in place of objects of torch or Lightning, but not numbers, strings and the like.
+    is_foreign = not dataclasses.is_dataclass(kind) and kind.__module__.startswith(("lightning.", "torch"))
+    return is_foreign and not isinstance(value, type) and type(value).__module__ != "builtins"
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -227,11 +227,11 @@ def _describe_types(annotation: Any) -> list[str]:
         elif dataclasses.is_dataclass(kind):
             words.append(f"{kind.__name__}(...)")  # type: ignore[union-attr]
         else:
-            words.append(_NAMES_OF_TYPES.get(kind) or _with_article(kind.__name__))
+            words.append(_TYPE_NAMES.get(kind) or _with_article(kind.__name__))
     return sorted(dict.fromkeys(words), key="None".__eq__)
 
 
-_NAMES_OF_TYPES: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     bool: "True or False",
     float: "a number",
     int: "an integer",
