@@ -45,9 +45,9 @@ def checked_options(
 
     Args:
         init: the constructor.
-        shared: a `TypedDict` of further keywords, which `init` takes as `**keywords`. The signature lists them one by
-            one, for users, `help` and jsonargparse.
-        defaults: the defaults of the keywords in `shared`, in the order of the signature.
+        shared: a `TypedDict` of further keywords, which `init` takes as `**keywords`. The signature lists those with
+            defaults one by one, for users, `help` and jsonargparse.
+        defaults: the defaults of keywords in `shared`, in the order of the signature.
         docstring: describes the keywords in `shared`. By default, the docstring of `shared`.
 
     Raises:
@@ -71,7 +71,7 @@ def checked_options(
         for option in kwargs:
             if option not in parameters and not takes_any:
                 raise ConfigurationError(explain_unknown_option(owner, option))
-        types = _types_of(init) | _types_of(shared)
+        types = _types_of(init) | {option: kind for option, kind in _types_of(shared).items() if option in defaults}
         for option, value in {**dict(zip(named, args, strict=False)), **kwargs}.items():
             if option in types:
                 check_type(owner, option, value, types[option])
@@ -93,7 +93,8 @@ def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Ma
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=types[name])
         for name in defaults
     ]
-    further = [] if keywords.annotation == typing.Unpack[shared] else [keywords.replace(annotation=Any)]
+    is_complete = keywords.annotation == typing.Unpack[shared] and types.keys() == defaults.keys()
+    further = [] if is_complete else [keywords.replace(annotation=Any)]
     return signature.replace(parameters=[*own, *parameters, *further])
 
 

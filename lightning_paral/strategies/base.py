@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
@@ -41,13 +42,10 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
       is collective. `StrategyDescription` documents all attributes that describe a strategy.
     - It *must* override `dims` unless every rank holds a full replica, and `_sharded_state` if ranks hold shards.
     - It *may* override `make_buffers`, or set `shares_buffers = False`, if the engine broadcasts buffers itself.
-    - A method that it overrides *must* call the same method of `super()`. The exception is `setup`, if the subclass
-      does everything that the Lightning base does there.
-    - If it offers `activation_checkpointing`, its `setup` *must* call `checkpoint_activations` in a fit, before the
-      module is wrapped.
+    - A method that it overrides *must* call the same method of `super()`. Only a `setup` that does everything that the
+      Lightning base does there need not; in a fit, it *must* call `checkpoint_activations` before it wraps the module.
 
-    Calls of `teardown` and of the checkpoint methods pass through these classes in this order: the subclass, this
-    class, `CheckpointMixin`, the Lightning base.
+    `teardown` and the checkpoint methods run in this order: subclass, this class, `CheckpointMixin`, Lightning base.
     """
 
     sampling: Sampling = Sampling()
@@ -111,6 +109,12 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         if module is not None and options is not None:
             self._undo_activation_checkpointing = checkpoint_units(module, options)
 
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the module; in a fit, apply the option `activation_checkpointing`. *Collective* over the world."""
+        if self._is_fit:
+            self.checkpoint_activations()
+        super().setup(trainer)
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass. If ranks have different numbers of samples, weight the loss by this rank's number."""
         weight = self._data.loss_weight()
@@ -163,8 +167,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.
 
         Raises:
-            CheckpointError: the checkpoint is missing or damaged, contains code and is not trusted, or has no optimizer
-                state to resume from.
+            CheckpointError: it is missing or damaged, contains untrusted code, or has no optimizer state to resume from.
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._data.load(checkpoint, self._own_state.get("random_states", []) if self._is_fit else None)

@@ -26,8 +26,7 @@ class CheckpointMixin(CheckpointSaving):
         """Return the checkpoint at `checkpoint_path`, verified. Tensors are read when they are used. *Collective*.
 
         Raises:
-            CheckpointError: the checkpoint is missing or damaged, contains code and is not trusted, or has no optimizer
-                state to resume from.
+            CheckpointError: it is missing or damaged, contains untrusted code, or has no optimizer state to resume from.
         """
         from lightning_paral.checkpoint.load import load
 

@@ -1,8 +1,8 @@
 """Distributed data parallel: a replica on each rank; a choice of all-reduce algorithms averages the gradients."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -14,18 +14,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_paral.comm import WireDtype
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
-from lightning_paral.engines.ddp.gradient_reduction import AllReduceName, GradientReduction
-from lightning_paral.engines.ddp.options import DDPOptions, check_choice, check_options
+from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
+from lightning_paral.engines.ddp.keywords import DDPKeywords, pop_own_keywords, takes_ddp_options
+from lightning_paral.engines.ddp.options import check_options
 from lightning_paral.engines.ddp.run import DDPRun, averaged_closure
 from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_averaged
-from lightning_paral.option_types import check_at_least
-from lightning_paral.options import takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -36,23 +34,9 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     `Trainer(strategy=ParalDDPStrategy(all_reduce="ring", wire_dtype="bf16"))`. Follows Li et al., "PyTorch
     Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704.
 
-    Args:
-        all_reduce: the algorithm that averages gradients: `"native"` is the backend's all-reduce; `"ring"`,
-            `"reduce_broadcast"` and `"all_to_all"` are those of `lightning_paral.comm`, for any backend. `"auto"` is
-            `"native"`, which was never slower than the ring in our measurements (docs/measurements.md), except on gloo
-            with a `wire_dtype`. There it is `"ring"`, because gloo cannot sum low-precision data in fp32.
-        wire_dtype: the dtype in which gradients travel, `"bf16"` or `"fp16"`; they are summed in their own dtype.
-            Halves the traffic of fp32 gradients, except on NCCL between nodes of more than four GPUs each: there, the
-            fp32 sum needs an all-to-all, which sends more data between nodes than NCCL's rings. `None`: their own.
-        gradient_as_bucket_view: make `.grad` a view into the communication bucket, which saves the memory of a copy of
-            all gradients. Code that assigns new memory to a gradient (`p.grad.data = ...`) then trains incorrectly,
-            because torch's reducer does not notice.
-        start_method: how local ranks are started: `"popen"` runs the script again; `"spawn"`, `"fork"`, `"forkserver"`.
-        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: your own communication hook, as in Lightning's `DDPStrategy`,
-            but also used on CPU. Excludes `all_reduce` and `wire_dtype`.
-        model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
-        ddp_options: options of every strategy with ranks (see `RankOptions`), and every other option of
-            `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb` and `find_unused_parameters`.
+    Options are keyword-only; `__init__` documents them. All other options of
+    `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb` and `find_unused_parameters`, are accepted as
+    well. The Trainer sets the other arguments.
 
     Raises:
         ConfigurationError: `all_reduce`, `wire_dtype` or an option is unknown, or both an `all_reduce` and a hook are
@@ -61,7 +45,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
     strategy_name = "paral_ddp"
 
-    @takes_rank_options
+    @takes_ddp_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -69,36 +53,26 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        *,
-        all_reduce: AllReduceName = "auto",
-        wire_dtype: WireDtype | None = None,
-        gradient_as_bucket_view: bool = False,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
-        **ddp_options: Unpack[DDPOptions],
+        **options: Unpack[DDPKeywords],
     ) -> None:
+        own = pop_own_keywords(options)
+        all_reduce = own.pop("all_reduce")
         self._reduction = GradientReduction(
-            all_reduce, wire_dtype, hook=ddp_comm_hook, state=ddp_comm_state, wrapper=ddp_comm_wrapper
+            all_reduce,
+            own.pop("wire_dtype"),
+            hook=own["ddp_comm_hook"],
+            state=own["ddp_comm_state"],
+            wrapper=own["ddp_comm_wrapper"],
         )
-        check_options(ddp_options)
-        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        check_at_least("ParalDDPStrategy", "model_averaging_period", model_averaging_period, 1)
+        check_options(options)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            start_method=start_method,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            **ddp_options,
+            **own,
+            **options,
         )
         self.strategy_name = "paral_ddp_ring" if all_reduce == "ring" else "paral_ddp"
         # Set during a run:
@@ -119,7 +93,6 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             check_sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
-            self.checkpoint_activations()
         self._undo.callback(broadcast_any_dtype(self.lightning_module))
         super().setup(trainer)  # calls `configure_ddp`, then `setup_optimizers`
 

@@ -107,8 +107,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             plugin = ZeROPrecision(plugin.precision)  # type: ignore[arg-type]
         if plugin is not None and not isinstance(plugin, ZeROPrecision):
             raise ConfigurationError(
-                f"{type(plugin).__name__} cannot be used under ZeRO. Set Trainer(precision=...) to one of "
-                f"{', '.join(PRECISIONS)} instead."
+                f"{type(plugin).__name__} cannot be used under ZeRO. Leave it out, and set Trainer(precision=...) to one "
+                f"of {', '.join(PRECISIONS)}."
             )
         Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
 
@@ -129,7 +129,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     @property
     def dims(self) -> ParallelDims:
-        """The arrangement of the ranks: one group, over which everything is sharded that the stage shards."""
+        """The arrangement of the ranks: everything that the stage shards is sharded over all ranks."""
         return ParallelDims(rank=self.global_rank, shard=self.world_size)
 
     def _check_configured(self) -> None:
@@ -232,8 +232,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in backward passes inside this context, as `ZeROPrecision.backward` implements it."""
-        # Lightning would call `engine.no_sync`, which DeepSpeed refuses at stages 2 and 3.
+        """Accumulate gradients in backward passes inside this context; `ZeROPrecision.backward` implements this."""
+        # Lightning's method calls `engine.no_sync`, which DeepSpeed rejects at stages 2 and 3.
         with self._accumulating_buffers():
             yield
 

@@ -5,8 +5,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from lightning_paral import ActivationCheckpointing
 from tests.contract.cases import MORE_CASES
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 ROW = """
@@ -30,6 +34,27 @@ SOME = (
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-flat_all_reduce-2]",
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-paral_fsdp-2]",
 )
+
+
+def count_forward_passes(**options: Any) -> int:
+    """Return how often a layer runs in one training step under the example strategy."""
+    from examples.flat_all_reduce import FlatAllReduceStrategy
+
+    model = Regression()
+    calls: list[None] = []
+    model.hidden.register_forward_hook(lambda *_: calls.append(None))
+    trainer = quiet_trainer(strategy=FlatAllReduceStrategy(**options), devices=2, max_epochs=1)
+    trainer.fit(model, regression_data(1, 2))
+    return len(calls)
+
+
+def recompute_linear() -> int:
+    return count_forward_passes(activation_checkpointing=ActivationCheckpointing(units=["Linear"]))
+
+
+def test_activation_checkpointing_is_applied_without_a_line_in_the_strategy(on_ranks) -> None:
+    assert on_ranks(2, count_forward_passes) == [1, 1]
+    assert on_ranks(2, recompute_linear) == [2, 2]
 
 
 def test_strategy_from_another_folder_passes_the_contracts(tmp_path: Path) -> None:
