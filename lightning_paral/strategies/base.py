@@ -33,9 +33,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
 
     The contract of a subclass (docs/guides/own-strategy.md shows a complete one):
 
-    - It *must* pass the keywords of `RankOptions` to `super().__init__`. Decorate its `__init__` with
-      `takes_rank_options`, and add its own options as keyword-only parameters. The decorator checks names and types,
-      and shows all options to `help`, YAML and the command line.
+    - Its `__init__` *must* take its own options as keyword-only parameters, pass `RankOptions` to `super().__init__`,
+      and be decorated with `takes_rank_options`, which checks options and shows them to `help`, YAML and the shell.
     - It *must* wrap the module and reduce the gradients: override the methods of the Lightning base that do this, such
       as `configure_ddp` and `post_backward`. All ranks must start with equal parameters.
     - It *should* set `strategy_name`, and *must* set `forward_has_collectives = True` if a forward pass of the module
@@ -54,7 +53,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     _data: RunData
     _averages: RunAverages | None = None
     _ignored_warnings: IgnoredWarnings | None = None
-    _undo_activation_checkpointing: Callable[[], None] | None = None
+    _undo_recomputation: Callable[[], None] | None = None
 
     def __init__(self, **keywords: Any) -> None:
         """Keep the options of `RankOptions`, and pass the other keywords to the constructor of the Lightning base."""
@@ -105,9 +104,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
 
     def checkpoint_activations(self) -> None:
         """Apply the option `activation_checkpointing` to the module; `teardown` undoes it."""
-        module, options = self.lightning_module, self._activation_checkpointing
-        if module is not None and options is not None:
-            self._undo_activation_checkpointing = checkpoint_units(module, options)
+        if self.lightning_module is not None and self._activation_checkpointing is not None:
+            self._undo_recomputation = checkpoint_units(self.lightning_module, self._activation_checkpointing)
 
     def setup(self, trainer: Trainer) -> None:
         """Set up the module; in a fit, apply the option `activation_checkpointing`. *Collective* over the world."""
@@ -167,7 +165,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.
 
         Raises:
-            CheckpointError: it is missing or damaged, contains untrusted code, or has no optimizer state to resume from.
+            CheckpointError: it is missing or damaged, has untrusted code, or has no optimizer state to resume from.
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._data.load(checkpoint, self._own_state.get("random_states", []) if self._is_fit else None)
@@ -192,9 +190,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         try:
             super().teardown()
         finally:
-            if self._undo_activation_checkpointing is not None:
-                self._undo_activation_checkpointing()
-                self._undo_activation_checkpointing = None
+            if self._undo_recomputation is not None:
+                self._undo_recomputation()
+                self._undo_recomputation = None
             if self._ignored_warnings is not None:
                 self._ignored_warnings.end()
                 self._ignored_warnings = None

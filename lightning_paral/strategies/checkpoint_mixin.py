@@ -26,7 +26,7 @@ class CheckpointMixin(CheckpointSaving):
         """Return the checkpoint at `checkpoint_path`, verified. Tensors are read when they are used. *Collective*.
 
         Raises:
-            CheckpointError: it is missing or damaged, contains untrusted code, or has no optimizer state to resume from.
+            CheckpointError: it is missing or damaged, has untrusted code, or has no optimizer state to resume from.
         """
         from lightning_paral.checkpoint.load import load
 

@@ -107,8 +107,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             plugin = ZeROPrecision(plugin.precision)  # type: ignore[arg-type]
         if plugin is not None and not isinstance(plugin, ZeROPrecision):
             raise ConfigurationError(
-                f"{type(plugin).__name__} cannot be used under ZeRO. Leave it out, and set Trainer(precision=...) to one "
-                f"of {', '.join(PRECISIONS)}."
+                f"{type(plugin).__name__} cannot be used under ZeRO. Leave it out, and set Trainer(precision=...) to "
+                f"one of {', '.join(PRECISIONS)}."
             )
         Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
 
@@ -232,8 +232,9 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in backward passes inside this context; `ZeROPrecision.backward` implements this."""
-        # Lightning's method calls `engine.no_sync`, which DeepSpeed rejects at stages 2 and 3.
+        """Accumulate gradients in backward passes inside this context."""
+        # `ZeROPrecision.backward` accumulates. Lightning's method calls `engine.no_sync`, which DeepSpeed rejects at
+        # stages 2 and 3.
         with self._accumulating_buffers():
             yield
 
