@@ -42,10 +42,10 @@ class _BriefExceptHook:
     def __init__(self, otherwise: Hook) -> None:
         self._otherwise = otherwise
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = error if isinstance(error, ParalError) else unwrap_parser_error(error)
         if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "full" or has_user_cause(ours):
-            self._otherwise(kind, error, trace)
+            self._otherwise(error_type, error, trace)
             return
         if not is_first_to_say(str(ours)):
             return

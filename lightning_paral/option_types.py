@@ -71,7 +71,8 @@ def checked_options(
         for option in kwargs:
             if option not in parameters and not takes_any:
                 raise ConfigurationError(explain_unknown_option(owner, option))
-        types = _types_of(init) | {option: kind for option, kind in _types_of(shared).items() if option in defaults}
+        shared_types = {option: allowed for option, allowed in _option_types(shared).items() if option in defaults}
+        types = _option_types(init) | shared_types
         for option, value in {**dict(zip(named, args, strict=False)), **kwargs}.items():
             if option in types:
                 check_type(owner, option, value, types[option])
@@ -107,7 +108,7 @@ def checked_dataclass(cls: Class) -> Class:
 
 
 @cache
-def _types_of(takes_options: Any) -> dict[str, Any]:
+def _option_types(takes_options: Any) -> dict[str, Any]:
     """Return the types of options by name, for a constructor or a `TypedDict`; an empty dict for `None`."""
     if takes_options is None:
         return {}
@@ -131,7 +132,7 @@ def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
     if allows(annotation, value):
         return
     name = value.__name__ if isinstance(value, type) else type(value).__name__
-    if any(value is kind and dataclasses.is_dataclass(kind) for kind in _members(annotation)):
+    if any(value is member and dataclasses.is_dataclass(member) for member in _members(annotation)):
         raise ConfigurationError(
             f"{owner}({option}={name}): this is the class itself. Pass an instance: {option}={name}(...)."
         )
@@ -173,50 +174,50 @@ def as_timeout(timeout: timedelta | float) -> timedelta:
 
 def allows(annotation: Any, value: object) -> bool:
     """Return whether `annotation` allows the type of `value`. A `Literal` allows the types of its values."""
-    return any(_allows_one(kind, value) for kind in _members(annotation))
+    return any(_allows_one(member, value) for member in _members(annotation))
 
 
-def _allows_one(kind: Any, value: object) -> bool:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any or kind is object:
+def _allows_one(expected: Any, value: object) -> bool:
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if expected is Any or expected is object:
         return True
     if origin is Literal:
         return any(type(value) is type(choice) for choice in arguments)
     if origin is type:
         return isinstance(value, type) and all(issubclass(value, base) for base in arguments if isinstance(base, type))
-    if origin is Callable or kind is Callable:
+    if origin is Callable or expected is Callable:
         return callable(value)
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping)
     if origin is not None and issubclass(origin, Collection):
         plain = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
         return plain and all(allows(arguments[0], element) for element in typing.cast(Collection[Any], value))
-    return _is_instance(origin or kind, value)
+    return _is_instance(origin or expected, value)
 
 
-def _is_instance(kind: type, value: object) -> bool:
-    if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
+def _is_instance(expected: type, value: object) -> bool:
+    if expected in (int, float):
+        number = numbers.Integral if expected is int else numbers.Real
         return isinstance(value, number) and not isinstance(value, bool)
-    if isinstance(value, kind):
+    if isinstance(value, expected):
         return True
     # Accept duck-typed objects in place of objects of torch or Lightning, but not numbers, strings and the like.
-    is_foreign = not dataclasses.is_dataclass(kind) and kind.__module__.startswith(("lightning.", "torch"))
+    is_foreign = not dataclasses.is_dataclass(expected) and expected.__module__.startswith(("lightning.", "torch"))
     return is_foreign and not isinstance(value, type) and type(value).__module__ != "builtins"
 
 
 def _members(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) in (Union, UnionType):
-        return [kind for member in typing.get_args(annotation) for kind in _members(member)]
+        return [inner for member in typing.get_args(annotation) for inner in _members(member)]
     return [NoneType if annotation is None else annotation]
 
 
 def _describe_types(annotation: Any) -> list[str]:
     words: list[str] = []
-    for kind in _members(annotation):
-        origin = typing.get_origin(kind)
+    for member in _members(annotation):
+        origin = typing.get_origin(member)
         if origin is Literal:
-            words += [repr(choice) for choice in typing.get_args(kind)]
+            words += [repr(choice) for choice in typing.get_args(member)]
         elif origin is type:
             words.append("a class")
         elif origin is Callable:
@@ -225,10 +226,10 @@ def _describe_types(annotation: Any) -> list[str]:
             words.append("a dict")
         elif origin is not None and issubclass(origin, Collection):
             words.append("a list")
-        elif dataclasses.is_dataclass(kind):
-            words.append(f"{kind.__name__}(...)")  # type: ignore[union-attr]
+        elif dataclasses.is_dataclass(member):
+            words.append(f"{member.__name__}(...)")  # type: ignore[union-attr]
         else:
-            words.append(_TYPE_NAMES.get(kind) or _with_article(kind.__name__))
+            words.append(_TYPE_NAMES.get(member) or _with_article(member.__name__))
     return sorted(dict.fromkeys(words), key="None".__eq__)
 
 

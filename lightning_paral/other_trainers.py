@@ -87,9 +87,9 @@ def _make_check(ours: Sequence[str], message: str) -> Callable[[Any], None]:
         name = strategy.lower() if isinstance(strategy, str) else None
         if name is not None and (name in ours or name.startswith("paral_")):
             raise ConfigurationError(message.format(given=repr(strategy)))
-        kind = strategy if isinstance(strategy, type) else type(strategy)
-        if issubclass(kind, Strategy) and any(base.__module__.startswith("lightning_paral.") for base in kind.__mro__):
-            raise ConfigurationError(message.format(given=f"{kind.__name__}()"))
+        cls = strategy if isinstance(strategy, type) else type(strategy)
+        if issubclass(cls, Strategy) and any(base.__module__.startswith("lightning_paral.") for base in cls.__mro__):
+            raise ConfigurationError(message.format(given=f"{cls.__name__}()"))
 
     return refuse
 

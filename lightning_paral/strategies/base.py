@@ -123,7 +123,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
         """Start averaging weights if a callback does; call this after sharding. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, self._buffers_of_fit(), self.load_model_state_dict)
+            self._averages.attach(make_shards, self._fit_buffers(), self.load_model_state_dict)
 
     # Sampler injection
 

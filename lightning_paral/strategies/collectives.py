@@ -151,9 +151,9 @@ class Collectives(StrategyDescription):
             operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
         num_ranks = self.dims.data_size if group is None else dist.get_world_size(group)
         if group is None and reachable.group is not None:
-            on_host = tensor.cpu()
-            dist.all_reduce(on_host, op=operation, group=reachable.group)
-            tensor.copy_(on_host)
+            on_cpu = tensor.cpu()
+            dist.all_reduce(on_cpu, op=operation, group=reachable.group)
+            tensor.copy_(on_cpu)
             num_ranks = self.dims.num_ranks
         else:
             dist.all_reduce(tensor, op=operation, group=self._group_for(tensor) if group is None else group)

@@ -101,7 +101,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.dims.data_size)
         self._ddp = DDPRun(self, self._reduction, super().configure_ddp, self.dims, self.timeout, self._undo)
-        self._buffers_of_fit()
+        self._fit_buffers()
 
     def make_buffers(self) -> RankZeroBuffers:
         """Return the object that broadcasts buffers for validation; in training steps, DDP broadcasts them itself."""

@@ -27,8 +27,8 @@ from lightning_paral.strategies.start_line import print_start_line
 class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     """Use all devices of a node from one process: each step divides its batch among replicas created for that step.
 
-    Select it by name, `Trainer(strategy="paral_dp", devices=2)`. It serves to experiment on several devices without
-    starting processes, for example in a notebook. Otherwise `paral_ddp` is nearly always faster
+    Select it by name, `Trainer(strategy="paral_dp", devices=2)`. Use it to experiment on several devices without
+    starting processes, for example in a notebook; otherwise `paral_ddp` is nearly always faster
     (docs/strategies/dp.md).
 
     Each step divides the batch (`lightning_paral.engines.dp.scatter`) and copies the module to the other devices. Each

@@ -220,7 +220,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         check_averaged(self.optimizers, module)
         self.model = run.train(self.optimizers)
         if run.trains:
-            buffers = self._buffers_of_fit()
+            buffers = self._fit_buffers()
             assert buffers is not None
             buffers.share()
             self._attach_averages(run.weight_shards)
