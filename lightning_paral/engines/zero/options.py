@@ -88,11 +88,11 @@ class ZeROOptions:
             bucket = "stage3_prefetch_bucket_size" if self.stage == 3 else "allgather_bucket_size"
             section[bucket] = self.gather_bucket_numel
         if self.offload_optimizer is not None:
-            section["offload_optimizer"] = _whereabouts(self.offload_optimizer, pin_memory) | {
+            section["offload_optimizer"] = _device_section(self.offload_optimizer, pin_memory) | {
                 "ratio": self.offload_optimizer.ratio,
             }
         if self.offload_parameters is not None:
-            section["offload_param"] = _whereabouts(self.offload_parameters, pin_memory) | {
+            section["offload_param"] = _device_section(self.offload_parameters, pin_memory) | {
                 "buffer_size": self.offload_parameters.buffer_numel,
                 "max_in_cpu": self.offload_parameters.max_in_cpu_numel,
             }
@@ -122,7 +122,7 @@ def averaging_obstacle(options: ZeROOptions) -> str | None:
     return None
 
 
-def _whereabouts(offload: Offload, pin_memory: bool) -> dict[str, Any]:
+def _device_section(offload: Offload, pin_memory: bool) -> dict[str, Any]:
     return {
         "device": offload.device,
         "pin_memory": pin_memory if offload.pin_memory is None else offload.pin_memory,

@@ -20,25 +20,29 @@ from lightning_paral.engines.zero.engine.build import (
     build_inference_engine,
     build_training_engine,
     destroy,
-    drop_gradients_of_others,
-    trained_of,
+    drop_untrained_gradients,
+    trained_parameters,
 )
 from lightning_paral.engines.zero.engine.checks import check_parameters, check_several
-from lightning_paral.engines.zero.engine.construction import warn_of_full_parameters
-from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, hooks_of, new_hooks
+from lightning_paral.engines.zero.engine.construction import warn_about_full_parameters
+from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
 from lightning_paral.engines.zero.options import ZeROOptions, check_precision
-from lightning_paral.engines.zero.parameters.partition import count_trained, is_of_stage3, is_partitioned
+from lightning_paral.engines.zero.parameters.partition import count_trained, is_partitioned, is_stage3_parameter
 from lightning_paral.engines.zero.parameters.requires_grad import FixedParameters
 from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
-from lightning_paral.engines.zero.runtime.config import check_users_precision, fill_in
+from lightning_paral.engines.zero.runtime.config import add_device_defaults, check_users_precision
 from lightning_paral.engines.zero.runtime.deepspeed import check_accelerator
 from lightning_paral.engines.zero.runtime.nvme import check_offload, check_space, load_async_io
 from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.engines.zero.training.gradients import PartitionedGradients
 from lightning_paral.engines.zero.training.joint_gradients import join_gradients
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
+from lightning_paral.engines.zero.training.users_optimizer import (
+    UsersOptimizer,
+    check_optimizers,
+    make_engine_optimizer,
+)
 from lightning_paral.model.buffers import shared_buffers
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
@@ -52,7 +56,7 @@ class RunSettings:
     """DeepSpeed's configuration, without sizes that depend on the module."""
     precision: ZeROPrecision
     dims: ParallelDims
-    ranks_per_host: int
+    ranks_per_node: int
 
 
 def check_run(options: ZeROOptions, precision: str, device: torch.device) -> None:
@@ -95,7 +99,7 @@ class ZeroRun(ZeroState):
         self._root = module
         self._settings = settings
         self._snapshot = ModuleSnapshot(module)
-        self._root_hooks = hooks_of(module)
+        self._root_hooks = forward_hook_keys(module)
         self._built: list[Any] = []
         self._users: list[UsersOptimizer] = []
         self._fixed: FixedParameters | None = None
@@ -111,9 +115,9 @@ class ZeroRun(ZeroState):
         """
         options, dims = self._settings.options, self._settings.dims
         if options.stage == 3:
-            warn_of_full_parameters(self.module)
+            warn_about_full_parameters(self.module)
         num_elements = count_trained(self.module.parameters())
-        check_space(options, num_elements * self._settings.ranks_per_host // dims.shard)
+        check_space(options, num_elements * self._settings.ranks_per_node // dims.shard)
 
     def train(self, optimizers: Sequence[Any]) -> Any:
         """Build an engine for each optimizer, and return what the steps run through. *Collective* over the world.
@@ -125,7 +129,7 @@ class ZeroRun(ZeroState):
         Raises:
             ConfigurationError: ZeRO cannot train the parameters, or use an optimizer or several of them.
         """
-        found = check_kind(list(optimizers), self._root)
+        found = check_optimizers(list(optimizers), self._root)
         if found is None:
             return self.evaluate()
         self.optimizers = found
@@ -163,13 +167,13 @@ class ZeroRun(ZeroState):
         else:
             forward = self.module.to(self.device)
         if self._settings.dims.data_size > 1:
-            full = [parameter for parameter in self.module.parameters() if not is_of_stage3(parameter)]
+            full = [parameter for parameter in self.module.parameters() if not is_stage3_parameter(parameter)]
             broadcast([*full, *shared_buffers(self.module)])
         return forward
 
     def redirection(self) -> RootHooksOnce:
         """Return what runs steps through the engine, given the hooks that it has put on the root module."""
-        return RootHooksOnce(new_hooks(self.module, self._root_hooks))
+        return RootHooksOnce(new_forward_hook_keys(self.module, self._root_hooks))
 
     def check_fixed(self) -> None:
         """Check that the same parameters are trained as at setup.
@@ -186,19 +190,19 @@ class ZeroRun(ZeroState):
         offload, trust = options.offload_optimizer is not None, options.trust_optimizer
         if len(self._users) > 1:
             check_several(self._users, options, self._settings.precision.precision)
-            for handle in drop_gradients_of_others(module, self._users):
+            for handle in drop_untrained_gradients(module, self._users):
                 self._undo.callback(handle.remove)
             return build_engines(module, self._users, self._sized_config, self.device, offload=offload, trust=trust)
         config = self._sized_config(module)
-        check_parameters(module, trained_of(module), config)
-        optimizer = engines_optimizer(self._users[0], offload=offload, trust=trust)
+        check_parameters(module, trained_parameters(module), config)
+        optimizer = make_engine_optimizer(self._users[0], offload=offload, trust=trust)
         load_async_io(options)
         engine = build_training_engine(module, optimizer, config, self.device)
         return engine, [engine]
 
     def _sized_config(self, module: Module) -> dict[str, Any]:
         """Return DeepSpeed's configuration for `module`, by the number of elements that are trained."""
-        zero = fill_in(
+        zero = add_device_defaults(
             self._settings.config["zero_optimization"],
             self._settings.options.stage,
             count_trained(module.parameters()),
@@ -275,7 +279,7 @@ class ZeroRun(ZeroState):
             return True
         obstacle: str | None = "its weights lie on NVMe"
         if not self._snapshot.is_on_nvme:
-            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_host)
+            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_node)
         if obstacle is not None:
             rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
         return obstacle is None

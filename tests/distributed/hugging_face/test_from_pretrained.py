@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from lightning_paral.engines.zero.engine.construction import warn_of_other_draws
+from lightning_paral.engines.zero.engine.construction import warn_about_different_draws
 from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
@@ -170,11 +170,11 @@ def test_weights_drawn_on_another_device_than_in_one_process_are_named(tmp_path:
     made(kind).bert.save_pretrained(tmp_path)
     model = getattr(transformers, kind).from_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"^classifier\.weight, classifier\.bias: drawn on the host"):
-        warn_of_other_draws(dict(model.named_parameters()), torch.device("cuda"))
+        warn_about_different_draws(dict(model.named_parameters()), torch.device("cuda"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_other_draws(dict(model.named_parameters()), torch.device("cpu"))
-        warn_of_other_draws(dict(model.bert.named_parameters()), torch.device("cuda"))
+        warn_about_different_draws(dict(model.named_parameters()), torch.device("cpu"))
+        warn_about_different_draws(dict(model.bert.named_parameters()), torch.device("cuda"))
 
 
 def resize(module: Any) -> None:

@@ -20,7 +20,7 @@ from lightning_paral.compat.deepspeed.weight_dtype import dtype_as_given
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.zero.engine.checks import check_first_dtype, check_parameters
 from lightning_paral.engines.zero.engine.hooks import allow_any_output
-from lightning_paral.engines.zero.parameters.partition import make_contiguous, scalars_as_bytes
+from lightning_paral.engines.zero.parameters.partition import make_contiguous, view_scalars_as_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -32,7 +32,7 @@ from torch import Tensor
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.deepspeed.coordinator import share_coordinator
 from lightning_paral.compat.deepspeed.forward_stack import leave_out_of_forwards
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, engines_optimizer
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, make_engine_optimizer
 from lightning_paral.model.buffers import shared_buffers
 
 
@@ -43,7 +43,7 @@ def build_training_engine(
 
     Schedulers stay with Lightning: they set learning rates in the parameter groups of the user's optimizer.
     """
-    engine = _initialize(module, config, device, optimizer, trained_of(module))
+    engine = _initialize(module, config, device, optimizer, trained_parameters(module))
     inner: Any = engine.optimizer.optimizer
     if inner is not optimizer:
         # DeepSpeed 0.19.8 replaces Adagrad by one with default options and without groups.
@@ -57,7 +57,7 @@ def build_training_engine(
     return engine
 
 
-def trained_of(module: Module) -> list[Parameter]:
+def trained_parameters(module: Module) -> list[Parameter]:
     """Return the parameters of `module` that an engine trains."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -88,7 +88,7 @@ def _initialize(
         check_first_dtype(module, optimizer, parameters, config["zero_optimization"]["stage"])
     for parameter in module.parameters():
         make_contiguous(parameter)
-    with scalars_as_bytes(), dtype_as_given():
+    with view_scalars_as_bytes(), dtype_as_given():
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
             config=config,
@@ -139,7 +139,7 @@ def build_engines(
     is_partitioned = config["zero_optimization"]["stage"] == 3
     trained = [[p for group in users.groups for p in group["params"] if p.requires_grad] for users in optimizers]
     check_parameters(module, [parameter for of_one in trained for parameter in of_one], config)
-    inner = [engines_optimizer(users, offload=offload, trust=trust) for users in optimizers]
+    inner = [make_engine_optimizer(users, offload=offload, trust=trust) for users in optimizers]
     if is_partitioned:
         forward: Any = build_inference_engine(module, config, device)
     else:
@@ -156,7 +156,7 @@ def build_engines(
     return forward, engines
 
 
-def drop_gradients_of_others(module: Module, optimizers: Sequence[UsersOptimizer]) -> list[Any]:
+def drop_untrained_gradients(module: Module, optimizers: Sequence[UsersOptimizer]) -> list[Any]:
     """Drop gradients of parameters that no optimizer has; return the handles of the hooks that do it."""
     owned = {id(p) for users in optimizers for group in users.groups for p in group["params"]}
 

@@ -15,16 +15,16 @@ from lightning_paral.compat.deepspeed import zero_init
 from lightning_paral.compat.deepspeed.linear import linear_as_before
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.engines.zero.parameters.partition import (
-    is_of_stage3,
     is_partitioned,
+    is_stage3_parameter,
     make_contiguous,
-    scalars_as_bytes,
+    view_scalars_as_bytes,
 )
 from lightning_paral.model.pretrained import is_loading, was_loaded
 
 
 @contextmanager
-def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator[None]:
+def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator[None]:
     """Partition parameters that are created in this context, as soon as they have values.
 
     *Collective* over the world.
@@ -50,7 +50,7 @@ def built_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
             yield
         if module is not None:
             gained = {name: parameter for name, parameter in module.named_parameters() if parameter not in before}
-            warn_of_other_draws(gained, init.local_device)
+            warn_about_different_draws(gained, init.local_device)
             _partition(init, gained.values())
 
 
@@ -61,7 +61,7 @@ def _for_any_layout(init: Any) -> Any:
         if init.dtype != torch.float32 and parameter.is_floating_point():
             parameter.data = parameter.data.to(init.dtype)
         make_contiguous(parameter)
-        with scalars_as_bytes():
+        with view_scalars_as_bytes():
             partition(parameter)
 
     zero_init.partition_parameters_by(init, partition_any)
@@ -90,7 +90,7 @@ def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor
 def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
     """Partition the full ones of `parameters`, one by one, with rank 0's values."""
     for parameter in parameters:
-        if is_of_stage3(parameter):
+        if is_stage3_parameter(parameter):
             continue
         if dist.get_rank() > 0:
             # It may be a private mapping of a file, in which received values would take memory as long as it exists.
@@ -98,7 +98,7 @@ def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
         zero_init.partition_full(init, parameter)
 
 
-def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
+def warn_about_different_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
     """Warn if `parameters` were initialized on the host, while one process with the same seed does so on `device`.
 
     `from_pretrained` initializes weights that are not in the folder on the device of the context it runs in. It runs
@@ -109,7 +109,7 @@ def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) 
     drawn = [
         name
         for name, parameter in parameters.items()
-        if not is_of_stage3(parameter) and parameter.device.type == "cpu" and not was_loaded(parameter)
+        if not is_stage3_parameter(parameter) and parameter.device.type == "cpu" and not was_loaded(parameter)
     ]
     if drawn:
         rank_zero_warn(
@@ -119,9 +119,9 @@ def warn_of_other_draws(parameters: dict[str, Parameter], device: torch.device) 
         )
 
 
-def warn_of_full_parameters(module: Module) -> None:
+def warn_about_full_parameters(module: Module) -> None:
     """Warn if parameters of `module` were not built partitioned."""
-    full = [parameter for parameter in module.parameters() if not is_of_stage3(parameter)]
+    full = [parameter for parameter in module.parameters() if not is_stage3_parameter(parameter)]
     if full:
         size_mb = sum(parameter.numel() * parameter.element_size() for parameter in full) / 1e6
         rank_zero_warn(
@@ -148,7 +148,7 @@ class _Initialization(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _HARMLESS:
+        if func not in _READS_NO_VALUES:
             touched = [
                 value for value in (*args, *kwargs.values()) if isinstance(value, Parameter) and is_partitioned(value)
             ]
@@ -164,18 +164,18 @@ class _Initialization(TorchFunctionMode):
         from deepspeed.runtime.zero import GatheredParameters
 
         self._release()
-        with DisableTorchFunctionSubclass(), scalars_as_bytes():
+        with DisableTorchFunctionSubclass(), view_scalars_as_bytes():
             self._gathered = GatheredParameters(parameters, modifier_rank=0)
             self._gathered.__enter__()
 
     def _release(self) -> None:
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
-            with DisableTorchFunctionSubclass(), scalars_as_bytes():
+            with DisableTorchFunctionSubclass(), view_scalars_as_bytes():
                 gathered.__exit__(None, None, None)
 
 
-_HARMLESS = {
+_READS_NO_VALUES = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "grad", "layout")
 } | {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]

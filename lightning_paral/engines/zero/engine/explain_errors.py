@@ -5,13 +5,13 @@ import re
 _EMPTY = re.compile(r"size of tensor \w \(0\)|mat2 must be a matrix|weight' must be 2-D|of size 0\b")
 _CHANGED = ("tracing error at step",)
 _REPLACED = ("has no attribute 'ds_status'", "has no attribute 'ds_id'")
-_MADE_OF_ANOTHER = "Creating a Parameter from an instance of type"
+_PARAMETER_FROM_PARAMETER = "Creating a Parameter from an instance of type"
 
 
 def explanation(error: BaseException, *, stage: int) -> str | None:
     """Return what `error` means under ZeRO, and what to do; `None` if it is about something else."""
     said = str(error)
-    if _MADE_OF_ANOTHER in said:
+    if _PARAMETER_FROM_PARAMETER in said:
         return (
             "A parameter was created from one that ZeRO shards, as pruning, parametrizations and "
             "nn.Parameter(parameter) do. It would be neither sharded nor trained. Do it in __init__ or "

@@ -64,14 +64,14 @@ class RootHooksOnce(ForwardRedirection):
                 hooks.update(before[name] | new)
 
 
-def hooks_of(module: Module) -> dict[str, set[int]]:
+def forward_hook_keys(module: Module) -> dict[str, set[int]]:
     """Return the keys of the forward hooks on `module`, by the attribute they are in."""
     return {name: set(hooks_in(module, name)) for name in FORWARD}
 
 
-def new_hooks(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:
-    """Return the keys of the forward hooks that were added to `module` since `before = hooks_of(module)`."""
-    return {name: keys - before[name] for name, keys in hooks_of(module).items()}
+def new_forward_hook_keys(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:
+    """Return the keys of the forward hooks that were added to `module` since `before = forward_hook_keys(module)`."""
+    return {name: keys - before[name] for name, keys in forward_hook_keys(module).items()}
 
 
 def allow_any_output(module: Module) -> None:

@@ -104,7 +104,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
-            self.gradients.take_back_empty_pass()
+            self.gradients.undo_empty_pass()
         else:
             engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()

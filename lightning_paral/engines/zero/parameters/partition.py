@@ -21,14 +21,14 @@ from lightning_paral.compat.deepspeed.parameters import join_group
 from lightning_paral.errors import ConfigurationError
 
 
-def is_of_stage3(parameter: Any) -> bool:
+def is_stage3_parameter(parameter: Any) -> bool:
     """Whether DeepSpeed has partitioned `parameter`; it may be gathered now."""
     return hasattr(parameter, "ds_id")
 
 
 def is_partitioned(parameter: Any) -> bool:
     """Whether this rank has only its shard of `parameter` now: it is of stage 3, and not gathered."""
-    return is_of_stage3(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
+    return is_stage3_parameter(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
 
 
 def full_shape(tensor: Any) -> tuple[int, ...]:
@@ -46,16 +46,16 @@ def count_trained(parameters: Iterable[Parameter]) -> int:
     return sum(full_numel(parameter) for parameter in parameters if parameter.requires_grad)
 
 
-def flat_range_of(parameter: Any) -> tuple[int, int]:
+def local_flat_range(parameter: Any) -> tuple[int, int]:
     """Return start and length of this rank's shard of a flattened parameter of stage 3, without padding."""
     share = parameter.ds_tensor.ds_numel
     start = min(parameter.ds_numel, share * parameter.ds_zero_partition_rank)
     return start, min(share, parameter.ds_numel - start)
 
 
-def shard_of(parameter: Any) -> Tensor:
+def local_shard(parameter: Any) -> Tensor:
     """Return this rank's shard of a parameter of stage 3: 1-dimensional, without padding, not copied."""
-    _, numel = flat_range_of(parameter)
+    _, numel = local_flat_range(parameter)
     shard: Tensor = parameter.ds_tensor.data[:numel]
     return shard
 
@@ -65,25 +65,25 @@ def shard_of(parameter: Any) -> Tensor:
 
 def read_partition(parameter: Any) -> Tensor:
     """Return this rank's shard of `parameter` for a checkpoint, or all of a parameter that is not partitioned."""
-    if not is_of_stage3(parameter):
+    if not is_stage3_parameter(parameter):
         full: Tensor = parameter.detach()
         return full
-    start, numel = flat_range_of(parameter)
+    start, numel = local_flat_range(parameter)
 
     def read() -> Tensor:
         with parameter_files.in_memory(parameter, write=False):
-            return shard_of(parameter).clone()
+            return local_shard(parameter).clone()
 
     return FlatShard(parameter.ds_shape, parameter.dtype, start, numel, read)
 
 
 def write_partition(parameter: Any, full: Tensor) -> bool:
     """Copy this rank's shard of the `full` tensor into `parameter`; return `False` if it is not partitioned."""
-    if not is_of_stage3(parameter):
+    if not is_stage3_parameter(parameter):
         return False
-    start, _ = flat_range_of(parameter)
+    start, _ = local_flat_range(parameter)
     with parameter_files.in_memory(parameter, write=True):
-        read_flat_range(full, start, shard_of(parameter))
+        read_flat_range(full, start, local_shard(parameter))
     write_gathered(parameter, full)
     return True
 
@@ -100,7 +100,7 @@ def write_gathered(parameter: Any, full: Tensor) -> None:
         parameter.data.copy_(materialize(full).view(parameter.data.shape))
 
 
-def lies_in(folder: Path, parameter: Any) -> bool:
+def is_stored_in(folder: Path, parameter: Any) -> bool:
     """Whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
     on_nvme = is_partitioned(parameter) and parameter_files.is_in_file_only(parameter)
     return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
@@ -110,7 +110,7 @@ def lies_in(folder: Path, parameter: Any) -> bool:
 
 
 @contextmanager
-def full_shapes_shown(module: Module) -> Iterator[None]:
+def show_full_shapes(module: Module) -> Iterator[None]:
     """Let partitioned parameters show their full shapes, with NaN as values and without using memory.
 
     DeepSpeed leaves an empty tensor in their place. `parameter.dim() > 1`, by which many models sort parameters into
@@ -138,7 +138,7 @@ class _ScalarsAsBytes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def scalars_as_bytes() -> TorchFunctionMode:
+def view_scalars_as_bytes() -> TorchFunctionMode:
     """Return a context in which DeepSpeed can broadcast 0-dimensional parameters."""
     return _ScalarsAsBytes()
 
@@ -169,7 +169,7 @@ def rejoin(module: Module) -> None:
     """
     from deepspeed.comm import get_rank, get_world_group, get_world_size
 
-    partitioned: list[Any] = [parameter for parameter in module.parameters() if is_of_stage3(parameter)]
+    partitioned: list[Any] = [parameter for parameter in module.parameters() if is_stage3_parameter(parameter)]
     for part in module.modules():
         end_forward(part)
     for parameter in partitioned:

@@ -10,7 +10,12 @@ from lightning_paral.compat.deepspeed.modules import is_of_engine, is_zero_attri
 from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed
 from lightning_paral.compat.torch import module_hooks
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.engines.zero.parameters.partition import full_numel, full_shape, is_of_stage3, is_partitioned
+from lightning_paral.engines.zero.parameters.partition import (
+    full_numel,
+    full_shape,
+    is_partitioned,
+    is_stage3_parameter,
+)
 
 
 class ModuleSnapshot:
@@ -26,7 +31,7 @@ class ModuleSnapshot:
     def __init__(self, module: Module) -> None:
         self._modules = [(part, _attributes_and_hooks(part)) for part in module.modules()]
         self._parameters = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
-        self.was_full = not any(is_of_stage3(parameter) for parameter in module.parameters())
+        self.was_full = not any(is_stage3_parameter(parameter) for parameter in module.parameters())
         """Whether every rank has had all parameters in full, in memory."""
 
     @property
@@ -44,7 +49,7 @@ class ModuleSnapshot:
 
         *Collective* over the world if `gather`. Otherwise partitioned parameters stay partitioned.
         """
-        partitioned = any(is_of_stage3(parameter) for parameter, _ in self._parameters)
+        partitioned = any(is_stage3_parameter(parameter) for parameter, _ in self._parameters)
         unpartition = gather or (self.was_full and not partitioned)
         if unpartition:
             for parameter, names in self._parameters:

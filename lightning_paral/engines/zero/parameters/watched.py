@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
-from lightning_paral.engines.zero.parameters.partition import full_shape, is_of_stage3
+from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter
 
 if TYPE_CHECKING:
     from lightning_paral.engines.zero.parameters.writes import Writes
@@ -32,14 +32,14 @@ _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 
 # These do not read values.
-_HARMLESS = {
+_READS_NO_VALUES = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "layout", "is_cuda", "is_meta")
 } | {
     *(Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex),  # type: ignore[attr-defined]
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
 }
-_OF_SHAPE = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim")} | {
+_SHAPE_FUNCTIONS = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim")} | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
     *(Tensor.element_size, torch.numel),
 }
@@ -59,13 +59,13 @@ class Full:
     @property
     def data(self) -> Tensor:
         """The values, which may be written to."""
-        if is_users():
-            return self._writes.data_of(self)
+        if is_user_code():
+            return self._writes.full_data(self)
         return plain_data(self)  # type: ignore[arg-type]
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if is_users():
+        if is_user_code():
             self._writes.assign(self, values)
             return
         with DisableTorchFunctionSubclass():
@@ -74,16 +74,16 @@ class Full:
     @property
     def grad(self) -> Tensor | None:
         """The gradient; reading it is an error for user code if the parameter is trained."""
-        if self.requires_grad and self._writes.hides_gradients and is_users():  # type: ignore[attr-defined]
-            refuse_gradient(self._writes.name_of(self))
+        if self.requires_grad and self._writes.hides_gradients and is_user_code():  # type: ignore[attr-defined]
+            refuse_gradient(self._writes.parameter_name(self))
         with DisableTorchFunctionSubclass():
             gradient: Tensor | None = _grad.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if self._writes.hides_gradients and is_users():
-            refuse_new_gradient(self._writes.name_of(self))
+        if self._writes.hides_gradients and is_user_code():
+            refuse_new_gradient(self._writes.parameter_name(self))
         with DisableTorchFunctionSubclass():
             _grad.__set__(self, gradient)
 
@@ -94,15 +94,15 @@ class Full:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
-            memo[id(self)] = Parameter(self._writes.copy_of(self), self.requires_grad)  # type: ignore[attr-defined]
+            memo[id(self)] = Parameter(self._writes.full_copy(self), self.requires_grad)  # type: ignore[attr-defined]
         copied: Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Parameter(self._writes.copy_of(self), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined, no-untyped-call]
+        return Parameter(self._writes.full_copy(self), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined, no-untyped-call]
 
 
-class GatheredOfStage3(Full):
+class Gathered(Full):
     """Mixin of a parameter of stage 3 that is gathered now."""
 
     @property
@@ -117,7 +117,7 @@ class GatheredOfStage3(Full):
         self.__class__ = gathered if status.name == "AVAILABLE" else partitioned
 
 
-class Partitioned(GatheredOfStage3):
+class Partitioned(Gathered):
     """Mixin of a parameter of stage 3 of which this rank has only its shard now.
 
     An operation on it gathers it first. *Collective* over the world.
@@ -128,16 +128,16 @@ class Partitioned(GatheredOfStage3):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _HARMLESS or not is_users():
+        if func in _READS_NO_VALUES or not is_user_code():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        parameters = partitioned_in((args, kwargs))
-        if func in _OF_SHAPE:
-            return func(*replaced(args, _as_shape), **replaced(kwargs, _as_shape))
+        parameters = find_partitioned((args, kwargs))
+        if func in _SHAPE_FUNCTIONS:
+            return func(*replace_partitioned(args, _as_shape), **replace_partitioned(kwargs, _as_shape))
         return parameters[0]._writes.run(func, parameters, args, kwargs)
 
 
-def partitioned_in(values: Any) -> list[Any]:
+def find_partitioned(values: Any) -> list[Any]:
     """Return the partitioned parameters in nested lists, tuples and dicts, each once, in order."""
     found: dict[int, Any] = {}
 
@@ -145,18 +145,18 @@ def partitioned_in(values: Any) -> list[Any]:
         found.setdefault(id(value), value)
         return value
 
-    replaced(values, visit)
+    replace_partitioned(values, visit)
     return list(found.values())
 
 
-def replaced(values: Any, replace: Callable[[Any], Any]) -> Any:
+def replace_partitioned(values: Any, replace: Callable[[Any], Any]) -> Any:
     """Return nested lists, tuples and dicts with `replace(parameter)` in place of partitioned parameters."""
     if isinstance(values, Partitioned):
         return replace(values)
     if isinstance(values, dict):
-        return {key: replaced(value, replace) for key, value in values.items()}
+        return {key: replace_partitioned(value, replace) for key, value in values.items()}
     if isinstance(values, list) or type(values) is tuple:
-        return type(values)(replaced(value, replace) for value in values)
+        return type(values)(replace_partitioned(value, replace) for value in values)
     return values
 
 
@@ -167,7 +167,7 @@ def _as_shape(parameter: Any) -> Tensor:
 @cache
 def _classes(kind: type[Parameter]) -> tuple[type, type, type]:
     """Return the classes that replace `kind`: below stage 3, and gathered and partitioned at stage 3."""
-    mixins = (Full, GatheredOfStage3, Partitioned)
+    mixins = (Full, Gathered, Partitioned)
     about = {"__module__": kind.__module__, "kind": kind}
     full, gathered, partitioned = (type(kind.__name__, (mixin, kind), dict(about)) for mixin in mixins)
     return full, gathered, partitioned
@@ -178,7 +178,7 @@ def watch(parameter: Any, writes: "Writes") -> None:
     kind: type[Parameter] = type(parameter)
     full, gathered, partitioned = _classes(kind)
     parameter._writes = writes
-    if not is_of_stage3(parameter):
+    if not is_stage3_parameter(parameter):
         parameter.__class__ = full
     else:
         parameter.__class__ = gathered if parameter.ds_status.name == "AVAILABLE" else partitioned
@@ -200,7 +200,7 @@ def plain_data(parameter: Parameter) -> Tensor:
 _ENGINE = ("deepspeed", "lightning_paral")
 
 
-def is_users(depth: int = 2) -> bool:
+def is_user_code(depth: int = 2) -> bool:
     """Whether the function `depth` calls up, past functions of torch's, is neither DeepSpeed's nor ours.
 
     Lightning counts as user code: what its callbacks do with parameters, they do for the user.

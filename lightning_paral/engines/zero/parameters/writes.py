@@ -17,8 +17,8 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.deepspeed.forward_stack import innermost_forward
 from lightning_paral.compat.torch.storages import use_count
 from lightning_paral.compat.torch.versions import version_of
-from lightning_paral.engines.zero.parameters.partition import full_shape, is_of_stage3
-from lightning_paral.engines.zero.parameters.watched import Partitioned, plain_data, replaced, unwatch, watch
+from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter
+from lightning_paral.engines.zero.parameters.watched import Partitioned, plain_data, replace_partitioned, unwatch, watch
 from lightning_paral.errors import ConfigurationError
 
 _KEPT_GATHERED = 4
@@ -69,7 +69,9 @@ class Writes:
     def __init__(self, module: Module, write_back: WriteBack, *, hides_gradients: bool) -> None:
         self.hides_gradients = hides_gradients
         self._write_back = write_back
-        named = [pair for pair in module.named_parameters() if type(pair[1]).__torch_function__ is _PLAIN]
+        named = [
+            pair for pair in module.named_parameters() if type(pair[1]).__torch_function__ is _PLAIN_TORCH_FUNCTION
+        ]
         self._names = {id(parameter): name for name, parameter in named}
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._versions = {id(parameter): version_of(parameter) for parameter in self._parameters}
@@ -78,7 +80,7 @@ class Writes:
         self._aliased: list[_Copy] = []
         self._methods: list[tuple[Any, dict[str, Any]]] = []
         for parameter in self._parameters:
-            if is_of_stage3(parameter):
+            if is_stage3_parameter(parameter):
                 self._follow_engine(parameter)
             watch(parameter, self)
 
@@ -92,19 +94,19 @@ class Writes:
             vars(parameter).update(methods)
         self._parameters, self._exposed, self._gathered, self._aliased = [], {}, {}, []
 
-    def name_of(self, parameter: Any) -> str:
+    def parameter_name(self, parameter: Any) -> str:
         """Return the name of `parameter` in the module."""
         return self._names[id(parameter)]
 
     # Accesses of user code
 
-    def data_of(self, parameter: Any) -> Tensor:
+    def full_data(self, parameter: Any) -> Tensor:
         """Return the full values, which user code may write to. *Collective* if the parameter is partitioned."""
         if isinstance(parameter, Partitioned):
-            (values,) = self._values_of([parameter])
+            (values,) = self._full_values([parameter])
             self._drop_old_copies()
             return values
-        if not is_of_stage3(parameter):
+        if not is_stage3_parameter(parameter):
             self._exposed[id(parameter)] = parameter
             return plain_data(parameter)
         self._collect_if_written(self._aliased)
@@ -121,23 +123,23 @@ class Writes:
         shape = full_shape(parameter)
         if tuple(values.shape) != shape or values.dtype != parameter.dtype:
             raise ConfigurationError(
-                f"{self.name_of(parameter)!r} has shape {shape} and dtype {parameter.dtype}, and was given values of "
-                f"shape {tuple(values.shape)} and dtype {values.dtype} in a hook or step. ZeRO shards what was there "
-                "when the run began: change shapes and dtypes before trainer.fit."
+                f"{self.parameter_name(parameter)!r} has shape {shape} and dtype {parameter.dtype}, and was given "
+                f"values of shape {tuple(values.shape)} and dtype {values.dtype} in a hook or step. ZeRO shards what "
+                "was there when the run began: change shapes and dtypes before trainer.fit."
             )
         with torch.no_grad():
-            self.data_of(parameter).copy_(values)
+            self.full_data(parameter).copy_(values)
 
-    def copy_of(self, parameter: Any) -> Tensor:
+    def full_copy(self, parameter: Any) -> Tensor:
         """Return a copy of the full values.
 
         Raises:
             ConfigurationError: at stage 3, where a copy of a module would share DeepSpeed's hooks with the module.
         """
-        if is_of_stage3(parameter):
+        if is_stage3_parameter(parameter):
             raise ConfigurationError(
-                f"{self.name_of(parameter)!r} was copied, by copy.deepcopy or pickle, during a run under ZeRO stage 3, "
-                "which cannot copy modules. Copy them in __init__ or configure_model, or read parameters by "
+                f"{self.parameter_name(parameter)!r} was copied, by copy.deepcopy or pickle, during a run under ZeRO "
+                "stage 3, which cannot copy modules. Copy them in __init__ or configure_model, or read parameters by "
                 "self.trainer.strategy.full_parameter(parameter)."
             )
         return plain_data(parameter).clone()
@@ -147,8 +149,10 @@ class Writes:
         if self._is_differentiated(func, parameters):
             self._gather_for_backward(parameters)
             return func(*args, **kwargs)
-        values = {id(p): v for p, v in zip(parameters, self._values_of(parameters), strict=True)}
-        result = func(*replaced(args, lambda p: values[id(p)]), **replaced(kwargs, lambda p: values[id(p)]))
+        values = {id(p): v for p, v in zip(parameters, self._full_values(parameters), strict=True)}
+        result = func(
+            *replace_partitioned(args, lambda p: values[id(p)]), **replace_partitioned(kwargs, lambda p: values[id(p)])
+        )
         for parameter in parameters:
             if result is values[id(parameter)] and func not in _NOT_DIFFERENTIABLE:
                 result = parameter  # the operation was in place
@@ -171,7 +175,7 @@ class Writes:
 
     # Gathering
 
-    def _values_of(self, parameters: list[Any]) -> list[Tensor]:
+    def _full_values(self, parameters: list[Any]) -> list[Tensor]:
         self._collect_if_written(self._aliased)
         missing = [parameter for parameter in parameters if id(parameter) not in self._gathered]
         if missing:
@@ -191,8 +195,9 @@ class Writes:
         for parameter in parameters:
             if parameter.ds_status.name == "INFLIGHT":
                 raise ConfigurationError(
-                    f"{self.name_of(parameter)!r} was used outside of its module while DeepSpeed is gathering it ahead "
-                    "of use. Use it inside its module or in a hook, or set ParalZeROStrategy(gather_bucket_numel=0)."
+                    f"{self.parameter_name(parameter)!r} was used outside of its module while DeepSpeed is gathering "
+                    "it ahead of use. Use it inside its module or in a hook, or set "
+                    "ParalZeROStrategy(gather_bucket_numel=0)."
                 )
 
     def _drop_old_copies(self) -> None:
@@ -224,18 +229,18 @@ class Writes:
 
     def collect_from_copies(self) -> None:
         """Write back what was written to copies of partitioned parameters, if anything was."""
-        if any(is_of_stage3(parameter) for parameter in self._parameters[:1]):
+        if any(is_stage3_parameter(parameter) for parameter in self._parameters[:1]):
             self.collect()
 
-    def write_back_by(self, write_back: WriteBack) -> None:
+    def set_write_back(self, write_back: WriteBack) -> None:
         """Write back by `write_back` from now on."""
         self._write_back = write_back
 
-    def drop_outdated(self, concerns: Callable[[Any], bool]) -> None:
-        """Drop copies that a step has made outdated; `concerns` says whether its optimizer trains a parameter."""
+    def drop_outdated(self, covers: Callable[[Any], bool]) -> None:
+        """Drop copies that a step has made outdated; `covers` says whether its optimizer trains a parameter."""
 
         def is_old(copy: _Copy) -> bool:
-            return copy.parameter.requires_grad and concerns(copy.parameter)
+            return copy.parameter.requires_grad and covers(copy.parameter)
 
         copies = [*self._aliased, *self._gathered.values()]
         self._gathered = {}
@@ -287,4 +292,4 @@ class Writes:
             self.collect()
 
 
-_PLAIN: Any = Parameter.__torch_function__
+_PLAIN_TORCH_FUNCTION: Any = Parameter.__torch_function__

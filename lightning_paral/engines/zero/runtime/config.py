@@ -20,7 +20,12 @@ _OWNED = {
     "scheduler": "return the scheduler from configure_optimizers",
 }
 
-_PRECISION_OF = {"fp16": "16-true", "bf16": "bf16-true", "bfloat16": "bf16-true", "torch_autocast": "bf16-mixed"}
+_EQUIVALENT_PRECISIONS = {
+    "fp16": "16-true",
+    "bf16": "bf16-true",
+    "bfloat16": "bf16-true",
+    "torch_autocast": "bf16-mixed",
+}
 """By section of DeepSpeed's configuration: the Trainer's precision that has the same effect."""
 
 # The user may change these.
@@ -89,7 +94,7 @@ def check_users_precision(precision: str, users: Mapping[str, Any]) -> None:
         users: the user's DeepSpeed configuration.
     """
     ours = precision_section(precision)
-    for section, wanted in _PRECISION_OF.items():
+    for section, wanted in _EQUIVALENT_PRECISIONS.items():
         value = users.get(section)
         enabled = value.get("enabled") if isinstance(value, Mapping) else None
         given = ours.get("bf16" if section == "bfloat16" else section, {}).get("enabled", False)
@@ -101,7 +106,7 @@ def check_users_precision(precision: str, users: Mapping[str, Any]) -> None:
             )
 
 
-def fill_in(
+def add_device_defaults(
     section: dict[str, Any], stage: int, num_elements: int, *, device_type: str, num_ranks: int
 ) -> dict[str, Any]:
     """Return `section` with defaults for this kind of device.

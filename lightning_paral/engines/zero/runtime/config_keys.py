@@ -106,7 +106,7 @@ def _known() -> _Known | None:
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return None
-    trees = list(_parsed(Path(spec.submodule_search_locations[0])))
+    trees = list(_parse_sources(Path(spec.submodule_search_locations[0])))
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     models = {name: _fields(node, classes) for name, node in classes.items()}
     removed = {word for tree in trees for word in removed_options(tree)}
@@ -122,7 +122,7 @@ def _known() -> _Known | None:
     return _Known(frozenset(words - removed), frozenset(removed), models)
 
 
-def _parsed(root: Path) -> Iterator[ast.Module]:
+def _parse_sources(root: Path) -> Iterator[ast.Module]:
     for folder in (root / "runtime", *sorted(root.glob("*")), *sorted(root.glob("runtime/*"))):
         if folder.name in ("inference", "launcher", "ops"):
             continue

@@ -50,14 +50,14 @@ def choose_accelerator(device: torch.device) -> None:
         ConfigurationError: DeepSpeed was imported before and has settled on another kind.
     """
     check_accelerator(device)
-    with variables_as_before(["DS_ACCELERATOR"]):
-        os.environ["DS_ACCELERATOR"] = _kind(device)  # read once
+    with restore_variables(["DS_ACCELERATOR"]):
+        os.environ["DS_ACCELERATOR"] = _accelerator_name(device)  # read once
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator()
 
 
-def _kind(device: torch.device) -> str:
+def _accelerator_name(device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
@@ -67,7 +67,7 @@ def check_accelerator(device: torch.device) -> None:
     Raises:
         ConfigurationError: DeepSpeed was imported before and has settled on another kind.
     """
-    wanted = _kind(device)
+    wanted = _accelerator_name(device)
     settled = _settled_accelerator()
     if settled is not None and settled != wanted:
         raise ConfigurationError(
@@ -95,7 +95,7 @@ def quiet_deepspeed(level: int) -> Iterator[None]:
 
 
 @contextmanager
-def deepspeed_joined(
+def deepspeed_process_group(
     environment: ClusterEnvironment, ranks: tuple[int, int, int], level: int, device: torch.device
 ) -> Iterator[None]:
     """Let DeepSpeed use the default process group inside this context. *Collective* over the group.
@@ -112,7 +112,7 @@ def deepspeed_joined(
     Raises:
         ConfigurationError: DeepSpeed was imported before, and has settled on another kind of device.
     """
-    with variables_as_before(_RANK_VARIABLES):
+    with restore_variables(_RANK_VARIABLES):
         values = (environment.main_address, environment.main_port, *ranks)
         os.environ.update(zip(_RANK_VARIABLES, map(str, values), strict=True))
         join_deepspeed(level, device)
@@ -169,7 +169,7 @@ def leave_deepspeed() -> None:
 
 
 @contextmanager
-def variables_as_before(names: Iterable[str]) -> Iterator[None]:
+def restore_variables(names: Iterable[str]) -> Iterator[None]:
     """Restore the environment variables `names` when the context ends."""
     before = {name: os.environ.get(name) for name in names}
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_paral.comm.reduce_scatter import direct_reduce_scatter, start_reduce
 
-_PATIENCE = timedelta(seconds=10)
+_ABANDON_TIMEOUT = timedelta(seconds=10)
 
 
 class GlooBackend(TorchBackend):  # type: ignore[misc]
@@ -63,4 +63,4 @@ class GlooBackend(TorchBackend):  # type: ignore[misc]
         sending, self._sending = self._sending, []
         with suppress(RuntimeError):
             for work in [work for _, works in sending for work in works]:
-                work.wait(_PATIENCE)
+                work.wait(_ABANDON_TIMEOUT)

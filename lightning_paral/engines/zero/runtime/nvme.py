@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.nn import Module
 
 from lightning_paral.engines.zero.options import ZeROOptions
-from lightning_paral.engines.zero.parameters.partition import lies_in
+from lightning_paral.engines.zero.parameters.partition import is_stored_in
 from lightning_paral.engines.zero.runtime.operators import check_compiler, load_operator
 from lightning_paral.errors import ConfigurationError
 
@@ -130,7 +130,7 @@ class RunFolders:
         a killed rank are removed when another rank of its node exits.
         """
         for folder in self._paths:
-            if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):
+            if module is not None and any(is_stored_in(folder, parameter) for parameter in module.parameters()):
                 _remove_rank(folder / "zero_stage_3" / "optimizer", self._rank)
                 weakref.finalize(module, _remove_rank, folder, self._rank)
             else:

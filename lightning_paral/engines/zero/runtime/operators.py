@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_paral.compat.deepspeed.operators import is_for_cuda, loaded_by
 from lightning_paral.engines.zero.runtime import ninja
-from lightning_paral.engines.zero.runtime.deepspeed import variables_as_before
+from lightning_paral.engines.zero.runtime.deepspeed import restore_variables
 from lightning_paral.errors import ConfigurationError
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
@@ -56,7 +56,7 @@ def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
     builder = CPUAdamBuilder() if name == "cpu_adam" else AsyncIOBuilder()
-    with operators_kept():
+    with keep_operators():
         try:
             builder.load(verbose=False)
         except ConfigurationError:
@@ -74,30 +74,30 @@ _VARIABLES = ("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "TORCH_CUDA_A
 """Environment variables that compilers read."""
 
 
-def operators_kept() -> AbstractContextManager[None]:
-    """Return a context in which DeepSpeed loads its operators from `folder_of`, or compiles them into that folder."""
+def keep_operators() -> AbstractContextManager[None]:
+    """Return a context in which DeepSpeed loads its operators from `operator_folder`, or compiles them into it."""
     return loaded_by(_load)
 
 
 def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
-    folder = folder_of(builder)
+    folder = operator_folder(builder)
     kept = folder / f"{builder.name}.so"
     if kept.is_file():
-        return _imported(builder.name, kept)
+        return _import_extension(builder.name, kept)
     toolkit = _toolkit_for(builder)
     rank_zero_info(
         f"Compiling DeepSpeed's operator {builder.name!r}, which takes a few minutes. This is done once for these "
         f"versions of torch and DeepSpeed and this kind of processor; the result is kept in {folder}."
     )
     start = time.monotonic()
-    with _turn(folder, builder.name):
+    with _compile_lock(folder, builder.name):
         if kept.is_file():
-            return _imported(builder.name, kept)  # another rank has compiled it
+            return _import_extension(builder.name, kept)  # another rank has compiled it
         # Each build has its own folder: torch's lock stays in that of a killed run, and others would wait for it.
         for left in folder.glob(f"{builder.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f"{builder.name}-", dir=folder))
-        with _environment(building, toolkit):
+        with _build_environment(building, toolkit):
             module = compile_and_load()
         os.replace(module.__file__, kept)
         module.__file__ = str(kept)
@@ -106,7 +106,7 @@ def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
     return module
 
 
-def folder_of(builder: Any) -> Path:
+def operator_folder(builder: Any) -> Path:
     """Return the folder that keeps the operator of `builder`, named by all that its machine code depends on.
 
     It is below TORCH_EXTENSIONS_DIR if that is set, else in the user's cache, for all virtual environments.
@@ -163,7 +163,7 @@ def _processor() -> str:
 
 
 @contextmanager
-def _turn(folder: Path, name: str) -> Iterator[None]:
+def _compile_lock(folder: Path, name: str) -> Iterator[None]:
     """Hold a lock on compiling `name`, on this host or disk. A process that ends releases it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def _turn(folder: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(building: Path, toolkit: Path | None) -> Iterator[None]:
+def _build_environment(building: Path, toolkit: Path | None) -> Iterator[None]:
     """Make torch build in `building`, with a ninja that ends with this process.
 
     If the driver's library lacks the link that linkers look for, they find the stub in the CUDA `toolkit`.
@@ -196,12 +196,12 @@ def _environment(building: Path, toolkit: Path | None) -> Iterator[None]:
         (commands / "ninja").write_text(f"#!/bin/sh\n{command}\n")
         (commands / "ninja").chmod(0o755)
         changed["PATH"] = f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    with variables_as_before(changed):
+    with restore_variables(changed):
         os.environ.update(changed)
         yield
 
 
-def _imported(name: str, path: Path) -> Any:
+def _import_extension(name: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

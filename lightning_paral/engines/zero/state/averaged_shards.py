@@ -19,9 +19,9 @@ from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.engines.zero.parameters.partition import (
     full_numel,
     full_shape,
-    is_of_stage3,
     is_partitioned,
-    shard_of,
+    is_stage3_parameter,
+    local_shard,
     write_partitions,
 )
 from lightning_paral.engines.zero.parameters.watched import plain_data
@@ -47,9 +47,9 @@ class ZeroWeightShards(WeightShards):
         self._parameters: list[Any] = list(module.parameters())
         self._state = state
         self._writes = writes
-        self._ranges = [state.flat_range_of(parameter) for parameter in self._parameters]
-        self._ranges_of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(self._ranges_of_ranks, self._ranges)
+        self._ranges = [state.local_flat_range(parameter) for parameter in self._parameters]
+        self._ranges_by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(self._ranges_by_rank, self._ranges)
 
     def prepare(self) -> None:
         """Bring what user code wrote to parameters to where DeepSpeed keeps the values."""
@@ -61,8 +61,8 @@ class ZeroWeightShards(WeightShards):
         return [self._shard(parameter, *own) for parameter, own in zip(self._parameters, self._ranges, strict=True)]
 
     def _shard(self, parameter: Any, start: int, numel: int) -> Tensor:
-        if is_of_stage3(parameter):
-            return shard_of(parameter)
+        if is_stage3_parameter(parameter):
+            return local_shard(parameter)
         return plain_data(parameter).view(-1)[start : start + numel]
 
     def publish(self, *, borrowed: bool) -> None:
@@ -71,7 +71,7 @@ class ZeroWeightShards(WeightShards):
         for bucket in self._buckets(full):
             self._gather(bucket)
         # What an evaluation writes to weights is dropped after it with the averages, and must not reach the masters.
-        self._writes.write_back_by(write_partitions if borrowed else self._state.write_full_values)
+        self._writes.set_write_back(write_partitions if borrowed else self._state.write_full_values)
         self._writes.mark_unwritten()
 
     def _buckets(self, numbers: list[int]) -> Iterator[list[int]]:
@@ -93,14 +93,14 @@ class ZeroWeightShards(WeightShards):
 
     def _gather(self, numbers: list[int]) -> None:
         """All-gather the flat ranges of full parameters, all of one dtype and device."""
-        size = max(sum(ranges[number][1] for number in numbers) for ranges in self._ranges_of_ranks)
+        size = max(sum(ranges[number][1] for number in numbers) for ranges in self._ranges_by_rank)
         mine = [self._shard(self._parameters[number], *self._ranges[number]) for number in numbers]
         device = plain_data(self._parameters[numbers[0]]).device
         flat = torch.zeros(size, dtype=mine[0].dtype, device=device)
         torch.cat([shard.to(device) for shard in mine], out=flat[: sum(len(shard) for shard in mine)])
-        gathered = [torch.empty_like(flat) for _ in self._ranges_of_ranks]
+        gathered = [torch.empty_like(flat) for _ in self._ranges_by_rank]
         dist.all_gather(gathered, flat)
-        for values, ranges in zip(gathered, self._ranges_of_ranks, strict=True):
+        for values, ranges in zip(gathered, self._ranges_by_rank, strict=True):
             position = 0
             for number in numbers:
                 start, numel = ranges[number]
@@ -117,7 +117,7 @@ class ZeroWeightShards(WeightShards):
         parameter = self._parameters[number]
         start, numel = self._ranges[number]
         shape = full_shape(parameter)
-        is_sharded = any(ranges[number] != self._ranges[number] for ranges in self._ranges_of_ranks)
+        is_sharded = any(ranges[number] != self._ranges[number] for ranges in self._ranges_by_rank)
         if numel == full_numel(parameter) and not is_sharded:
             return average.view(shape)
         return FlatShard(shape, average.dtype, start, numel, partial(identity, average))

@@ -15,7 +15,7 @@ from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hy
 from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.compat.deepspeed.overlap import overlaps
 from lightning_paral.engines.zero.parameters.partition import write_gathered
-from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, partitions_of
+from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, make_partitions
 from lightning_paral.engines.zero.training.usage import Usage
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
 from lightning_paral.errors import CheckpointError
@@ -43,14 +43,14 @@ class EngineShards:
         self.users = users
         self._parameters = dict(module.named_parameters())
         self._swapper = SubgroupSwapper(engine.optimizer)
-        self._partitions = partitions_of(engine.optimizer, self._stage, self._swapper)
-        self._partition_of = {id_: partition for partition in self._partitions for id_ in partition.ranges}
+        self._partitions = make_partitions(engine.optimizer, self._stage, self._swapper)
+        self._partition_by_id = {id_: partition for partition in self._partitions for id_ in partition.ranges}
         self._usage: Usage | None = None
         self._stored: _Writes = {}
 
     def has(self, parameter: Parameter) -> bool:
         """Whether the optimizer trains `parameter`, or did when the run began."""
-        return id(parameter) in self._partition_of
+        return id(parameter) in self._partition_by_id
 
     # Weights
 
@@ -64,9 +64,9 @@ class EngineShards:
         """Whether `parameter` has an fp32 master copy other than the weight that every rank computes with."""
         return self._stage == 3 or parameter.dtype != torch.float32
 
-    def flat_range_of(self, parameter: Parameter) -> tuple[int, int]:
+    def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
         """Return start and length of the range of flattened `parameter` that this rank updates."""
-        flat_range = self._partition_of[id(parameter)].ranges[id(parameter)]
+        flat_range = self._partition_by_id[id(parameter)].ranges[id(parameter)]
         return flat_range.start, flat_range.numel
 
     def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
@@ -75,7 +75,7 @@ class EngineShards:
         Returns:
             bool: whether that is all. At stages 1 and 2 the weight that is computed with is left to the caller.
         """
-        partition = self._partition_of[id(parameter)]
+        partition = self._partition_by_id[id(parameter)]
         self._stored.setdefault(partition, []).append((partition.ranges[id(parameter)], stored))
         if self._stage == 3:
             write_gathered(parameter, stored)
@@ -85,7 +85,7 @@ class EngineShards:
         """Read the tensors of all calls of `write_shard`, partition by partition: each may be on NVMe."""
         stored, self._stored = self._stored, {}
         for partition, tensors in stored.items():
-            with partition.opened(write=True) as (flat, _):
+            with partition.in_memory(write=True) as (flat, _):
                 for flat_range, values in tensors:
                     read_flat_range(values, flat_range.start, flat.data[flat_range.slice])
                 partition.publish()
@@ -97,7 +97,7 @@ class EngineShards:
         """
         by_partition: _Writes = {}
         for parameter, values in written:
-            partition = self._partition_of[id(parameter)]
+            partition = self._partition_by_id[id(parameter)]
             flat_range = partition.ranges[id(parameter)]
             shard = values.reshape(-1)[flat_range.start : flat_range.start + flat_range.numel]
             by_partition.setdefault(partition, []).append((flat_range, shard))
@@ -109,13 +109,13 @@ class EngineShards:
         """Copy new values of this rank's flat ranges, 1-dimensional, into the fp32 weights, as above."""
         by_partition: _Writes = {}
         for parameter, values in ranges:
-            partition = self._partition_of[id(parameter)]
+            partition = self._partition_by_id[id(parameter)]
             by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
         self._write(by_partition)
 
     def _write(self, by_partition: _Writes) -> None:
         for partition, shards in by_partition.items():
-            with partition.opened(write=True) as (flat, _):
+            with partition.in_memory(write=True) as (flat, _):
                 for flat_range, shard in shards:
                     master = flat.data[flat_range.slice]
                     shard = shard.to(master.device)
@@ -124,7 +124,9 @@ class EngineShards:
 
     def watch_usage(self, *, find_unused: bool) -> Usage:
         """Record from now on which parameters get gradients, and let the optimizer leave the others as they are."""
-        trained = [(name, p) for name, p in self._parameters.items() if id(p) in self._partition_of and p.requires_grad]
+        trained = [
+            (name, p) for name, p in self._parameters.items() if id(p) in self._partition_by_id and p.requires_grad
+        ]
         in_order = self._stage > 1 or overlaps(self._optimizer)
         usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
         self._usage = usage
@@ -135,7 +137,7 @@ class EngineShards:
 
     def reading(self) -> AbstractContextManager[None]:
         """Return a context for reading tensor by tensor, in which each sub-group on NVMe is read once."""
-        return self._swapper.keeping()
+        return self._swapper.keep_loaded()
 
     # Optimizer
 
@@ -144,9 +146,9 @@ class EngineShards:
         state: dict[str, dict[str, Any]] = {}
         names = [name for of_group in self.users.names for name in of_group]
         for name in names:
-            partition = self._partition_of.get(id(self._parameters[name]))
+            partition = self._partition_by_id.get(id(self._parameters[name]))
             if partition is not None and (self._usage is None or self._usage.has_state(self._parameters[name])):
-                found = self._state_of(self._parameters[name], partition)
+                found = self._parameter_state(self._parameters[name], partition)
                 if found:
                     state[name] = found
         groups = [
@@ -155,7 +157,7 @@ class EngineShards:
         ]
         return to_int_keys({"state": state, "param_groups": groups})
 
-    def _state_of(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
+    def _parameter_state(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in partition.state.items():
             if isinstance(value, Tensor) and value.shape == partition.flat.shape and value.dim():
@@ -171,7 +173,7 @@ class EngineShards:
 
     def _flat_shard(self, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
         """Return the fp32 weight of `parameter`, or its optimizer state `key`, read from its partition when needed."""
-        partition = self._partition_of[id(parameter)]
+        partition = self._partition_by_id[id(parameter)]
         flat_range = partition.ranges[id(parameter)]
         return FlatShard(
             flat_range.shape,
@@ -194,7 +196,7 @@ class EngineShards:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for partition in self._partitions:
             found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
-            with partition.opened(write=True) as (flat, state):
+            with partition.in_memory(write=True) as (flat, state):
                 _load_partition(partition, flat, state, found)
         if self._stage < 3:
             link_states_of_next_step(self._optimizer)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_paral.compat.deepspeed import subgroups
 from lightning_paral.compat.deepspeed.masters import master_run_of
-from lightning_paral.engines.zero.parameters.partition import flat_range_of, full_shape
+from lightning_paral.engines.zero.parameters.partition import full_shape, local_flat_range
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Partition:
         self.ranges = ranges
 
     @contextmanager
-    def opened(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Hold the flat tensor and its state in memory inside this context; with `write`, write changes back."""
         yield self.flat, self.state
 
@@ -63,7 +63,7 @@ class Partition:
 
     def read(self, flat_range: FlatRange, key: str | None) -> Tensor:
         """Return a flat range of the fp32 weights, or of the optimizer's state `key`."""
-        with self.opened(write=False) as (flat, state):
+        with self.in_memory(write=False) as (flat, state):
             values = flat.detach() if key is None else state[key]
             values = values[flat_range.slice]
             return values.clone() if self.place else values
@@ -93,7 +93,7 @@ class SubgroupSwapper:
         return subgroups.is_on_nvme(self._optimizer, index)
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keep_loaded(self) -> Iterator[None]:
         """Keep the sub-group that was read last in memory, until another is read or this context ends."""
         self._is_kept = True
         try:
@@ -136,7 +136,7 @@ class SubgroupSwapper:
             self._loaded = None
 
 
-class PartitionOfStage3(Partition):
+class Stage3Partition(Partition):
     """A sub-group of stage 3, which may be on NVMe."""
 
     def __init__(self, optimizer: Any, index: int, ranges: dict[int, FlatRange], swapper: SubgroupSwapper) -> None:
@@ -145,7 +145,7 @@ class PartitionOfStage3(Partition):
         self.place = index + 1 if swapper.is_on_nvme(index) else 0
 
     @contextmanager
-    def opened(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Hold the flat tensor and its state in memory inside this context; with `write`, write changes back."""
         if not self.place:
             yield self.flat, self.state
@@ -169,17 +169,17 @@ class PartitionOfStage3(Partition):
         subgroups.compute_with_flat_weights(self._optimizer, self._index)
 
 
-def partitions_of(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[Partition]:
+def make_partitions(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[Partition]:
     """Return this rank's partitions of an optimizer of DeepSpeed's."""
     if stage < 3:
-        return [Partition(optimizer, n, _ranges_of(group)) for n, group in enumerate(optimizer.bit16_groups)]
+        return [Partition(optimizer, n, _flat_ranges(group)) for n, group in enumerate(optimizer.bit16_groups)]
     return [
-        PartitionOfStage3(optimizer, n, {id(p): _range_of_stage3(p, optimizer) for p in group}, swapper)
+        Stage3Partition(optimizer, n, {id(p): _stage3_flat_range(p, optimizer) for p in group}, swapper)
         for n, group in enumerate(optimizer.fp16_groups)
     ]
 
 
-def _ranges_of(parameters: Sequence[Any]) -> dict[int, FlatRange]:
+def _flat_ranges(parameters: Sequence[Any]) -> dict[int, FlatRange]:
     ranges = {}
     for parameter in parameters:
         start, numel, position = master_run_of(parameter)
@@ -187,8 +187,8 @@ def _ranges_of(parameters: Sequence[Any]) -> dict[int, FlatRange]:
     return ranges
 
 
-def _range_of_stage3(parameter: Any, optimizer: Any) -> FlatRange:
+def _stage3_flat_range(parameter: Any, optimizer: Any) -> FlatRange:
     position, share = subgroups.position_of(optimizer, parameter)
-    start, numel = flat_range_of(parameter)
+    start, numel = local_flat_range(parameter)
     assert numel <= share
     return FlatRange(full_shape(parameter), start, numel, position)

@@ -13,9 +13,9 @@ from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
 from lightning_paral.checkpoint.state.optimizer import State
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.engines.zero.parameters.partition import (
-    flat_range_of,
     full_shape,
-    is_of_stage3,
+    is_stage3_parameter,
+    local_flat_range,
     read_partition,
     write_partition,
     write_partitions,
@@ -24,7 +24,7 @@ from lightning_paral.engines.zero.parameters.writes import Writes
 from lightning_paral.engines.zero.state.averaged_shards import ZeroWeightShards
 from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.engines.zero.training.joint_gradients import Gradients
-from lightning_paral.engines.zero.training.users_optimizer import index_of
+from lightning_paral.engines.zero.training.users_optimizer import optimizer_index
 from lightning_paral.errors import ConfigurationError
 
 
@@ -52,19 +52,19 @@ class ZeroState(TensorState):
         """Follow what user code writes to a module that stage 3 has partitioned without training it."""
         self.writes = Writes(self.module, write_partitions, hides_gradients=False)
 
-    def _engine_with(self, parameter: Parameter) -> EngineShards | None:
+    def _engine_for_parameter(self, parameter: Parameter) -> EngineShards | None:
         """Return the engine that trains `parameter`, or did when the run began."""
         return next((engine for engine in self._engines if engine.has(parameter)), None)
 
-    def _engine_of(self, optimizer: Any) -> EngineShards:
+    def _engine_for_optimizer(self, optimizer: Any) -> EngineShards:
         if len(self._engines) == 1:
             return self._engines[0]
-        return self._engines[index_of(optimizer, [engine.users.optimizer for engine in self._engines])]
+        return self._engines[optimizer_index(optimizer, [engine.users.optimizer for engine in self._engines])]
 
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are partitioned, DTensors, or on the meta device."""
-        return super().is_sharded or any(is_of_stage3(parameter) for parameter in self.module.parameters())
+        return super().is_sharded or any(is_stage3_parameter(parameter) for parameter in self.module.parameters())
 
     def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the full shape of a parameter or buffer, partitioned or not."""
@@ -87,7 +87,7 @@ class ZeroState(TensorState):
 
     def read_shard(self, parameter: Parameter) -> Tensor:
         """Return this rank's shard of `parameter`: a flat range of the fp32 master copy where there is one."""
-        engine = self._engine_with(parameter)
+        engine = self._engine_for_parameter(parameter)
         return read_partition(parameter) if engine is None else engine.read_shard(parameter)
 
     def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
@@ -97,7 +97,7 @@ class ZeroState(TensorState):
             bool: `False` for a parameter that every rank computes with in full: it is left to
                 `Module.load_state_dict`.
         """
-        engine = self._engine_with(parameter)
+        engine = self._engine_for_parameter(parameter)
         return write_partition(parameter, stored) if engine is None else engine.write_shard(parameter, stored)
 
     def finish_writing(self) -> None:
@@ -115,38 +115,42 @@ class ZeroState(TensorState):
             own = [(parameter, values) for parameter, values in written if engine.has(parameter)]
             if own:
                 engine.write_full_values(own)
-        write_partitions([pair for pair in written if self._engine_with(pair[0]) is None])
+        write_partitions([pair for pair in written if self._engine_for_parameter(pair[0]) is None])
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
         """Copy new values of this rank's flat ranges, 1-dimensional, into the master copies that exist."""
         for engine in self._engines:
             engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
 
-    def flat_range_of(self, parameter: Parameter) -> tuple[int, int]:
+    def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
         """Return start and length of the range of flattened `parameter` that this rank updates, or keeps if frozen.
 
         It is all of a frozen parameter that every rank has in full.
         """
-        if is_of_stage3(parameter):
-            return flat_range_of(parameter)
-        engine = self._engine_with(parameter)
-        return (0, parameter.numel()) if engine is None else engine.flat_range_of(parameter)
+        if is_stage3_parameter(parameter):
+            return local_flat_range(parameter)
+        engine = self._engine_for_parameter(parameter)
+        return (0, parameter.numel()) if engine is None else engine.local_flat_range(parameter)
 
     def has_master(self, parameter: Parameter) -> bool:
         """Whether `read_shard` returns the fp32 master copy of `parameter`, and not the values computed with."""
-        engine = self._engine_with(parameter)
+        engine = self._engine_for_parameter(parameter)
         return engine is not None and engine.has_master(parameter)
 
     # Optimizer states
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
         """Return the state of `optimizer` in tensors of full shape, of which this rank has a flat range."""
-        return self._engine_of(optimizer).optimizer_state() if self._engines else super().optimizer_state(optimizer)
+        return (
+            self._engine_for_optimizer(optimizer).optimizer_state()
+            if self._engines
+            else super().optimizer_state(optimizer)
+        )
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
         """Load a saved state, of which this rank reads its flat ranges; nothing where nothing is trained."""
         if self._engines:
-            self._engine_of(optimizer).load_optimizer_state(saved)
+            self._engine_for_optimizer(optimizer).load_optimizer_state(saved)
 
     # Full tensors
 
@@ -155,7 +159,7 @@ class ZeroState(TensorState):
         import deepspeed
 
         self.collect_writes()
-        if self.gradients is not None and any(each.concerns(parameter) for each in self.gradients.each):
+        if self.gradients is not None and any(each.covers(parameter) for each in self.gradients.each):
             full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
             if full is not None:
                 return full.detach().clone()

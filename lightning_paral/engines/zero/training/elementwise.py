@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.compat.torch import step_hooks
-from lightning_paral.engines.zero.training.step_arguments import closure_for
+from lightning_paral.engines.zero.training.step_arguments import closure_arguments
 from lightning_paral.errors import ConfigurationError
 
 _NUM_STEPS = 4
@@ -34,7 +34,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, set "
         "ParalZeROStrategy(trust_optimizer=True)."
     )
-    holder = _holder_of_others(optimizer)
+    holder = _foreign_attribute(optimizer)
     if holder is not None:
         raise ConfigurationError(
             f"{kind} holds {holder}. ZeRO shards the elements of all parameters over the ranks, and cannot tell "
@@ -57,7 +57,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def _holder_of_others(optimizer: Optimizer) -> str | None:
+def _foreign_attribute(optimizer: Optimizer) -> str | None:
     """Describe an attribute by which `optimizer` could change more than the tensors of the trial, if there is one."""
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
@@ -77,19 +77,19 @@ def _difference(optimizer: Optimizer, group: dict[str, Any]) -> float:
     shapes = ((_ROWS, _COLUMNS), (_LENGTH,))
     first = [torch.randn(shape, generator=generator) for shape in shapes]
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_NUM_STEPS)]
-    whole = _trained(optimizer, group, first, gradients)
-    cut = _trained(optimizer, group, _flat(first), [_flat(of_step) for of_step in gradients])
+    whole = _run_trial(optimizer, group, first, gradients)
+    cut = _run_trial(optimizer, group, _flatten_and_cut(first), [_flatten_and_cut(of_step) for of_step in gradients])
     ours, theirs = (torch.cat([values.reshape(-1) for values in each]) for each in (whole, cut))
-    moved = (ours - torch.cat(_flat(first))).abs().max()
+    moved = (ours - torch.cat(_flatten_and_cut(first))).abs().max()
     return float((ours - theirs).abs().max() / moved) if torch.isfinite(ours).all() and moved else torch.inf
 
 
-def _flat(tensors: list[Tensor]) -> list[Tensor]:
+def _flatten_and_cut(tensors: list[Tensor]) -> list[Tensor]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return list(torch.tensor_split(flat, _CUTS))
 
 
-def _trained(
+def _run_trial(
     optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
     trial: Any = object.__new__(type(optimizer))
@@ -109,5 +109,5 @@ def _trained(
             for parameter, gradient in zip(parameters, of_step, strict=True):
                 parameter.grad = gradient.clone()
             torch.manual_seed(0)
-            trial.step(**closure_for(optimizer, torch.ones(())))
+            trial.step(**closure_arguments(optimizer, torch.ones(())))
     return [parameter.detach() for parameter in parameters]

@@ -46,8 +46,8 @@ class PartitionedGradients:
         self._users = users
         self._writes = writes
         self._usage = usage
-        self._kept = EngineGradients(engine)
-        self.stage = self._kept.stage
+        self._shards = EngineGradients(engine)
+        self.stage = self._shards.stage
         self._complete = False
         self._is_closed = False
         self._num_passes = 0
@@ -69,12 +69,12 @@ class PartitionedGradients:
         """The gradients of each optimizer: these."""
         return [self]
 
-    def concerns(self, parameter: Parameter) -> bool:
+    def covers(self, parameter: Parameter) -> bool:
         """Whether the optimizer trains `parameter`."""
-        return self._usage.concerns(parameter)
+        return self._usage.covers(parameter)
 
     @property
-    def are_there(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether a backward pass has left gradients for a step that is still to come."""
         return self._num_passes > 0
 
@@ -111,7 +111,7 @@ class PartitionedGradients:
         self._complete = ends_window
         self._usage.begin_pass()
 
-    def take_back_empty_pass(self) -> None:
+    def undo_empty_pass(self) -> None:
         """Undo `before_backward` if no gradient has come in the window: an overridden `backward` did not run any."""
         if self._num_passes == 1 and not self._usage.has_begun:
             self._num_passes, self._complete = 0, False
@@ -120,7 +120,7 @@ class PartitionedGradients:
         if self._num_passes == 0:
             self._adds_to_old = by_hand and self._has_old
         elif self._num_passes == 1:
-            self._kept.zero_stale(self._usage.not_yet_used())  # to which this pass may add
+            self._shards.zero_stale(self._usage.not_yet_used())  # to which this pass may add
         backward.begin_pass(self._optimizer)
         self._num_passes += 1
 
@@ -129,7 +129,7 @@ class PartitionedGradients:
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(False)
         if self._num_passes == 1:
-            self._kept.zero_stale(self._usage.not_yet_used())
+            self._shards.zero_stale(self._usage.not_yet_used())
         backward.begin_shared_pass(self.engine)
         self._usage.begin_pass()
         self._usage.was_reached = False
@@ -170,7 +170,7 @@ class PartitionedGradients:
         """
         if self._is_closed or self._num_passes == 0:
             return
-        missed = self._usage.missed_by_last_pass() if self._kept.are_offloaded and self.stage >= 2 else ()
+        missed = self._usage.missed_by_last_pass() if self._shards.are_offloaded and self.stage >= 2 else ()
         self._usage.close_window()
         if self._complete and missed:
             backward.end_window_for(self._optimizer, self.stage, [parameter for _, parameter in missed])
@@ -180,7 +180,7 @@ class PartitionedGradients:
                 backward.end_window(self._optimizer)
             else:
                 self.engine.allreduce_gradients()
-        self._kept.zero_stale(self._usage.unused)
+        self._shards.zero_stale(self._usage.unused)
         self._complete = self._is_closed = True
 
     def step(self, loss: Any = None, arguments: dict[str, Any] | None = None) -> None:
@@ -193,7 +193,7 @@ class PartitionedGradients:
         Raises:
             ConfigurationError: gradients came in a backward pass that was not announced, or zero_grad was left out.
         """
-        if self._usage.has_unannounced:
+        if self._usage.has_outside_gradients:
             raise ConfigurationError(
                 "Gradients came from loss.backward(), which ZeRO does not see: ranks would not average them. Call "
                 "self.manual_backward(loss) instead."
@@ -220,7 +220,7 @@ class PartitionedGradients:
         with self.step_arguments.passed(loss, arguments or {}):
             self.engine.step()
         self._link_states()
-        self._writes.drop_outdated(self._usage.concerns)
+        self._writes.drop_outdated(self._usage.covers)
         self._users.after_step()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed left this step out, and the parameters as they were.")
@@ -238,7 +238,7 @@ class PartitionedGradients:
         """Drop the gradients of a window whose step has not come."""
         self._has_old = False
         if self._num_passes:
-            self._kept.drop()
+            self._shards.drop()
             self._close()
 
     def _close(self) -> None:
@@ -251,29 +251,29 @@ class PartitionedGradients:
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale gradients in the step that follows so that their global 2-norm is at most `max_norm`."""
-        self._kept.clip_by_norm(max_norm)
+        self._shards.clip_by_norm(max_norm)
 
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element of the averaged gradients to `[-max_value, max_value]`. *Collective*, as `end_window`."""
         self.end_window()
-        self._kept.wait()
-        self._kept.clip_by_value(max_value)
+        self._shards.wait()
+        self._shards.clip_by_value(max_value)
 
     # Reading
 
     def norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients, of dtype fp32, before clipping by norm. *Collective*."""
         self._check_complete()
-        return self._kept.norm()
+        return self._shards.norm()
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*."""
         self._check_complete()
-        return self._kept.full(parameter) if parameter.requires_grad else None
+        return self._shards.full(parameter) if parameter.requires_grad else None
 
     def _check_complete(self) -> None:
         self.end_window()
-        self._kept.wait()
+        self._shards.wait()
         if not self._complete:
             raise GradientsNotReadyError(
                 "There are no gradients now: they exist from the last backward pass of a step to the step itself. "

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.engines.zero.training.gradients import GradientsNotReadyError, PartitionedGradients
-from lightning_paral.engines.zero.training.users_optimizer import index_of
+from lightning_paral.engines.zero.training.users_optimizer import optimizer_index
 from lightning_paral.errors import ConfigurationError
 
 
@@ -34,7 +34,7 @@ class JointGradients:
 
     def of(self, optimizer: Any) -> PartitionedGradients:
         """Return the gradients of `optimizer`, one of the user's."""
-        return self._all[index_of(optimizer, self._optimizers)]
+        return self._all[optimizer_index(optimizer, self._optimizers)]
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Run one backward pass, after which each rank has its shards of the gradients. *Collective* over the world.
@@ -69,7 +69,7 @@ class JointGradients:
         Raises:
             GradientsNotReadyError: no optimizer has gradients.
         """
-        there = [gradients.norm() for gradients in self._all if gradients.are_there]
+        there = [gradients.norm() for gradients in self._all if gradients.has_gradients]
         if not there:
             raise GradientsNotReadyError(
                 "There are no gradients of any optimizer now: they exist from a backward pass to the step. Read them "
@@ -84,7 +84,7 @@ class JointGradients:
             ConfigurationError: no optimizer has it.
         """
         for gradients in self._all:
-            if gradients.concerns(parameter):
+            if gradients.covers(parameter):
                 return gradients.full(parameter)
         if not parameter.requires_grad:
             return None

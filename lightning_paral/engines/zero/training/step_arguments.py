@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_paral.errors import ConfigurationError
 
 
-class Evaluated:
+class EvaluatedClosure:
     """A closure that was evaluated before the step, because ZeRO reduces gradients before it.
 
     Args:
@@ -22,7 +22,7 @@ class Evaluated:
 
     def __init__(self, result: Any, kind: type[Optimizer]) -> None:
         self._result = result
-        self._kind = kind
+        self._optimizer_class = kind
         self.was_called = False
 
     def __call__(self) -> Any:
@@ -33,18 +33,19 @@ class Evaluated:
         """
         if self.was_called:
             raise ConfigurationError(
-                f"{self._kind.__name__}.step evaluates its closure more than once: it needs several backward passes "
-                "per step, which ZeRO cannot do. Train with paral_ddp, or choose an optimizer that needs only one."
+                f"{self._optimizer_class.__name__}.step evaluates its closure more than once: it needs several "
+                "backward passes per step, which ZeRO cannot do. Train with paral_ddp, or choose an optimizer that "
+                "needs only one."
             )
         self.was_called = True
         return self._result
 
 
-def closure_for(optimizer: Optimizer, result: Any) -> dict[str, Evaluated]:
+def closure_arguments(optimizer: Optimizer, result: Any) -> dict[str, EvaluatedClosure]:
     """Return keyword arguments that pass `optimizer.step` a closure returning `result`; none if it takes none."""
     if not _takes_closure(type(optimizer).step):
         return {}
-    return {"closure": Evaluated(result, type(optimizer))}
+    return {"closure": EvaluatedClosure(result, type(optimizer))}
 
 
 @cache
@@ -83,7 +84,7 @@ class StepArguments:
         def stepping(*args: Any, **kwargs: Any) -> Any:
             if self._others is None or args:
                 return step(*args, **kwargs)
-            closure = closure_for(optimizer, self._result)
+            closure = closure_arguments(optimizer, self._result)
             result = step(**(closure | self._others | kwargs))
             # Without a result there was no closure: manual optimization.
             if self._result is not None and not all(each.was_called for each in closure.values()):

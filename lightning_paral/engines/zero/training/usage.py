@@ -45,11 +45,11 @@ class Usage:
         """For each backward pass of the window, numbers of parameters in the order in which their gradients came."""
         self._seen_orders: list[list[tuple[list[int], set[int]]]] = []
         """For each backward pass of a window, the orders seen so far, each with the parameters trained then."""
-        self.is_announced = False
+        self.is_backward_running = False
         """Whether a backward pass that the strategy runs is under way."""
         self.was_reached = False
         """Whether a gradient came in the current backward pass, or in the last one."""
-        self.has_unannounced = False
+        self.has_outside_gradients = False
         """Whether gradients came in a backward pass that it did not run."""
         self._num_steps = 0
         self._num_taken: dict[int, int] = {}
@@ -66,19 +66,19 @@ class Usage:
         if self._in_order and self._orders:
             self._orders[-1].append(self._numbers[id(parameter)])
         self.was_reached = True
-        if not self.is_announced:
-            self.has_unannounced = True
+        if not self.is_backward_running:
+            self.has_outside_gradients = True
 
     def begin_pass(self) -> None:
         """Record gradients from now on as those of a further backward pass of the window."""
-        self.is_announced = True
+        self.is_backward_running = True
         self._orders.append([])
 
     def end_pass(self) -> None:
         """Treat gradients from now on as unannounced."""
-        self.is_announced = False
+        self.is_backward_running = False
 
-    def concerns(self, parameter: Parameter) -> bool:
+    def covers(self, parameter: Parameter) -> bool:
         """Whether the optimizer trains `parameter`."""
         return id(parameter) in self._numbers
 
@@ -125,13 +125,13 @@ class Usage:
         """
         missing = self.not_yet_used()
         orders = [order for order in self._orders if order]
-        agrees = self._agrees or (len(orders) > len(self._seen_orders) and _num_ranks() > 1)
+        agrees = self._ranks_compare or (len(orders) > len(self._seen_orders) and _num_ranks() > 1)
         if agrees:
-            missing = self._missing_everywhere(orders)
+            missing = self._unused_on_all_ranks(orders)
         if self._never_used is None:
             self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
         elif not self._find_unused and (missing or self._never_used):
-            self._check_as_in_first(missing)
+            self._check_matches_first(missing)
         if not self._find_unused and _num_ranks() > 1:
             self._compare_orders(orders, agreed=agrees)
         if missing or self._num_taken:
@@ -141,7 +141,7 @@ class Usage:
         self.forget_window()
 
     @property
-    def _agrees(self) -> bool:
+    def _ranks_compare(self) -> bool:
         """Whether the ranks compare their parameters in this window."""
         return self._never_used is None or self._find_unused
 
@@ -159,9 +159,9 @@ class Usage:
         step = optimizer.step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            kept = [{key: shard.clone() for key, shard in each.items()} for each in self._shards_of_unused(optimizer)]
+            kept = [{key: shard.clone() for key, shard in each.items()} for each in self._unused_shards(optimizer)]
             result = step(*args, **kwargs)
-            for shards, before in zip(self._shards_of_unused(optimizer), kept, strict=True):
+            for shards, before in zip(self._unused_shards(optimizer), kept, strict=True):
                 for key, shard in shards.items():
                     if key in before:
                         shard.copy_(before[key])
@@ -171,7 +171,7 @@ class Usage:
 
         optimizer.step = guarded  # type: ignore[method-assign]
 
-    def _shards_of_unused(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
+    def _unused_shards(self, optimizer: Optimizer) -> list[dict[str | None, Tensor]]:
         """Return this rank's shards of each unused parameter: by name of the state, `None` for the values."""
         if not self.unused:
             return []
@@ -184,7 +184,7 @@ class Usage:
             if id(parameter) in partition.ranges
         ]
 
-    def _missing_everywhere(self, orders: list[list[int]]) -> Named:
+    def _unused_on_all_ranks(self, orders: list[list[int]]) -> Named:
         """Return the parameters that no rank used. *Collective*.
 
         Raises:
@@ -200,7 +200,7 @@ class Usage:
         by_some, not_by_some = either[: len(used)], either[len(used) :]
         names = [name for (name, _), *both in zip(self._parameters, by_some, not_by_some, strict=True) if all(both)]
         if names or highest != -lowest:
-            what = f"for some ranks only: {_listed(names)}" if names else "in another order on some ranks"
+            what = f"for some ranks only: {_format_names(names)}" if names else "in another order on some ranks"
             raise UnusedParametersError(
                 f"Gradients came {what}. ZeRO matches the gradients of the ranks by position, so it would add up "
                 "gradients of different parameters. Let the loss of every rank depend on the same parameters in the "
@@ -208,14 +208,16 @@ class Usage:
             )
         return [pair for pair, used_by_some in zip(self._parameters, by_some, strict=True) if not used_by_some]
 
-    def _check_as_in_first(self, missing: Named) -> None:
+    def _check_matches_first(self, missing: Named) -> None:
         assert self._never_used is not None
         now = {id(parameter) for _, parameter in missing}
         left_out = [n for n, p in missing if p.requires_grad and id(p) not in self._never_used]
         new = [name for name, parameter in self._parameters if id(parameter) in self._never_used - now]
         if left_out or new:
             what = (
-                f"got no gradient in this step: {_listed(left_out)}" if left_out else _FIRST_USED.format(_listed(new))
+                f"got no gradient in this step: {_format_names(left_out)}"
+                if left_out
+                else _FIRST_USED.format(_format_names(new))
             )
             raise UnusedParametersError(
                 f"Parameters {what}. torch's optimizers leave parameters without a gradient as they are; ZeRO can "
@@ -243,7 +245,8 @@ class Usage:
                 continue
             trained = {number for number, (_, parameter) in enumerate(self._parameters) if parameter.requires_grad}
             if not agreed and not any(
-                _among(trained & then, order) == _among(trained & then, earlier) for earlier, then in seen
+                _select_in_order(trained & then, order) == _select_in_order(trained & then, earlier)
+                for earlier, then in seen
             ):
                 raise UnusedParametersError(
                     "Gradients came in another order than in an earlier step. ZeRO matches the gradients of the ranks "
@@ -283,11 +286,11 @@ def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _among(numbers: set[int], order: list[int]) -> list[int]:
+def _select_in_order(numbers: set[int], order: list[int]) -> list[int]:
     return [number for number in order if number in numbers]
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 

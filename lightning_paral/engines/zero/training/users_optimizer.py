@@ -24,7 +24,7 @@ from lightning_paral.engines.zero.training.elementwise import check_elementwise
 from lightning_paral.errors import ConfigurationError, ParalError
 
 
-def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def make_twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of the same class and options, with `groups` as its groups and an empty state."""
     twin: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedulers wrap that
@@ -106,7 +106,7 @@ _OFFLOADABLE = (
 )
 
 
-def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
+def check_optimizers(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
     """Check the kinds of the optimizers; return `None` if `configure_optimizers` returned `None`, else all of them.
 
     Raises:
@@ -131,7 +131,7 @@ def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer
     return optimizers
 
 
-def index_of(optimizer: Any, optimizers: Sequence[Any]) -> int:
+def optimizer_index(optimizer: Any, optimizers: Sequence[Any]) -> int:
     """Return the index of `optimizer` among the user's `optimizers`; Lightning may have wrapped it.
 
     Raises:
@@ -147,7 +147,7 @@ def index_of(optimizer: Any, optimizers: Sequence[Any]) -> int:
     )
 
 
-def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
+def make_engine_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
     """Return the twin that DeepSpeed gets, which shares only parameters with the user's optimizer.
 
     Args:
@@ -173,7 +173,7 @@ def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> O
         return _offloaded(optimizer, users.trained_groups())
     if not trust:
         check_elementwise(optimizer)
-    return twin_of(optimizer, users.trained_groups())
+    return make_twin(optimizer, users.trained_groups())
 
 
 def _offloaded(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

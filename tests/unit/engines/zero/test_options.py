@@ -16,7 +16,11 @@ from lightning_paral.engines.zero.runtime import config as settings
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from lightning_paral.engines.zero.runtime.nvme import check_free_space
 from lightning_paral.engines.zero.runtime.operators import load_operator
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
+from lightning_paral.engines.zero.training.users_optimizer import (
+    UsersOptimizer,
+    check_optimizers,
+    make_engine_optimizer,
+)
 from lightning_paral.tested_versions import TESTED_VERSIONS
 from tests.models.regression import Regression
 from tests.running import quiet_trainer
@@ -164,13 +168,15 @@ def test_only_sizes_differ_from_deepspeeds_defaults_but_for_gloo(
         return DeepSpeedZeroConfig(**section).model_dump()
 
     theirs = config_of({"stage": stage})
-    filled = settings.fill_in({"stage": stage}, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    filled = settings.add_device_defaults(
+        {"stage": stage}, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks
+    )
     ours = config_of(filled)
     assert {key for key in ours if ours[key] != theirs[key]} == others
 
     said = {"stage": stage, "overlap_comm": False, "use_multi_rank_bucket_allreduce": True, "reduce_bucket_size": 8}
     said |= {"stage3_max_reuse_distance": 5}
-    filled = settings.fill_in(said, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    filled = settings.add_device_defaults(said, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
     assert filled | said == filled
 
 
@@ -199,9 +205,9 @@ class Optimized(Regression):
 def test_no_optimizer_and_lbfgs() -> None:
     module = Regression()
     with pytest.raises(ConfigurationError, match="LBFGS"):
-        check_kind([torch.optim.LBFGS(module.parameters())], module)
+        check_optimizers([torch.optim.LBFGS(module.parameters())], module)
     with pytest.raises(ConfigurationError, match="returned object, which is not"):
-        check_kind([object()], module)
+        check_optimizers([object()], module)
 
 
 def test_nothing_to_train() -> None:
@@ -234,7 +240,7 @@ def test_offload_carries_every_hyper_parameter() -> None:
         lr=0.25,
     )
     users = UsersOptimizer(optimizer, module)
-    replacement: Any = engines_optimizer(users, offload=True, trust=False)
+    replacement: Any = make_engine_optimizer(users, offload=True, trust=False)
     assert replacement.adam_w_mode is False
     for ours, theirs in zip(replacement.param_groups, optimizer.param_groups, strict=True):
         assert {key: ours[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
@@ -261,4 +267,4 @@ def test_optimizer_that_cannot_be_offloaded(make: Any, message: str) -> None:
     module = Regression()
     users = UsersOptimizer(make(module.parameters()), module)
     with pytest.raises(ConfigurationError, match=message):
-        engines_optimizer(users, offload=True, trust=False)
+        make_engine_optimizer(users, offload=True, trust=False)
