@@ -172,13 +172,13 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         {"deepspeed_config": {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}},
         "'devic' in zero_optimization.offload_optimizer, which DeepSpeed does not know. Did you mean 'device'?",
     ),
-    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "It belongs in the section zero_optimization"),
+    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "Move it to the section zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"fp16": {"enable": True}}}, "'enable' in fp16, which DeepSpeed does not"),
     (ParalZeROStrategy, {"deepspeed_config": {"aio": {"queue_dept": 8}}}, "Did you mean 'queue_depth'"),
     (
         ParalZeROStrategy,
         {"deepspeed_config": {"train_batch_size": 8}},
-        "train_batch_size=8, which belongs",
+        "train_batch_size=8, which Lightning controls",
     ),
 ]
 
@@ -239,17 +239,17 @@ TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
     (
         lambda: ParalZeROStrategy(deepspeed_config={"fp16": {"enabled": True}}),
         {},
-        "fp16.enabled=True, but Trainer(precision='32-true') says otherwise. Set Trainer(precision='16-true')",
+        "fp16.enabled=True, which contradicts Trainer(precision='32-true'). Set Trainer(precision='16-true')",
     ),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": True}}),
         {"precision": "bf16-mixed"},
-        "bf16.enabled=True, but Trainer(precision='bf16-mixed') says otherwise",
+        "bf16.enabled=True, which contradicts Trainer(precision='bf16-mixed')",
     ),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": False}}),
         {"precision": "bf16-true"},
-        "Leave the precision to the Trainer, and take 'bf16' out",
+        "Let the Trainer set the precision, and remove 'bf16'",
     ),
 ]
 

@@ -166,4 +166,4 @@ def test_without_the_cuda_toolkit_nvme_is_read_and_written_and_other_operators_s
     result = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "It needs the toolkit.\n1048576\n" in result.stdout
-    assert "'fused_adam' is compiled with the CUDA toolkit, and there is none: CUDA_HOME is not set" in result.stdout
+    assert "'fused_adam' is compiled with the CUDA toolkit, which was not found: CUDA_HOME is not set" in result.stdout

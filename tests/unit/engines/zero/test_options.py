@@ -92,7 +92,7 @@ def test_nvme_folder_has_to_do_direct_io() -> None:
 
 
 def test_nvme_space_is_compared_with_the_need(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"1000000.00 GB there, and [\d.]+ GB are free"):
+    with pytest.raises(ConfigurationError, match=r"1000000.00 GB there, but only [\d.]+ GB are free"):
         check_free_space(tmp_path, 10**15)
 
 
@@ -132,7 +132,7 @@ def test_deepspeed_settled_on_another_accelerator() -> None:
         "except ValueError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert "has settled on 'cpu'" in result.stdout
+    assert "was imported before and uses 'cpu'" in result.stdout
     assert "DS_ACCELERATOR=cuda" in result.stdout
 
 
@@ -223,7 +223,9 @@ def test_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(ConfigurationError, match=r"ninja.* no CUDA toolkit. Mend what.*leave out offload_optimizer"):
+    with pytest.raises(
+        ConfigurationError, match=r"ninja.* no CUDA toolkit. Fix the error.*leave out offload_optimizer"
+    ):
         load_operator("cpu_adam", "offload_optimizer")
 
 
