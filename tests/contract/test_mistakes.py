@@ -153,7 +153,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"accumulate": "unshared"}, "Choose 'sharded' or 'unsharded'."),
     (ParalFSDPStrategy, {"units": ["Block"], "min_params": 100}, "Give units, or min_params"),
     (ParalFSDPStrategy, {"units": []}, "units is empty"),
-    (ParalZeROStrategy, {"stage": 4}, "stage=4 is not one of ZeRO's"),
+    (ParalZeROStrategy, {"stage": 4}, "stage=4 is not a stage of ZeRO"),
     (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "Offload(device='gpu') is not known. Choose 'cpu' or 'nvme'."),
     (ParalZeROStrategy, {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage=3, but stage=2"),
     (ParalZeROStrategy, {"reduce_bucket_numel": -1}, "reduce_bucket_numel has to be at least 1."),

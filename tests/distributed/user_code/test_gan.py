@@ -222,7 +222,7 @@ def test_what_would_differ_from_one_process_is_refused(on_ranks, stage: int) -> 
 
 def on_nvme(folder: str) -> None:
     offload = Offload("nvme", path=folder)
-    with pytest.raises(ConfigurationError, match="2 optimizers, and offload_optimizer is on NVMe"):
+    with pytest.raises(ConfigurationError, match="2 optimizers, but offload_optimizer to NVMe"):
         fit(Plain(), 2, strategy=ParalZeROStrategy(stage=3, offload_optimizer=offload))
 
 

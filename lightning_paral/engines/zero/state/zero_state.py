@@ -159,7 +159,7 @@ class ZeroState(TensorState):
         import deepspeed
 
         self.collect_writes()
-        if self.gradients is not None and any(each.covers(parameter) for each in self.gradients.each):
+        if self.gradients is not None and any(each.covers(parameter) for each in self.gradients.per_optimizer):
             full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
             if full is not None:
                 return full.detach().clone()

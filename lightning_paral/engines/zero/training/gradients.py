@@ -65,7 +65,7 @@ class PartitionedGradients:
         return self
 
     @property
-    def each(self) -> list["PartitionedGradients"]:
+    def per_optimizer(self) -> list["PartitionedGradients"]:
         """The gradients of each optimizer: these."""
         return [self]
 

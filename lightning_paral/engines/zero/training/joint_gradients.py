@@ -28,7 +28,7 @@ class JointGradients:
         self._optimizers = list(optimizers)
 
     @property
-    def each(self) -> list[PartitionedGradients]:
+    def per_optimizer(self) -> list[PartitionedGradients]:
         """The gradients of each optimizer."""
         return list(self._all)
 

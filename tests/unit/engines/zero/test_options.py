@@ -29,7 +29,7 @@ from tests.running import quiet_trainer
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 4}, "stage=4 is not one of ZeRO's"),
+        ({"stage": 4}, "stage=4 is not a stage of ZeRO"),
         ({"stage": 2, "offload_parameters": Offload("cpu")}, "offload_parameters needs stage=3, but stage=2"),
         ({"stage": 2, "offload_optimizer": Offload("nvme", path="/x")}, "needs stage=3, but stage=2. Use 'cpu'"),
         ({"stage": 2, "offload_optimizer": Offload(ratio=0.5)}, r"Offload\(ratio=0.5\) needs stage=3"),
