@@ -204,7 +204,7 @@ REFUSED: dict[Any, tuple[type[Exception], str]] = {
     WithoutZeroGrad: (ConfigurationError, "were not zeroed"),
     OneWithoutZeroGrad: (ConfigurationError, "were not zeroed"),
     ReadTooEarly: (ConfigurationError, "read and clip them after the last backward pass"),
-    NoGradients: (GradientsNotReadyError, "no gradients of any optimizer now"),
+    NoGradients: (GradientsNotReadyError, "No optimizer has gradients now"),
 }
 
 

@@ -81,7 +81,7 @@ def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
         (Lars, "Lars is not elementwise.*paral_ddp.*trust_optimizer=True"),
         (lambda ours: Lars(ours, lr=1e-9), "Lars is not elementwise"),
         (Langevin, "Langevin is not elementwise"),
-        (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping holds another optimizer.*'inner'"),
+        (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping refers to another optimizer.*'inner'"),
     ],
 )
 def test_others_are_refused_by_name(make: Any, message: str) -> None:
