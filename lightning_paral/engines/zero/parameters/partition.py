@@ -1,6 +1,6 @@
 """Parameters that DeepSpeed has partitioned at stage 3: their full shapes, and this rank's shards of them.
 
-A partitioned parameter keeps this rank's shard beside an empty `data`; while it is gathered, `data` is full as well.
+A partitioned parameter has this rank's shard and an empty `data`. While it is gathered, `data` is full.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +22,12 @@ from lightning_paral.errors import ConfigurationError
 
 
 def is_stage3_parameter(parameter: Any) -> bool:
-    """Whether DeepSpeed has partitioned `parameter`; it may be gathered now."""
+    """Return whether DeepSpeed has partitioned `parameter`. It may be gathered now."""
     return hasattr(parameter, "ds_id")
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Whether this rank has only its shard of `parameter` now: it is of stage 3, and not gathered."""
+    """Return whether this rank has only its shard of `parameter` now: it is of stage 3, and not gathered."""
     return is_stage3_parameter(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
 
 
@@ -48,9 +48,9 @@ def count_trained(parameters: Iterable[Parameter]) -> int:
 
 def local_flat_range(parameter: Any) -> tuple[int, int]:
     """Return start and length of this rank's shard of a flattened parameter of stage 3, without padding."""
-    share = parameter.ds_tensor.ds_numel
-    start = min(parameter.ds_numel, share * parameter.ds_zero_partition_rank)
-    return start, min(share, parameter.ds_numel - start)
+    padded_numel = parameter.ds_tensor.ds_numel
+    start = min(parameter.ds_numel, padded_numel * parameter.ds_zero_partition_rank)
+    return start, min(padded_numel, parameter.ds_numel - start)
 
 
 def local_shard(parameter: Any) -> Tensor:
@@ -60,11 +60,11 @@ def local_shard(parameter: Any) -> Tensor:
     return shard
 
 
-# Weights without a master copy: frozen ones, and all of them outside of training
+# Weights without an fp32 master copy: frozen weights, and all weights outside of a fit
 
 
 def read_partition(parameter: Any) -> Tensor:
-    """Return this rank's shard of `parameter` for a checkpoint, or all of a parameter that is not partitioned."""
+    """Return this rank's shard of `parameter` for a checkpoint; all of it if it is not partitioned."""
     if not is_stage3_parameter(parameter):
         full: Tensor = parameter.detach()
         return full
@@ -78,7 +78,7 @@ def read_partition(parameter: Any) -> Tensor:
 
 
 def write_partition(parameter: Any, full: Tensor) -> bool:
-    """Copy this rank's shard of the `full` tensor into `parameter`; return `False` if it is not partitioned."""
+    """Copy this rank's shard of the `full` tensor into `parameter`. Only return `False` if it is not partitioned."""
     if not is_stage3_parameter(parameter):
         return False
     start, _ = local_flat_range(parameter)
@@ -95,13 +95,13 @@ def write_partitions(written: list[tuple[Parameter, Tensor]]) -> None:
 
 
 def write_gathered(parameter: Any, full: Tensor) -> None:
-    """Copy the `full` tensor into a parameter of stage 3 that is gathered now, as small ones are between steps."""
+    """Copy the `full` tensor into a parameter of stage 3 if it is gathered now, as small ones are between steps."""
     if not is_partitioned(parameter):
         parameter.data.copy_(materialize(full).view(parameter.data.shape))
 
 
 def is_stored_in(folder: Path, parameter: Any) -> bool:
-    """Whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
+    """Return whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
     on_nvme = is_partitioned(parameter) and parameter_files.is_in_file_only(parameter)
     return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
 
@@ -111,10 +111,10 @@ def is_stored_in(folder: Path, parameter: Any) -> bool:
 
 @contextmanager
 def show_full_shapes(module: Module) -> Iterator[None]:
-    """Let partitioned parameters show their full shapes, with NaN as values and without using memory.
+    """Give partitioned parameters their full shapes inside this context, with NaN as values, without using memory.
 
-    DeepSpeed leaves an empty tensor in their place. `parameter.dim() > 1`, by which many models sort parameters into
-    groups of the optimizer, would be false for all of them.
+    Otherwise they are empty tensors. `parameter.dim() > 1`, by which many models assign parameters to optimizer groups,
+    would be false for all of them.
     """
     parameters: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
     hidden = [(parameter, parameter.data) for parameter in parameters]
@@ -128,7 +128,7 @@ def show_full_shapes(module: Module) -> Iterator[None]:
 
 
 class _ScalarsAsBytes(TorchFunctionMode):
-    """Let scalars be viewed as bytes, which torch refuses and DeepSpeed does to broadcast a parameter."""
+    """Allows a byte view of a 0-dimensional tensor, which torch refuses, and DeepSpeed uses to broadcast parameters."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,7 +144,7 @@ def view_scalars_as_bytes() -> TorchFunctionMode:
 
 
 def make_contiguous(parameter: Any) -> None:
-    """Lay out a full `parameter` row by row: DeepSpeed sends and partitions its bytes in this order."""
+    """Make the memory of a full `parameter` contiguous, because DeepSpeed sends and partitions its bytes in order."""
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
 
@@ -160,12 +160,12 @@ def check_not_empty(module: Module) -> None:
 
 
 def rejoin(module: Module) -> None:
-    """Attach parameters that an earlier run has partitioned to the process group of this one.
+    """Attach parameters that an earlier run partitioned to the process group of this run.
 
-    Forwards that a failure of that run interrupted are marked as ended.
+    Forward passes that a failure of the earlier run interrupted are marked as ended.
 
     Raises:
-        ConfigurationError: they were partitioned among another number of ranks.
+        ConfigurationError: the earlier run had another number of ranks, or this process had another rank in it.
     """
     from deepspeed.comm import get_rank, get_world_group, get_world_size
 
@@ -176,6 +176,7 @@ def rejoin(module: Module) -> None:
         if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
             raise ConfigurationError(
                 f"{type(module).__name__} was partitioned by a run with {parameter.ds_zero_partition_world_size} ranks "
-                f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
+                f"and is now used with {get_world_size()}. Use the same number of ranks, or load a checkpoint into a "
+                "new module."
             )
         join_group(parameter, get_world_group())

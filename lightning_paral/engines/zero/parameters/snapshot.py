@@ -1,4 +1,4 @@
-"""What modules and parameters had before DeepSpeed took them over, to restore them after a run."""
+"""Record the attributes and hooks of a module before DeepSpeed changes them, and restore them after a run."""
 
 from typing import Any
 
@@ -19,35 +19,35 @@ from lightning_paral.engines.zero.parameters.partition import (
 
 
 class ModuleSnapshot:
-    """Records the attributes and hooks of a module's parts and parameters, and removes all that came later.
+    """Records the attributes and hooks of all submodules and parameters, and removes those that DeepSpeed adds.
 
-    DeepSpeed leaves hooks, methods and references on every module and parameter. They keep its buffers alive and break
-    the next engine.
+    DeepSpeed leaves hooks, methods and references on every module and parameter. They would keep its buffers alive and
+    break the next engine.
 
     Args:
-        module: before it is given to DeepSpeed.
+        module: the module before DeepSpeed gets it.
     """
 
     def __init__(self, module: Module) -> None:
         self._modules = [(part, _attributes_and_hooks(part)) for part in module.modules()]
         self._parameters = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
         self.was_full = not any(is_stage3_parameter(parameter) for parameter in module.parameters())
-        """Whether every rank has had all parameters in full, in memory."""
+        """Whether every rank had all parameters in full, in memory, before the run."""
 
     @property
     def is_on_nvme(self) -> bool:
-        """Whether parameters were built in files, where they stay."""
+        """Whether parameters were built in files on NVMe, where they stay."""
         return any(parameter_files.has_file(parameter) for parameter, _ in self._parameters)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all full parameters."""
+        """The size of all full parameters in bytes."""
         return sum(full_numel(parameter) * parameter.element_size() for parameter, _ in self._parameters)
 
     def restore(self, gather: bool) -> None:
-        """Remove what DeepSpeed added, and leave full parameters on the host, without gradients.
+        """Remove what DeepSpeed added, and leave parameters full, in host memory, without gradients.
 
-        *Collective* over the world if `gather`. Otherwise partitioned parameters stay partitioned.
+        *Collective* over the world if `gather`. Otherwise, partitioned parameters stay partitioned.
         """
         partitioned = any(is_stage3_parameter(parameter) for parameter, _ in self._parameters)
         unpartition = gather or (self.was_full and not partitioned)
@@ -62,7 +62,7 @@ class ModuleSnapshot:
 
 
 def _users_attributes(parameter: Any) -> set[str]:
-    """Return the attributes of a parameter that was built partitioned which DeepSpeed did not set."""
+    """Return the names of a parameter's attributes that DeepSpeed did not set, for one that was built partitioned."""
     return {name for name, value in vars(parameter).items() if not is_from_deepspeed(name, value)}
 
 

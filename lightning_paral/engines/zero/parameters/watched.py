@@ -1,11 +1,11 @@
-"""Parameter classes for a run under ZeRO: user code sees full values, and what it writes is recorded.
+"""Parameter classes for a run under ZeRO: user code reads full values, and its writes are recorded.
 
-DeepSpeed keeps the values that are trained elsewhere: in fp32 master copies at stages 1 and 2, in each rank's shard at
-stage 3. What hooks and steps write to a parameter would be overwritten by the next step, or would go to the empty
-tensor that stage 3 leaves in place of a parameter that is not in use.
+DeepSpeed stores the values that it trains elsewhere: in fp32 master copies at stages 1 and 2, in each rank's shard at
+stage 3. Values that hooks and steps write to a parameter would be overwritten by the next step, or would be lost in
+the empty tensor that stage 3 leaves in place of a parameter that is not in use.
 
-The classes here replace `torch.nn.Parameter` during a run. They have no memory of their own, and cost nothing where
-only the forwards of modules use a parameter.
+The classes here replace `torch.nn.Parameter` during a run. They use no memory, and cost no time if only the forward
+passes of modules use a parameter.
 """
 
 from collections.abc import Callable
@@ -46,19 +46,19 @@ _SHAPE_FUNCTIONS = {getattr(Tensor, attribute).__get__ for attribute in ("shape"
 
 
 class Full:
-    """Mixin of a parameter whose `data` is full."""
+    """Mixin for a parameter whose `data` is full."""
 
     _writes: "Writes"
-    kind: type[Parameter]
+    plain_class: type[Parameter]
     """The class that this one replaces."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an ordinary parameter: what user code creates is not a parameter of the module."""
-        return cls.kind(*args, **kwargs)
+        """Create an ordinary parameter, because one that user code creates is not watched."""
+        return cls.plain_class(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
-        """The values, which may be written to."""
+        """The full values. User code may write to them."""
         if is_user_code():
             return self._writes.full_data(self)
         return plain_data(self)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ class Full:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; reading it is an error for user code if the parameter is trained."""
+        """The gradient. Reading that of a trained parameter is an error in user code."""
         if self.requires_grad and self._writes.hides_gradients and is_user_code():  # type: ignore[attr-defined]
             refuse_gradient(self._writes.parameter_name(self))
         with DisableTorchFunctionSubclass():
@@ -103,24 +103,24 @@ class Full:
 
 
 class Gathered(Full):
-    """Mixin of a parameter of stage 3 that is gathered now."""
+    """Mixin for a parameter of stage 3 that is gathered now."""
 
     @property
     def ds_status(self) -> Any:
-        """Whether the parameter is gathered, being gathered, or partitioned; set by DeepSpeed."""
+        """DeepSpeed's status of the parameter: gathered, being gathered, or partitioned."""
         return self.__dict__["ds_status"]
 
     @ds_status.setter
     def ds_status(self, status: Any) -> None:
         self.__dict__["ds_status"] = status
-        _, gathered, partitioned = _classes(self.kind)
+        _, gathered, partitioned = _classes(self.plain_class)
         self.__class__ = gathered if status.name == "AVAILABLE" else partitioned
 
 
 class Partitioned(Gathered):
-    """Mixin of a parameter of stage 3 of which this rank has only its shard now.
+    """Mixin for a parameter of stage 3 of which this rank has only its shard now.
 
-    An operation on it gathers it first. *Collective* over the world.
+    An operation on the parameter gathers it first. *Collective* over the world.
     """
 
     @classmethod
@@ -150,7 +150,7 @@ def find_partitioned(values: Any) -> list[Any]:
 
 
 def replace_partitioned(values: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return nested lists, tuples and dicts with `replace(parameter)` in place of partitioned parameters."""
+    """Replace partitioned parameters in nested lists, tuples and dicts by `replace(parameter)`."""
     if isinstance(values, Partitioned):
         return replace(values)
     if isinstance(values, dict):
@@ -165,18 +165,18 @@ def _as_shape(parameter: Any) -> Tensor:
 
 
 @cache
-def _classes(kind: type[Parameter]) -> tuple[type, type, type]:
-    """Return the classes that replace `kind`: below stage 3, and gathered and partitioned at stage 3."""
+def _classes(plain_class: type[Parameter]) -> tuple[type, type, type]:
+    """Return the classes that replace `plain_class`: at stages 1 and 2, and gathered and partitioned at stage 3."""
     mixins = (Full, Gathered, Partitioned)
-    about = {"__module__": kind.__module__, "kind": kind}
-    full, gathered, partitioned = (type(kind.__name__, (mixin, kind), dict(about)) for mixin in mixins)
+    members = {"__module__": plain_class.__module__, "plain_class": plain_class}
+    full, gathered, partitioned = (type(plain_class.__name__, (mixin, plain_class), dict(members)) for mixin in mixins)
     return full, gathered, partitioned
 
 
 def watch(parameter: Any, writes: "Writes") -> None:
-    """Let `writes` record what user code does to `parameter`."""
-    kind: type[Parameter] = type(parameter)
-    full, gathered, partitioned = _classes(kind)
+    """Let `writes` record what user code writes to `parameter`."""
+    plain_class: type[Parameter] = type(parameter)
+    full, gathered, partitioned = _classes(plain_class)
     parameter._writes = writes
     if not is_stage3_parameter(parameter):
         parameter.__class__ = full
@@ -186,12 +186,12 @@ def watch(parameter: Any, writes: "Writes") -> None:
 
 def unwatch(parameter: Any) -> None:
     """Restore the class of `parameter`."""
-    parameter.__class__ = parameter.kind
+    parameter.__class__ = parameter.plain_class
     del parameter._writes
 
 
 def plain_data(parameter: Parameter) -> Tensor:
-    """Return `parameter.data` without recording it."""
+    """Return `parameter.data` without recording the access."""
     with DisableTorchFunctionSubclass():
         values: Tensor = _data.__get__(parameter)
     return values
@@ -201,9 +201,10 @@ _ENGINE = ("deepspeed", "lightning_paral")
 
 
 def is_user_code(depth: int = 2) -> bool:
-    """Whether the function `depth` calls up, past functions of torch's, is neither DeepSpeed's nor ours.
+    """Return whether the function `depth` calls up the stack is user code. Functions of torch are skipped.
 
-    Lightning counts as user code: what its callbacks do with parameters, they do for the user.
+    Functions of DeepSpeed and of this package are not user code. Those of Lightning are, because its callbacks act on
+    parameters for the user.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -215,15 +216,15 @@ def is_user_code(depth: int = 2) -> bool:
 
 
 class HiddenGradientError(ParalError, RuntimeError):
-    """User code read or set `parameter.grad`, which is empty under ZeRO."""
+    """User code read or set `parameter.grad`, which ZeRO does not use."""
 
 
 def refuse_gradient(name: str) -> NoReturn:
     """Raise the error for a read of `.grad` of the parameter `name`."""
     raise HiddenGradientError(
         f"parameter.grad of {name!r} was read, but under ZeRO gradients are sharded, and not in parameter.grad. Read "
-        "full gradients with `self.trainer.strategy.full_gradient(parameter)`, "
-        "their norm with `self.trainer.strategy.gradient_norm()`, and clip with `self.clip_gradients(optimizer, ...)`."
+        "full gradients with `self.trainer.strategy.full_gradient(parameter)`, read their norm with "
+        "`self.trainer.strategy.gradient_norm()`, and clip them with `self.clip_gradients(optimizer, ...)`."
     )
 
 
