@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 
 _Writes = dict[Partition, list[tuple[FlatRange, Tensor]]]
-"""By partition: where in it a parameter lies, and new values of it."""
+"""Maps a partition to flat ranges in it, each with new values."""
 
 
 class EngineShards:
-    """This rank's shards of what one engine trains: flat ranges of fp32 weights, and of the optimizer's state.
+    """This rank's shards of what one engine trains: flat ranges of fp32 weights and of the optimizer's state.
+
+    Except for `has`, methods accept only parameters that the engine trains.
 
     Args:
-        engine: the engine, which is not asked for parameters that it does not train.
-        module: whose parameters they are.
-        users: the optimizer that the user's code knows.
+        engine: the DeepSpeed engine.
+        module: the module that contains the parameters.
+        users: the user's optimizer.
     """
 
     def __init__(self, engine: "DeepSpeedEngine", module: Module, users: UsersOptimizer) -> None:
@@ -49,7 +51,7 @@ class EngineShards:
         self._stored: _Writes = {}
 
     def has(self, parameter: Parameter) -> bool:
-        """Whether the optimizer trains `parameter`, or did when the run began."""
+        """Return whether the optimizer trains `parameter`, or did so when the run began."""
         return id(parameter) in self._partition_by_id
 
     # Weights
@@ -61,7 +63,7 @@ class EngineShards:
         return self._flat_shard(parameter, torch.float32, None)
 
     def has_master(self, parameter: Parameter) -> bool:
-        """Whether `parameter` has an fp32 master copy other than the weight that every rank computes with."""
+        """Return whether `parameter` has an fp32 master copy apart from the weight that forward passes use."""
         return self._stage == 3 or parameter.dtype != torch.float32
 
     def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
@@ -70,10 +72,11 @@ class EngineShards:
         return flat_range.start, flat_range.numel
 
     def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Take `stored` for the fp32 weight of `parameter`; `write_masters` reads this rank's shard of it.
+        """Set `stored` as the new fp32 weight of `parameter`. `write_masters` reads this rank's shard of it.
 
         Returns:
-            bool: whether that is all. At stages 1 and 2 the weight that is computed with is left to the caller.
+            bool: whether nothing else must be set: `False` at stages 1 and 2, where the caller sets the full weight
+                that forward passes use.
         """
         partition = self._partition_by_id[id(parameter)]
         self._stored.setdefault(partition, []).append((partition.ranges[id(parameter)], stored))
@@ -82,7 +85,7 @@ class EngineShards:
         return self._stage == 3
 
     def write_masters(self) -> None:
-        """Read the tensors of all calls of `write_shard`, partition by partition: each may be on NVMe."""
+        """Read the tensors given to `write_shard`, partition by partition, because each may be on NVMe."""
         stored, self._stored = self._stored, {}
         for partition, tensors in stored.items():
             with partition.in_memory(write=True) as (flat, _):
@@ -93,7 +96,7 @@ class EngineShards:
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
         """Copy this rank's shards of full values, which every rank has, into the fp32 weights.
 
-        A master copy changes only where the value is not its own, rounded to the dtype of the parameter.
+        An element of a master copy changes only if the new value differs from it in the dtype of the parameter.
         """
         by_partition: _Writes = {}
         for parameter, values in written:
@@ -106,7 +109,7 @@ class EngineShards:
         self._write(by_partition)
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new values of this rank's flat ranges, 1-dimensional, into the fp32 weights, as above."""
+        """Copy new values of this rank's flat ranges, each 1-dimensional, into the fp32 weights."""
         by_partition: _Writes = {}
         for parameter, values in ranges:
             partition = self._partition_by_id[id(parameter)]
@@ -123,7 +126,7 @@ class EngineShards:
                 partition.publish()
 
     def watch_usage(self, *, find_unused: bool) -> Usage:
-        """Record from now on which parameters get gradients, and let the optimizer leave the others as they are."""
+        """Record from now on which parameters get gradients, and make the optimizer leave the others unchanged."""
         trained = [
             (name, p) for name, p in self._parameters.items() if id(p) in self._partition_by_id and p.requires_grad
         ]
@@ -131,20 +134,20 @@ class EngineShards:
         usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
         self._usage = usage
         usage.guard(self._optimizer.optimizer)
-        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # of what is not offloaded
+        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # steps without offload
             usage.guard(self._optimizer.backup_optimizer)
         return usage
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context for reading tensor by tensor, in which each sub-group on NVMe is read once."""
+        """Return a context for reading many tensors, in which each sub-group on NVMe is read once."""
         return self._swapper.keep_loaded()
 
     # Optimizer
 
     def optimizer_state(self) -> State:
-        """Return the optimizer's state by number of the parameter, in tensors of full shape, `FlatShard` each."""
+        """Return the optimizer's state by index of the parameter. Its tensors are `FlatShard`s of the full shape."""
         state: dict[str, dict[str, Any]] = {}
-        names = [name for of_group in self.users.names for name in of_group]
+        names = [name for group_names in self.users.names for name in group_names]
         for name in names:
             partition = self._partition_by_id.get(id(self._parameters[name]))
             if partition is not None and (self._usage is None or self._usage.has_state(self._parameters[name])):
@@ -152,8 +155,8 @@ class EngineShards:
                 if found:
                     state[name] = found
         groups = [
-            hyper_parameters(group) | {"params": list(of_group)}
-            for group, of_group in zip(self.users.groups, self.users.names, strict=True)
+            hyper_parameters(group) | {"params": list(group_names)}
+            for group, group_names in zip(self.users.groups, self.users.names, strict=True)
         ]
         return to_int_keys({"state": state, "param_groups": groups})
 
@@ -165,14 +168,14 @@ class EngineShards:
             elif isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
                     f"The optimizer's state {key!r} has shape {tuple(value.shape)} for {partition.flat.numel()} "
-                    "elements: it is not one value per element, and cannot be saved under ZeRO."
+                    "elements: it is not one value per element, and cannot be saved under ZeRO. Train with paral_ddp."
                 )
             else:
                 found[key] = torch.tensor(float(value)) if key == "step" else value
         return found
 
     def _flat_shard(self, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
-        """Return the fp32 weight of `parameter`, or its optimizer state `key`, read from its partition when needed."""
+        """Return the fp32 weight of `parameter`, or its optimizer state `key`. It is read only when it is needed."""
         partition = self._partition_by_id[id(parameter)]
         flat_range = partition.ranges[id(parameter)]
         return FlatShard(
@@ -185,14 +188,14 @@ class EngineShards:
         )
 
     def load_optimizer_state(self, saved: State) -> None:
-        """Load the optimizer's saved state, of which this rank reads its flat ranges only.
+        """Load the optimizer's saved state. This rank reads only its flat ranges.
 
         Raises:
             CheckpointError: it is the state of another optimizer.
         """
         checkpoint = SavedOptimizer(saved, self.users.names)
-        for group, of_group in zip(self.users.groups, self.users.names, strict=True):
-            group.update(checkpoint.hyper_parameters(group, of_group))
+        for group, group_names in zip(self.users.groups, self.users.names, strict=True):
+            group.update(checkpoint.hyper_parameters(group, group_names))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for partition in self._partitions:
             found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
@@ -210,8 +213,8 @@ def _load_partition(
     partition: Partition, flat: Tensor, state: dict[str, Any], found: dict[int, dict[str, Any]]
 ) -> None:
     state.clear()
-    for key in {key: None for of_parameter in found.values() for key in of_parameter}:
-        values = {id_: of_parameter[key] for id_, of_parameter in found.items() if key in of_parameter}
+    for key in {key: None for parameter_state in found.values() for key in parameter_state}:
+        values = {id_: parameter_state[key] for id_, parameter_state in found.items() if key in parameter_state}
         if key == "step":
             state[key] = _common_step(values.values(), in_int=partition.counts_in_int)
         elif _is_per_element(partition, values):
@@ -225,7 +228,7 @@ def _load_partition(
 
 
 def _is_per_element(partition: Partition, values: dict[int, Any]) -> bool:
-    """Whether a state has a value for each element of each parameter, and not one for the whole parameter."""
+    """Return whether a state has a value for each element of each parameter, and not one per parameter."""
     return all(
         isinstance(value, Tensor) and value.shape == partition.ranges[id_].shape for id_, value in values.items()
     )
@@ -235,7 +238,7 @@ def _common_step(steps: Iterable[Any], *, in_int: bool) -> Any:
     taken = {float(step) for step in steps}
     if len(taken) > 1:
         rank_zero_warn(
-            f"In the checkpoint parameters have taken different numbers of steps, {min(taken):g} to {max(taken):g}. "
-            "Under ZeRO they count together: all continue from the largest."
+            f"Parameters in the checkpoint have taken different numbers of steps, {min(taken):g} to {max(taken):g}. "
+            "Under ZeRO they have one count: all continue from the largest."
         )
     return int(max(taken)) if in_int else torch.tensor(max(taken), dtype=torch.float32)
