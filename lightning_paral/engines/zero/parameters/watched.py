@@ -31,7 +31,7 @@ from lightning_paral.errors import ParalError
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 
-# These do not read values.
+# These run on a partitioned parameter as it is.
 _READS_NO_VALUES = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "layout", "is_cuda", "is_meta")
@@ -39,6 +39,7 @@ _READS_NO_VALUES = {
     *(Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex),  # type: ignore[attr-defined]
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
 }
+# These run on a meta tensor of the full shape.
 _SHAPE_FUNCTIONS = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim")} | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
     *(Tensor.element_size, torch.numel),
@@ -73,7 +74,7 @@ class Full:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient. Reading that of a trained parameter is an error in user code."""
+        """The gradient. User code that reads it gets an error if the parameter is trained."""
         if self.requires_grad and self._writes.hides_gradients and is_user_code():  # type: ignore[attr-defined]
             refuse_gradient(self._writes.parameter_name(self))
         with DisableTorchFunctionSubclass():
@@ -201,7 +202,7 @@ _ENGINE = ("deepspeed", "lightning_paral")
 
 
 def is_user_code(depth: int = 2) -> bool:
-    """Return whether the function `depth` calls up the stack is user code. Functions of torch are skipped.
+    """Return whether the function `depth` frames up the stack is user code. Functions of torch are skipped.
 
     Functions of DeepSpeed and of this package are not user code. Those of Lightning are, because its callbacks act on
     parameters for the user.

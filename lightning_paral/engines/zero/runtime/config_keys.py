@@ -71,6 +71,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 _TOP_AND_ZERO = ("elastic_checkpoint", "memory_efficient_linear")
+"""Keys that DeepSpeed reads at the top level as well as in the section zero_optimization."""
 
 
 def _check_section(section: object, path: str, model: str, known: _KnownNames) -> None:
@@ -133,6 +134,7 @@ def _parse_sources(root: Path) -> Iterator[ast.Module]:
 
 
 def _fields(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> dict[str, str | None]:
+    """Return the fields of a pydantic model and their aliases, each with its own model if it is a section."""
     fields: dict[str, str | None] = {}
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):

@@ -94,8 +94,9 @@ def check_space(options: ZeROOptions, num_elements: int) -> None:
     """
     for option, offload in options.on_nvme.items():
         assert offload.path is not None
-        # With the optimizer: fp32 parameters, gradients and two moments. With parameters: one copy, at most fp32.
-        check_free_space(offload.path, num_elements * (16 if option == "offload_optimizer" else 4))
+        # For the optimizer: parameters, gradients and two moments, all fp32. For parameters: one copy, at most fp32.
+        bytes_per_element = 16 if option == "offload_optimizer" else 4
+        check_free_space(offload.path, num_elements * bytes_per_element)
 
 
 class RunFolders:
@@ -148,6 +149,6 @@ def _remove_rank(folder: Path, rank: int) -> None:
     for inner in (Path(name) for name, _, _ in os.walk(folder, topdown=False)):
         if inner.name == f"rank{rank}":
             _remove(inner)
-        elif not inner.name.startswith("rank"):  # an empty folder of another rank may be written to later
+        elif not inner.name.startswith("rank"):  # another rank may still use an empty folder
             with suppress(OSError):  # it contains folders of other ranks
                 inner.rmdir()

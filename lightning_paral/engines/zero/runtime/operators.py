@@ -73,7 +73,7 @@ def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
         except Exception as error:
             needs, instead = ("", "") if name == "cpu_adam" else (", libaio and its header", ', use Offload("cpu")')
             raise ConfigurationError(
-                f"{option} needs DeepSpeed's operator {name!r}, which cannot be compiled on this node. That takes a "
+                f"{option} needs DeepSpeed's operator {name!r}, which cannot be compiled on this node. It needs a "
                 f"C++ compiler (CXX, or g++), Python's headers (Debian: apt-get install python3-dev), ninja (pip "
                 f"install ninja){needs}, but no CUDA toolkit. Fix the error below{instead}, or leave out {option}."
                 f"\n{error}"
@@ -118,9 +118,10 @@ def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
 
 
 def operator_folder(builder: Any) -> Path:
-    """Return the folder that caches the operator of `builder`. Its name hashes all that the machine code depends on.
+    """Return the folder that caches the operator of `builder`.
 
-    It is below TORCH_EXTENSIONS_DIR if that is set, else in the user's cache, which virtual environments share.
+    It is below TORCH_EXTENSIONS_DIR if that is set, else in the user's cache, which virtual environments share. Its
+    name contains a hash of everything that the machine code depends on.
     """
     import deepspeed
 
@@ -175,7 +176,7 @@ def _processor() -> str:
 
 @contextmanager
 def _compile_lock(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock for compiling the operator `name` into `folder`. A lock is released when its process ends."""
+    """Hold the lock for compiling the operator `name` into `folder`. The system releases it if the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / f"{name}.turn", "w")  # noqa: SIM115
@@ -200,7 +201,7 @@ def _build_environment(building: Path, toolkit: Path | None) -> Iterator[None]:
     if toolkit is not None:
         paths = (os.environ.get("LIBRARY_PATH"), str(toolkit / "lib64" / "stubs"))
         changed["LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
-    found = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))  # venv not activated
+    found = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))  # next to this Python
     if found is not None:
         commands = building / "bin"
         commands.mkdir()

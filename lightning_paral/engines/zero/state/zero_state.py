@@ -29,11 +29,11 @@ from lightning_paral.errors import ConfigurationError
 
 
 class ZeroState(TensorState):
-    """Implements `ShardedState`.
+    """Implements `ShardedState` for a module under ZeRO.
 
-    A parameter is stored in one of three ways: by the engine that trains it, with an fp32 master copy in low precision
-    or at stage 3; as a partition of stage 3 without a master copy; or as a plain tensor. Before `start_training` there
-    are no engines: this is then the state of an evaluation, or of a module between runs.
+    A parameter is stored in one of three ways. The engine that trains it stores an fp32 master copy of it if its dtype
+    is not fp32, and always at stage 3. Without such an engine, it is a partition of stage 3 or a plain tensor. Before
+    `start_training` there are no engines: this is then the state of an evaluation, or of a module between runs.
     """
 
     gradients: Gradients | None = None
@@ -118,7 +118,7 @@ class ZeroState(TensorState):
         write_partitions([pair for pair in written if self._engine_for_parameter(pair[0]) is None])
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new values of this rank's flat ranges, 1-dimensional, into the master copies that exist."""
+        """Copy new values of this rank's flat ranges, 1-dimensional, into the fp32 weights of trained parameters."""
         for engine in self._engines:
             engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
 
@@ -141,11 +141,9 @@ class ZeroState(TensorState):
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
         """Return the state of `optimizer`, with tensors of the full shape of which this rank has a flat range."""
-        return (
-            self._engine_for_optimizer(optimizer).optimizer_state()
-            if self._engines
-            else super().optimizer_state(optimizer)
-        )
+        if not self._engines:
+            return super().optimizer_state(optimizer)
+        return self._engine_for_optimizer(optimizer).optimizer_state()
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
         """Load a saved state during a fit. This rank reads only its flat ranges."""
@@ -215,7 +213,7 @@ class ZeroState(TensorState):
             raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
         return self.gradients
 
-    # Averages of weights, and the end of the run
+    # Averages of weights
 
     def weight_shards(self) -> WeightShards:
         """Return this rank's flat ranges of the weights, for averages of them. *Collective*."""

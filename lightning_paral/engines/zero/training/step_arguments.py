@@ -58,7 +58,7 @@ class StepArguments:
     """Passes arguments to the steps of one engine.
 
     Args:
-        zero_optimizer: DeepSpeed's optimizer, around the optimizers that get the arguments.
+        zero_optimizer: DeepSpeed's optimizer, which contains the optimizers that get the arguments.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
