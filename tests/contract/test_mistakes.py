@@ -231,7 +231,7 @@ REAL_CONFIG = {
 
 TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
     ("paral_dp", {"num_nodes": 2}, "paral_dp is one process on one host, but num_nodes=2"),
-    ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not train in on CPU. Use 'bf16-true'."),
+    ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not support on CPU. Use 'bf16-true'."),
     (lambda: ParalFSDPStrategy(replicate=3), {}, "replicate=3 does not divide the 2 ranks"),
     (lambda: ParalFSDPStrategy(replicate=0), {}, "replicate=0 does not divide the 2 ranks. Choose one of 1, 2"),
     (lambda: ParalFSDPStrategy(reshard_after_forward=3), {}, "does not divide the 2 ranks that a copy of the model"),

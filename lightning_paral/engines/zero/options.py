@@ -15,7 +15,7 @@ from lightning_paral.option_types import check_at_least
 from lightning_paral.options import Offload
 
 PATH_VARIABLE = "PARAL_NVME_PATH"
-"""The environment variable with the folder on NVMe for `"nvme"`, and so for `strategy="paral_zero3_nvme"`."""
+"""The environment variable that contains the folder for `"nvme"`, and thus for `strategy="paral_zero3_nvme"`."""
 
 
 def as_offload(offload: Offload | str | None) -> Offload | None:
@@ -30,8 +30,8 @@ class ZeROOptions:
     """The options of a strategy. `ParalZeROStrategy` documents each of them.
 
     Raises:
-        ConfigurationError: the stage does not exist or cannot offload as asked, or an option contradicts the user's
-            DeepSpeed configuration.
+        ConfigurationError: the stage does not exist or does not support the offload, or an option contradicts the
+            user's DeepSpeed configuration.
     """
 
     stage: int
@@ -120,8 +120,8 @@ def averaging_obstacle(options: ZeROOptions) -> str | None:
     copies = [key for key in ("zero_hpz_partition_size", "mics_shard_size") if zero.get(key, 0) > 1]
     if copies:
         return (
-            f"with {copies[0]}={zero[copies[0]]}, DeepSpeed gathers weights from copies of the shards that it updates. "
-            "Remove the option or the callback."
+            f"with {copies[0]}={zero[copies[0]]}, DeepSpeed gathers weights from copies, not from the shards that it "
+            "updates. Remove the option or the callback."
         )
     return None
 
@@ -135,7 +135,7 @@ def _device_section(offload: Offload, pin_memory: bool) -> dict[str, Any]:
 
 
 def check_stage(stage: object, offload_optimizer: Offload | None, offload_parameters: Offload | None) -> None:
-    """Raise a `ConfigurationError` if the stage does not exist, or cannot offload as asked."""
+    """Raise a `ConfigurationError` if the stage does not exist, or does not support the offload."""
     if stage not in (1, 2, 3):
         raise ConfigurationError(
             f"stage={stage!r} is not a stage of ZeRO. Choose 1 to shard the optimizer state, 2 to shard gradients as "
@@ -159,5 +159,5 @@ def check_precision(precision: str, device: torch.device) -> None:
     """Raise a `ConfigurationError` for fp16 on CPU."""
     if precision.startswith("16") and device.type == "cpu":
         raise ConfigurationError(
-            f"precision={precision!r} is fp16, which DeepSpeed does not train in on CPU. Use 'bf16-{precision[3:]}'."
+            f"precision={precision!r} is fp16, which DeepSpeed does not support on CPU. Use 'bf16-{precision[3:]}'."
         )

@@ -185,7 +185,7 @@ class ZeroRun(ZeroState):
             self._fixed.check()
 
     def _build_engines(self) -> tuple[Any, list[Any]]:
-        """Return the module or engine that runs steps, and the engine of each optimizer."""
+        """Build the engines. Return the module or engine that runs steps, and the engine of each optimizer."""
         options, module = self._settings.options, self.module
         offload, trust = options.offload_optimizer is not None, options.trust_optimizer
         if len(self._users) > 1:
@@ -226,7 +226,7 @@ class ZeroRun(ZeroState):
     # Teardown
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
-        """Move the full module to host memory, without what DeepSpeed added; see `ShardedState.restore`.
+        """Restore the full module in host memory, and remove what DeepSpeed added; see `ShardedState.restore`.
 
         If the module must stay partitioned, the next run under ZeRO can use it as it is.
         """

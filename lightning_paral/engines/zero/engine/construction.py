@@ -36,7 +36,8 @@ def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     """
     import deepspeed
 
-    with torch.device("meta"):  # at the first use of such a context, torch caches the functions that it changes
+    # torch caches the functions that a device context changes. Fill the cache before `zero.Init` replaces some of them.
+    with torch.device("meta"):
         torch.empty(0)
     constructors = zero_init.plain_constructors()
     before = set() if module is None else set(module.parameters())
@@ -93,7 +94,7 @@ def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
         if is_stage3_parameter(parameter):
             continue
         if dist.get_rank() > 0:
-            # Its memory may be a private mapping of a file: values received into it would stay as long as the mapping.
+            # The parameter may be a private mapping of a file, in which received values would use memory until the end.
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         zero_init.partition_full(init, parameter)
 
@@ -149,7 +150,7 @@ class _Initialization(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _READS_NO_VALUES:
+        if func not in _METADATA_FUNCTIONS:
             touched = [
                 value for value in (*args, *kwargs.values()) if isinstance(value, Parameter) and is_partitioned(value)
             ]
@@ -176,7 +177,7 @@ class _Initialization(TorchFunctionMode):
                 gathered.__exit__(None, None, None)
 
 
-_READS_NO_VALUES = {
+_METADATA_FUNCTIONS = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "grad", "layout")
 } | {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]

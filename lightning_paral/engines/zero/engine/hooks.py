@@ -1,4 +1,4 @@
-"""Let steps run despite assumptions of DeepSpeed's hooks and Lightning's checks: root hooks, outputs, accumulation."""
+"""Adapt DeepSpeed's hooks and a check of Lightning's to ordinary steps: root hooks, outputs, accumulation schedules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +50,7 @@ class RootHooksOnce(ForwardRedirection):
 
     @contextmanager
     def _without_installed(self, module: Module) -> Iterator[None]:
+        """Remove DeepSpeed's hooks inside this context. Hooks that a step adds stay."""
         before = {name: dict(hooks_in(module, name)) for name in FORWARD}
         for name in FORWARD:
             for key in self._installed[name]:
@@ -99,7 +100,7 @@ def _tensors_in(output: Any) -> list[Tensor]:
 
 def allow_accumulation_schedules(trainer: Trainer) -> None:
     """Let `GradientAccumulationScheduler` work in the next fit."""
-    # `on_train_start` of the callback rejects every DeepSpeedStrategy, so it is replaced by its two other checks.
+    # `on_train_start` of the callback rejects every DeepSpeedStrategy. A function with its other checks replaces it.
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             replace_check(callback, _check_accumulation_schedule)

@@ -30,15 +30,15 @@ class FixedParameters:
         Raises:
             ConfigurationError: some parameters did not. The message names them.
         """
-        with DisableTorchFunctionSubclass():  # makes attributes of partitioned parameters fast
+        with DisableTorchFunctionSubclass():  # reading attributes of partitioned parameters is slow otherwise
             if not self._trained.have_changed():
                 return
             now = self._trained.current_by_name()
             self._trained.update()
-        more = [name for name, p in now.items() if p.requires_grad and self._at_setup.get(name) is not p]
-        if more:
+        added = [name for name, p in now.items() if p.requires_grad and self._at_setup.get(name) is not p]
+        if added:
             raise ConfigurationError(
                 "These parameters require a gradient now, but were frozen or not in the module when training began: "
-                f"{first_names(more)}. ZeRO trains only parameters that required a gradient then. Use paral_ddp or "
+                f"{first_names(added)}. ZeRO trains only parameters that required a gradient then. Use paral_ddp or "
                 "paral_fsdp, which train all parameters that require a gradient in each step."
             )

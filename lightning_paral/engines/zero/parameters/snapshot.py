@@ -57,12 +57,12 @@ class ModuleSnapshot:
                 parameter.grad = None
                 for name in set(vars(parameter)) - (names if self.was_full else _users_attributes(parameter)):
                     delattr(parameter, name)
-        for part, before in self._modules:
-            _restore_module(part, before, unpartition)
+        for part, recorded in self._modules:
+            _restore_module(part, recorded, unpartition)
 
 
 def _users_attributes(parameter: Any) -> set[str]:
-    """Return the names of a parameter's attributes that DeepSpeed did not set, for one that was built partitioned."""
+    """Return the names of the attributes that DeepSpeed did not set on `parameter`, which was built partitioned."""
     return {name for name, value in vars(parameter).items() if not is_from_deepspeed(name, value)}
 
 
@@ -73,19 +73,20 @@ def _full_on_host(parameter: Any) -> Tensor:
     return full
 
 
-_Before = tuple[set[str], dict[str, set[int]], type]
+_Recorded = tuple[set[str], dict[str, set[int]], type]
+"""The attribute names of a module, the keys of its hooks by attribute, and the class of its parameter container."""
 
 
-def _attributes_and_hooks(part: Module) -> _Before:
+def _attributes_and_hooks(part: Module) -> _Recorded:
     hooks = {name: set(module_hooks.hooks_in(part, name)) for name in module_hooks.ALL}
     return set(vars(part)), hooks, type(own_parameters(part))
 
 
-def _restore_module(part: Module, before: _Before, unpartition: bool) -> None:
-    names, hooks, container = before
-    for name, kept in hooks.items():
+def _restore_module(part: Module, recorded: _Recorded, unpartition: bool) -> None:
+    names, hooks, container = recorded
+    for name, recorded_keys in hooks.items():
         installed = module_hooks.hooks_in(part, name)
-        for key in set(installed) - kept:
+        for key in set(installed) - recorded_keys:
             del installed[key]
     for name in set(vars(part)) - names:
         if is_of_engine(name) or (unpartition and is_zero_attribute(name)):

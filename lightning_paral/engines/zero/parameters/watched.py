@@ -31,8 +31,8 @@ from lightning_paral.errors import ParalError
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 
-# These run on a partitioned parameter as it is.
-_READS_NO_VALUES = {
+# These need no values, so they run on a partitioned parameter without gathering it.
+_METADATA_FUNCTIONS = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "layout", "is_cuda", "is_meta")
 } | {
@@ -129,7 +129,7 @@ class Partitioned(Gathered):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _READS_NO_VALUES or not is_user_code():
+        if func in _METADATA_FUNCTIONS or not is_user_code():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         parameters = find_partitioned((args, kwargs))

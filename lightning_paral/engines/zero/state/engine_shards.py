@@ -134,7 +134,7 @@ class EngineShards:
         usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
         self._usage = usage
         usage.guard(self._optimizer.optimizer)
-        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # steps without offload
+        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # steps on shards that are not offloaded
             usage.guard(self._optimizer.backup_optimizer)
         return usage
 
@@ -145,7 +145,7 @@ class EngineShards:
     # Optimizer
 
     def optimizer_state(self) -> State:
-        """Return the optimizer's state by index of the parameter. Its tensors are `FlatShard`s of the full shape."""
+        """Return the optimizer's state, keyed by index of the parameter. Its tensors are `FlatShard`s."""
         state: dict[str, dict[str, Any]] = {}
         names = [name for group_names in self.users.names for name in group_names]
         for name in names:
@@ -239,6 +239,6 @@ def _common_step(steps: Iterable[Any], *, in_int: bool) -> Any:
     if len(taken) > 1:
         rank_zero_warn(
             f"Parameters in the checkpoint have taken different numbers of steps, {min(taken):g} to {max(taken):g}. "
-            "Under ZeRO they have one count: all continue from the largest."
+            "Under ZeRO they share one count: all continue from the largest."
         )
     return int(max(taken)) if in_int else torch.tensor(max(taken), dtype=torch.float32)
