@@ -33,8 +33,8 @@ def explanation(error: BaseException, *, stage: int) -> str | None:
     if _EMPTY.search(message):
         return (
             "A weight was used while each rank had only its shard of it. Under ZeRO stage 3 weights are gathered for "
-            "the forward pass and for one backward pass of their module, but not for a second backward pass: after "
-            "backward(retain_graph=True), or for gradients of torch.autograd.grad(create_graph=True), as in gradient "
-            "penalties. Train with paral_zero2, or paral_ddp."
+            "the forward pass and for one backward pass of their module. A second backward pass, after "
+            "backward(retain_graph=True) or through torch.autograd.grad(create_graph=True) as in gradient penalties, "
+            "finds only the shard. Train with paral_zero2, or paral_ddp."
         )
     return None

@@ -59,7 +59,7 @@ class ZeROPrecision(DeepSpeedPrecision):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the forward pass, and under autocast of the operations that autocast casts."""
+        """The dtype of the weights; under autocast, the dtype of the operations that autocast casts."""
         return _DTYPES[self.precision[:2]]
 
     @property
@@ -123,10 +123,13 @@ class ZeROPrecision(DeepSpeedPrecision):
         """Run `closure`, then the hooks, then the step of the sharded optimizer. *Collective*.
 
         Raises:
-            ConfigurationError: the optimizer is LBFGS, or its gradients cannot be averaged or used.
+            ConfigurationError: the optimizer is LBFGS; see also `PartitionedGradients.step`.
+            UnusedParametersError: see `Usage.close_window`.
         """
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
-            raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
+            raise ConfigurationError(
+                "LBFGS needs several backward passes per step, which ZeRO cannot do. Train with paral_ddp."
+            )
         closure_result = closure()
         if self.gradients is None:
             after_closure(self, model, optimizer)

@@ -21,7 +21,7 @@ from lightning_paral.engines.zero.parameters.partition import full_shape, is_sta
 from lightning_paral.engines.zero.parameters.watched import Partitioned, plain_data, replace_partitioned, unwatch, watch
 from lightning_paral.errors import ConfigurationError
 
-_KEPT_GATHERED = 4
+_NUM_KEPT_COPIES = 4
 """How many full copies of stage-3 parameters are kept after user code has accessed them, because it mostly accesses the
 same ones next. The number is the same on all ranks, because gathering is collective."""
 
@@ -54,8 +54,7 @@ class _Copy:
     def is_used_elsewhere(self) -> bool:
         """Whether user code still has a reference to the tensor, or a view of it."""
         storage = use_count(self.values)
-        # The tensor has two references here: this object and the argument of `getrefcount`. For 2 of the storage, see
-        # `use_count`.
+        # Without user code there are 2: this object and the argument of `getrefcount`; of the storage, see `use_count`.
         return bool(sys.getrefcount(self.values) > 2 or storage > 2)
 
 
@@ -78,8 +77,11 @@ class Writes:
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._versions = {id(parameter): version_of(parameter) for parameter in self._parameters}
         self._exposed: dict[int, Any] = {}
+        """Parameters whose `data` user code has read. Writes to it do not change the version of the parameter."""
         self._gathered: dict[int, _Copy] = {}
+        """Full copies that are kept for the next access, the last used one at the end."""
         self._aliased: list[_Copy] = []
+        """Other full copies to which user code may still write."""
         self._methods: list[tuple[Any, dict[str, Any]]] = []
         for parameter in self._parameters:
             if is_stage3_parameter(parameter):
@@ -204,7 +206,7 @@ class Writes:
 
     def _drop_old_copies(self) -> None:
         """Drop all copies except the last used ones, after collecting from them."""
-        for key in list(self._gathered)[:-_KEPT_GATHERED]:
+        for key in list(self._gathered)[:-_NUM_KEPT_COPIES]:
             self._drop(self._gathered.pop(key))
 
     def _drop(self, copy: _Copy) -> None:
@@ -270,7 +272,7 @@ class Writes:
         self._methods.append((parameter, methods))
         for name in names[:2]:
             setattr(parameter, name, self._call_before(self._before_gathering, parameter, methods[name]))
-        setattr(parameter, names[2], self._call_before(self._before_release, parameter, methods[names[2]]))
+        setattr(parameter, names[2], self._call_before(self._before_partitioning, parameter, methods[names[2]]))
 
     def _call_before(self, prepare: Callable[[list[Any]], None], parameter: Any, method: Callable[..., Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -287,7 +289,7 @@ class Writes:
                 self._drop(copy)
         self._collect_if_written(self._aliased)
 
-    def _before_release(self, parameters: list[Any]) -> None:
+    def _before_partitioning(self, parameters: list[Any]) -> None:
         self._collect_if_written(self._aliased)
         here = [p for p in parameters if id(p) in self._versions and not isinstance(p, Partitioned)]
         if any(self._is_written(parameter) for parameter in here):

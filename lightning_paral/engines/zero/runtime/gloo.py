@@ -14,7 +14,7 @@ _ABANDON_TIMEOUT = timedelta(seconds=10)
 
 
 class GlooBackend(TorchBackend):  # type: ignore[misc]
-    """DeepSpeed's `torch.distributed` backend for gloo. It reduces by sums only, of tensors on CPU."""
+    """DeepSpeed's `torch.distributed` backend for gloo. All reductions are sums of CPU tensors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -69,7 +69,7 @@ class ZeroWeightShards(WeightShards):
         """Use the current values in forward passes: full parameters get the flat ranges of all ranks. *Collective*.
 
         Args:
-            borrowed: whether the values are averages for an evaluation, after which the weights return.
+            borrowed: whether the values are averages for an evaluation, after which the weights are restored.
         """
         full = [number for number, parameter in enumerate(self._parameters) if not is_partitioned(parameter)]
         for bucket in self._buckets(full):

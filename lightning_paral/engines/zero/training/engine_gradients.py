@@ -9,7 +9,7 @@ from lightning_paral.compat.deepspeed import gradients
 from lightning_paral.compat.deepspeed.clipping import clip_next_step
 from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
 from lightning_paral.compat.deepspeed.offload import is_offloaded
-from lightning_paral.engines.zero.training.usage import Named
+from lightning_paral.engines.zero.training.usage import NamedParameters
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -75,7 +75,7 @@ class EngineGradients:
             if self.are_offloaded:
                 forget_copies(self._optimizer)
 
-    def zero_stale(self, unused: Named) -> None:
+    def zero_stale(self, unused: NamedParameters) -> None:
         """Zero the gradients of `unused` parameters: stage 3 and offload would keep those of an earlier window."""
         for _, parameter in unused if self.stage < 3 and self.are_offloaded else ():
             zero_gradient_on_host(self._optimizer, parameter)

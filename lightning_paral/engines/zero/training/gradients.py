@@ -166,7 +166,7 @@ class PartitionedGradients:
         """Average the gradients of a window, unless its last backward pass has done so. *Collective*.
 
         Raises:
-            UnusedParametersError: the wrong parameters got gradients; see `Usage.close_window`.
+            UnusedParametersError: see `Usage.close_window`.
         """
         if self._is_closed or self._num_passes == 0:
             return

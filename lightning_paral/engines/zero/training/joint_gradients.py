@@ -33,7 +33,7 @@ class JointGradients:
         return list(self._all)
 
     def of(self, optimizer: Any) -> PartitionedGradients:
-        """Return the gradients of `optimizer`, one of the user's."""
+        """Return the gradients of `optimizer`, one of the user's optimizers."""
         return self._all[optimizer_index(optimizer, self._optimizers)]
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:

@@ -19,7 +19,7 @@ from lightning_paral.distributed.process_group import host_group
 from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition
 from lightning_paral.errors import UnusedParametersError
 
-Named = Sequence[tuple[str, Parameter]]
+NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 class Usage:
@@ -33,7 +33,7 @@ class Usage:
     """
 
     def __init__(
-        self, parameters: Named, partitions: Iterable[Partition], *, find_unused: bool, in_order: bool
+        self, parameters: NamedParameters, partitions: Iterable[Partition], *, find_unused: bool, in_order: bool
     ) -> None:
         self._parameters = list(parameters)
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._parameters)}
@@ -44,7 +44,7 @@ class Usage:
         self._orders: list[list[int]] = []
         """For each backward pass of the window, the indices of parameters in the order of their gradients."""
         self._seen_orders: list[list[tuple[list[int], set[int]]]] = []
-        """For each backward pass of a window, the orders in windows so far, with the parameters trained in each."""
+        """For each backward pass of a window: the orders seen so far, each with the parameters that were trained."""
         self.is_backward_running = False
         """Whether the strategy is running a backward pass."""
         self.was_reached = False
@@ -54,7 +54,7 @@ class Usage:
         self._num_steps = 0
         self._num_taken: dict[int, int] = {}
         self._never_used: set[int] | None = None
-        self.unused: Named = ()
+        self.unused: NamedParameters = ()
         """The parameters that no rank used in the last closed window."""
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._record)  # type: ignore[no-untyped-call]
@@ -92,13 +92,13 @@ class Usage:
         """Whether a parameter got a gradient in this window, on this rank."""
         return bool(self._used)
 
-    def not_yet_used(self) -> Named:
+    def not_yet_used(self) -> NamedParameters:
         """Return the parameters that have not got a gradient in this window yet, on this rank."""
         if len(self._used) == len(self._parameters):
             return ()
         return [(name, parameter) for name, parameter in self._parameters if id(parameter) not in self._used]
 
-    def missed_by_last_pass(self) -> Named:
+    def missed_by_last_pass(self) -> NamedParameters:
         """Return the parameters that got gradients in earlier backward passes of the window, but not in the last one.
 
         Valid only if the order of gradients is recorded (`in_order`).
@@ -125,15 +125,15 @@ class Usage:
         """
         missing = self.not_yet_used()
         orders = [order for order in self._orders if order]
-        agrees = self._ranks_compare or (len(orders) > len(self._seen_orders) and _num_ranks() > 1)
-        if agrees:
+        compared = self._ranks_compare or (len(orders) > len(self._seen_orders) and _num_ranks() > 1)
+        if compared:
             missing = self._unused_on_all_ranks(orders)
         if self._never_used is None:
             self._never_used = {id(parameter) for _, parameter in missing if parameter.requires_grad}
         elif not self._find_unused and (missing or self._never_used):
             self._check_matches_first(missing)
         if not self._find_unused and _num_ranks() > 1:
-            self._compare_orders(orders, agreed=agrees)
+            self._compare_orders(orders, compared=compared)
         if missing or self._num_taken:
             self._count(missing)
         self._num_steps += 1
@@ -184,7 +184,7 @@ class Usage:
             if id(parameter) in partition.ranges
         ]
 
-    def _unused_on_all_ranks(self, orders: list[list[int]]) -> Named:
+    def _unused_on_all_ranks(self, orders: list[list[int]]) -> NamedParameters:
         """Return the parameters that no rank used. *Collective*.
 
         Raises:
@@ -210,7 +210,7 @@ class Usage:
             )
         return [pair for pair, used_by_some in zip(self._parameters, by_some, strict=True) if not used_by_some]
 
-    def _check_matches_first(self, missing: Named) -> None:
+    def _check_matches_first(self, missing: NamedParameters) -> None:
         assert self._never_used is not None
         now = {id(parameter) for _, parameter in missing}
         left_out = [n for n, p in missing if p.requires_grad and id(p) not in self._never_used]
@@ -220,18 +220,18 @@ class Usage:
             raise UnusedParametersError(
                 f"Parameters {what}: {_format_names(left_out or new)}. torch's optimizers skip parameters without a "
                 "gradient. ZeRO can skip them only if all ranks know them. Set "
-                "ParalZeROStrategy(find_unused_parameters=True), with which ranks compare them in every step, make the "
-                "loss depend on them, or freeze them with requires_grad_(False)."
+                "ParalZeROStrategy(find_unused_parameters=True) to let ranks compare them in every step; make the loss "
+                "depend on them; or freeze them with requires_grad_(False)."
             )
 
-    def _compare_orders(self, orders: list[list[int]], *, agreed: bool) -> None:
+    def _compare_orders(self, orders: list[list[int]], *, compared: bool) -> None:
         """Compare the order of gradients in each backward pass with the same pass of earlier windows.
 
         Parameters that are frozen in either window are not compared.
 
         Args:
             orders: the order in each backward pass of this window.
-            agreed: whether the ranks have already compared their orders in this window.
+            compared: whether the ranks have compared their orders in this window. New orders are then accepted.
 
         Raises:
             UnusedParametersError: a pass reached other parameters, or in another order.
@@ -243,19 +243,19 @@ class Usage:
             if any(order == earlier for earlier, _ in seen):
                 continue
             trained = {number for number, (_, parameter) in enumerate(self._parameters) if parameter.requires_grad}
-            if not agreed and not any(
-                _select_in_order(trained & then, order) == _select_in_order(trained & then, earlier)
-                for earlier, then in seen
+            if not compared and not any(
+                _select_in_order(trained & trained_then, order) == _select_in_order(trained & trained_then, earlier)
+                for earlier, trained_then in seen
             ):
                 raise UnusedParametersError(
                     "Gradients came in another order than in an earlier step. ZeRO matches the gradients of the ranks "
                     "by position: if the order differs between ranks, it adds up gradients of different parameters. "
-                    "Set ParalZeROStrategy(find_unused_parameters=True), with which ranks compare the order in every "
-                    "step, or train with paral_ddp."
+                    "Set ParalZeROStrategy(find_unused_parameters=True) to let ranks compare the order in every step, "
+                    "or train with paral_ddp."
                 )
             seen.append((order, trained))
 
-    def _count(self, missing: Named) -> None:
+    def _count(self, missing: NamedParameters) -> None:
         """Count the steps that each parameter takes.
 
         Raises:

@@ -129,7 +129,9 @@ def check_optimizers(optimizers: list[Any], module: LightningModule) -> list[Opt
             "ZeRO can shard only such an optimizer: return one, or train with paral_ddp."
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
+        raise ConfigurationError(
+            "LBFGS needs several backward passes per step, which ZeRO cannot do. Train with paral_ddp."
+        )
     return optimizers
 
 
