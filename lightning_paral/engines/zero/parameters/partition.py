@@ -78,7 +78,11 @@ def read_partition(parameter: Any) -> Tensor:
 
 
 def write_partition(parameter: Any, full: Tensor) -> bool:
-    """Copy this rank's shard of the `full` tensor into `parameter`. Only return `False` if it is not partitioned."""
+    """Copy this rank's shard of the `full` tensor into `parameter`; copy nothing if it is not partitioned.
+
+    Returns:
+        bool: whether `parameter` is partitioned.
+    """
     if not is_stage3_parameter(parameter):
         return False
     start, _ = local_flat_range(parameter)
@@ -106,7 +110,7 @@ def is_stored_in(folder: Path, parameter: Any) -> bool:
     return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
 
 
-# What modules need before DeepSpeed partitions them, or after it has
+# Preparing modules and parameters for DeepSpeed
 
 
 @contextmanager

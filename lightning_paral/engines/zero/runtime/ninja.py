@@ -42,7 +42,7 @@ def run(parent: int, command: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    # Linux terminates ninja even if this process is killed. Other systems cannot.
+    # Only Linux can terminate ninja when this process is killed.
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

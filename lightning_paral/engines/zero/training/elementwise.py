@@ -26,7 +26,7 @@ _TOLERANCE = 1e-5
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise a `ConfigurationError` unless `optimizer` updates every element of a parameter independently.
 
-    A copy of it runs on small tensors. Its parameters, state and groups do not change.
+    A copy of the optimizer runs on small tensors. The parameters, state and groups of the original do not change.
     """
     class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     remedy = (
@@ -38,8 +38,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if attribute is not None:
         raise ConfigurationError(
             f"{class_name} refers to another optimizer, a module or parameters in its attribute {attribute!r}. ZeRO "
-            f"shards the elements of all parameters over the ranks, and cannot test whether its steps stay correct. "
-            f"{remedy}"
+            "shards the elements of all parameters over the ranks. No trial can tell whether steps of this optimizer "
+            f"stay correct. {remedy}"
         )
     try:
         difference = max(_difference(optimizer, group) for group in optimizer.param_groups)
@@ -101,7 +101,7 @@ def _run_trial(
     trial.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     parameters = [Parameter(each.clone()) for each in values]
     is_lr_zero = not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0
-    lr = {"lr": 0.01} if is_lr_zero else {}  # a warmup may start at 0, which would change nothing
+    lr = {"lr": 0.01} if is_lr_zero else {}  # a warmup may start at 0, but the trial needs steps
     trial.__dict__.update(param_groups=[group | lr | {"params": parameters}], state=defaultdict(dict))
     trial.__dict__.update(step_hooks.no_hooks())
     if isinstance(optimizer, torch.optim.Adagrad):  # only this optimizer creates its state in its constructor
