@@ -41,8 +41,8 @@ def build_training_engine(
 ) -> "DeepSpeedEngine":
     """Build an engine that trains `module` with `optimizer`. *Collective* over the world.
 
-    It shards the optimizer state, at stages 2 and 3 the gradients, and at stage 3 the parameters. Learning-rate
-    schedulers are not passed to it, because Lightning steps them: they change the groups of the user's optimizer.
+    It shards the optimizer state, at stages 2 and 3 also the gradients, and at stage 3 also the parameters.
+    Learning-rate schedulers are not passed to it: Lightning steps them, and they change the user's optimizer.
     """
     engine = _initialize(module, config, device, optimizer, trained_parameters(module))
     inner: Any = engine.optimizer.optimizer

@@ -1,4 +1,4 @@
-"""Build DeepSpeed's configuration from the arguments of the strategy and the Trainer and the user's own settings."""
+"""Build DeepSpeed's configuration from the arguments of the strategy, those of the Trainer, and the user's settings."""
 
 import json
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ _OWNED = {
     "optimizer": "return the optimizer from configure_optimizers",
     "scheduler": "return the scheduler from configure_optimizers",
 }
+"""Maps each key that Lightning controls to what the user should do instead."""
 
 _EQUIVALENT_PRECISIONS = {
     "fp16": "16-true",
@@ -37,7 +38,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return the user's DeepSpeed configuration, from a dict or a JSON file.
+    """Return the user's DeepSpeed configuration, from a dict or a JSON file, without keys that Lightning controls.
 
     Raises:
         ConfigurationError: the file does not exist or is not JSON, a key is unknown, or Lightning controls a setting.
@@ -115,7 +116,7 @@ def add_device_defaults(
     """Return `section` with defaults for the device type added. Values already in `section` take precedence.
 
     Bucket sizes are bounded by the size of the model. On CUDA, stages 1 and 2 overlap gradient reduction with the
-    backward pass, as Lightning's `DeepSpeedStrategy` does. On CPU, further defaults suit gloo.
+    backward pass, as Lightning's `DeepSpeedStrategy` does. On CPU, the other defaults are for gloo.
 
     Args:
         section: the section `zero_optimization` of DeepSpeed's configuration, as set by the user and the strategy.

@@ -18,7 +18,7 @@ from lightning_paral.errors import ConfigurationError, ParalError
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-_GONE = (
+_FREED = (
     "under ZeRO they are freed after the step. Call optimizer.zero_grad() before the backward passes of each step, "
     "also in an overridden optimizer_zero_grad, or train with paral_ddp."
 )
@@ -104,7 +104,7 @@ class PartitionedGradients:
         if self._complete or (self._has_old and not by_hand):
             raise ConfigurationError(
                 "Gradients of an earlier step were not zeroed before this backward pass. torch would add to them, but "
-                f"{_GONE}"
+                f"{_FREED}"
             )
         self.engine.set_gradient_accumulation_boundary(ends_window)
         self._begin_pass(by_hand)
@@ -112,7 +112,7 @@ class PartitionedGradients:
         self._usage.begin_pass()
 
     def undo_empty_pass(self) -> None:
-        """Undo `before_backward` if an overridden `backward` ran no backward pass, and the window has no gradient."""
+        """Undo `before_backward` if no gradient came, because an overridden `backward` ran no backward pass."""
         if self._num_passes == 1 and not self._usage.has_begun:
             self._num_passes, self._complete = 0, False
 
@@ -202,7 +202,7 @@ class PartitionedGradients:
         if self._num_passes == 0 and self._has_old:
             raise ConfigurationError(
                 "Two steps ran without zero_grad or a backward pass between them. torch would use the same gradients "
-                f"again, but {_GONE}"
+                f"again, but {_FREED}"
             )
         if self._num_passes == 0:  # training_step returned None: torch's optimizers would not change anything
             self._users.before_step()

@@ -92,7 +92,7 @@ class UsersOptimizer:
             twins.update({key: _like(value, twins.get(key)) for key, value in hyper_parameters(users).items()})
 
     def after_step(self) -> None:
-        """Copy hyper-parameters back, as some optimizers change them in a step, and run the user's post-step hooks."""
+        """Copy back hyper-parameters, which some optimizers change in a step, and run the user's post-step hooks."""
         for users, twins in self._pairs:
             users.update({key: value for key, value in hyper_parameters(twins).items() if key in users})
         step_hooks.mark_stepped(self.optimizer)
