@@ -18,18 +18,18 @@ from torch import Tensor
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.engine.construction import built_partitioned
+from lightning_paral.engines.zero.engine.construction import build_partitioned
 from lightning_paral.engines.zero.engine.explain_errors import explanation
 from lightning_paral.engines.zero.engine.hooks import allow_accumulation_schedules
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
 from lightning_paral.engines.zero.keywords import ZeROKeywords, as_zero_options, takes_zero_options
 from lightning_paral.engines.zero.options import averaging_obstacle
-from lightning_paral.engines.zero.parameters.partition import full_shapes_shown, rejoin
+from lightning_paral.engines.zero.parameters.partition import rejoin, show_full_shapes
 from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
 from lightning_paral.engines.zero.runtime.config import PRECISIONS
-from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_joined
+from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
 from lightning_paral.engines.zero.runtime.nvme import RunFolders, load_async_io
-from lightning_paral.engines.zero.runtime.operators import operators_kept
+from lightning_paral.engines.zero.runtime.operators import keep_operators
 from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
@@ -153,8 +153,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         assert self.cluster_environment is not None
         ranks = (self.global_rank, self.world_size, self.local_rank)
         level = self._options.logging_level
-        self._undo.enter_context(deepspeed_joined(self.cluster_environment, ranks, level, self.root_device))
-        self._undo.enter_context(operators_kept())
+        self._undo.enter_context(deepspeed_process_group(self.cluster_environment, ranks, level, self.root_device))
+        self._undo.enter_context(keep_operators())
         folders = self._folders.make(self._options, self._run, self.global_rank)
         self.config = self._options.deepspeed_config(self._zero_precision.precision, self.root_device, folders)
 
@@ -173,7 +173,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """At stage 3, partition each parameter as soon as it has its values: each rank keeps only its shard."""
         if self.stage == 3:
             load_async_io(self._options)
-        with built_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():
+        with build_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -196,7 +196,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             config=self.config,
             precision=self._zero_precision,
             dims=self.dims,
-            ranks_per_host=self.num_processes,
+            ranks_per_node=self.num_processes,
         )
         run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings)
         self._run_state = run
@@ -215,7 +215,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self.checkpoint_activations()
         check_embeddings(module, self.dims.data_size, "ZeRO")
         run.check_size()
-        with full_shapes_shown(module):
+        with show_full_shapes(module):
             Strategy.setup_optimizers(self, module.trainer)
         check_averaged(self.optimizers, module)
         self.model = run.train(self.optimizers)

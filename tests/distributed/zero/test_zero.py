@@ -396,7 +396,7 @@ class FailingBetweenSteps(Regression):
 
 def fail_between_steps() -> int:
     module = FailingBetweenSteps()
-    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, as the run failed"):
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, because the run failed"):
         quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
     return sum(value.numel() for value in module.state_dict().values())
 
