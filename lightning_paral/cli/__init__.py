@@ -1,4 +1,4 @@
-"""The command `paral`: one module per command."""
+"""The command-line tool `paral`, with one module per subcommand."""
 
 import sys
 
