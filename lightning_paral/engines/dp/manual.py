@@ -1,4 +1,4 @@
-"""Manual optimization in replicas: calls that change gradients or parameters are made once for all replicas."""
+"""Manual optimization in replicas: each call that changes gradients or parameters is made once for all replicas."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ from lightning_paral.errors import ConfigurationError
 
 
 class BackwardPermit:
-    """Whether gradients may flow from the replicas into the master now: only from all replicas together."""
+    """Decides whether gradients may flow into the master: only in a backward pass of all replicas together."""
 
     def __init__(self) -> None:
         self._granted = False
 
     def check(self) -> None:
-        """Raise a `ConfigurationError` unless granted."""
+        """Raise a `ConfigurationError` if gradients must not flow now."""
         if not self._granted:
             raise ConfigurationError(
                 "A replica of paral_dp ran a backward pass of its own inside a step. Gradients of all replicas are "
@@ -32,12 +32,12 @@ class BackwardPermit:
             )
 
     def grant(self) -> None:
-        """Allow all backward passes from now on. Call it after the replicas have run the step."""
+        """Allow all later backward passes. Call it after the replicas have run the step."""
         self._granted = True
 
     @contextmanager
     def granted(self) -> Iterator[None]:
-        """Allow backward passes inside this context."""
+        """Allow backward passes inside the block."""
         before, self._granted = self._granted, True
         try:
             yield
@@ -47,7 +47,7 @@ class BackwardPermit:
 
 @contextmanager
 def rejecting_replica_steps(rendezvous: Rendezvous) -> Iterator[None]:
-    """Raise a `ConfigurationError` for optimizer steps that a single replica takes inside the block."""
+    """Raise a `ConfigurationError` if a single replica steps an optimizer inside the block."""
 
     def check(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not rendezvous.is_running:
@@ -64,17 +64,17 @@ def rejecting_replica_steps(rendezvous: Rendezvous) -> Iterator[None]:
 
 
 class ManualOptimization:
-    """Replaces, in one replica, the methods of `LightningModule` that optimize.
+    """Replaces the `LightningModule` methods for manual optimization in one replica.
 
-    Every replica calls them. Each call runs once, on the master; losses are weighted by the sizes of the sub-batches,
-    so that gradients are those of the full batch.
+    Every replica calls these methods, and each call runs once, on the master. Losses are weighted by the sizes of the
+    sub-batches, so that gradients are those of the full batch.
 
     Args:
         master: the module whose parameters the optimizers hold.
-        replica: the replica's number.
-        rendezvous: of all replicas of the step.
+        replica: index of the replica.
+        rendezvous: the rendezvous of all replicas of the step.
         replicas: copies of the master; updated when its parameters change.
-        sizes: number of samples per replica.
+        sizes: numbers of samples of the replicas.
         device: device of the master.
         permit: allows the backward pass of all replicas together.
     """
@@ -99,7 +99,7 @@ class ManualOptimization:
         self._own: dict[str, Callable[..., Any]] = {name: getattr(master, name) for name in _METHODS}
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return the replacements by name of the methods."""
+        """Return the replacements by method name."""
         return {name: getattr(self, name) for name in _METHODS}
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -120,13 +120,13 @@ class ManualOptimization:
         return _Optimizer(found, self, 0)
 
     def replica_param_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return `groups` with this replica's own parameters, which have no gradients.
+        """Return `groups` with the parameters of this replica, which have no gradients.
 
-        Only replica 0 gets the original groups, so a change of theirs is made once.
+        Only replica 0 gets the original groups, so that a change to them is made once.
         """
         if self._replica == 0:
             return groups
-        own = self._replicas.of_copy(self._replica - 1)
+        own = self._replicas.parameters_of_copy(self._replica - 1)
         return [group | {"params": [own.get(id(param), param) for param in group["params"]]} for group in groups]
 
     def lr_schedulers(self) -> Any:
@@ -137,11 +137,11 @@ class ManualOptimization:
         return None if found is None else _Scheduler(found, self, 0)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Make only the parameters of `optimizer` require gradients, in all replicas."""
+        """In all replicas, let only the parameters of `optimizer` require gradients."""
         self.once("self.toggle_optimizer", self._own["toggle_optimizer"], _unwrapped(optimizer), new_parameters=True)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Make all parameters require gradients again, in all replicas."""
+        """In all replicas, restore the `requires_grad` that `toggle_optimizer` changed."""
         own = self._own["untoggle_optimizer"]
         self.once("self.untoggle_optimizer", own, _unwrapped(optimizer), new_parameters=True)
 
@@ -184,7 +184,7 @@ class _Optimizer:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if isinstance(self._wrapped, LBFGS):
             raise ConfigurationError(
-                "LBFGS evaluates its closure as often as it likes, which replicas cannot follow under manual "
+                "LBFGS evaluates its closure several times per step, which replicas cannot do together under manual "
                 "optimization. Use automatic optimization, or paral_ddp."
             )
         result = None if closure is None else closure()
