@@ -110,7 +110,7 @@ class ShardedAverages:
         state = {self.prefix + name: value for name, value in self._state_without_prefix().items()}
         return state | ({"n_averaged": self.n_averaged} if self.prefix else {})
 
-    def _weights(self) -> dict[str, Any]:
+    def _state_without_prefix(self) -> dict[str, Any]:
         if self._shards is None:
             if self.was_lost:
                 raise ConfigurationError(
@@ -142,7 +142,7 @@ class ShardedAverages:
             name: value if name in have_masters else swapped_out.get(name, value) for name, value in weights.items()
         }
 
-    def _numbers(self) -> dict[int, int]:
+    def _index_by_id(self) -> dict[int, int]:
         """Return the index in `WeightShards` of each parameter of the module, by the `id` of the parameter."""
         return {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
 
@@ -224,7 +224,7 @@ class ShardedAverages:
         """Return an object whose `parameters()` are the current shards."""
         return _ShardView(self._require_shards().current(), self._module)
 
-    def _attached(self) -> WeightShards:
+    def _require_shards(self) -> WeightShards:
         if self._shards is None:
             raise ConfigurationError("Averages of weights exist only during trainer.fit, after the strategy's setup.")
         return self._shards
