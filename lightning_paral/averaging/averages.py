@@ -129,7 +129,7 @@ class ShardedAverages:
         During an evaluation, the module holds the averages, and this object holds the weights.
 
         Args:
-            weights: the module's `state_dict`, in which averages are replaced by weights.
+            weights: the module's `state_dict`. During an evaluation, the averages in it are replaced by the weights.
         """
         shards = self._shards
         if shards is None or not self._swapped:
@@ -196,7 +196,7 @@ class ShardedAverages:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange averages and weights, and their buffers, before and after an evaluation. *Collective*."""
+        """Exchange weights and buffers with their averages. Call it before and after an evaluation. *Collective*."""
         shards = self._require_shards()
         shards.prepare()
         self._broadcast_buffers()

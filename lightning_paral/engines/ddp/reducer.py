@@ -73,9 +73,9 @@ class ReducedParameters:
 
     @contextmanager
     def for_next_reducer(self) -> Iterator[None]:
-        """Create a DDP inside the block; its reducer gets the parameters that are needed now. *Collective*.
+        """Let the needed parameters require gradients while the block creates a DDP, so that its reducer has them.
 
-        Before that, rank 0 broadcasts the values of new parameters.
+        *Collective*: before the block, rank 0 broadcasts the values of new parameters.
         """
         everything = self._trained.all_by_name.values()
         broadcast([p for p in everything if p not in self._synchronized])
@@ -110,7 +110,7 @@ class ReducedParameters:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a training step inside the block. Under automatic optimization, DDP averages its backward passes."""
+        """Run a training step inside the block. Backward passes count as averaged under automatic optimization."""
         guard = None if self._is_manual else self._guard
         with nullcontext() if guard is None else guard.reduced():
             yield

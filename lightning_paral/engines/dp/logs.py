@@ -1,4 +1,4 @@
-"""Record the `self.log` calls of the replicas, and merge those with the same name into one call on the master."""
+"""Record the `self.log` calls of the replicas, and merge matching calls into one call on the master."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class LogRecord:
 
     Args:
         num_samples: size of the replica's sub-batch.
-        original_of: returns the metric of the master that an argument is the copy of.
+        original_of: maps a replica's copy of a metric to the master's metric.
     """
 
     def __init__(self, num_samples: int, original_of: Callable[[object], object]) -> None:

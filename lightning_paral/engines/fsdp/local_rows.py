@@ -16,7 +16,7 @@ Chunk = slice | tuple[slice, ...]
 def own_rows(tensor: Any) -> slice | None:
     """Return the rows that this rank holds of `tensor`, a DTensor; all rows if it is replicated.
 
-    `None` if it is not sharded by rows over one dimension of its mesh, which the layouts of users may not be.
+    `None` if it is not sharded by rows over one dimension of its mesh, as may be the case if the user sharded it.
     """
     sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not sharded:

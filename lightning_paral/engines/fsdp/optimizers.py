@@ -18,13 +18,13 @@ _UNSUPPORTED = {
     "Adafactor": "it updates means over rows in place",
 }
 _NO_KERNEL = {"fused": ("SGD", "Adagrad"), "foreach": ("Rprop",)}
-"""Options that select kernels which torch (2.13) lacks for DTensors, and the optimizers concerned."""
+"""Optimizers for which torch (2.13) has no such kernel for DTensors, by option."""
 
 
 def check_optimizers(
     optimizers: Iterable[Optimizer], module: Module, sharded: ShardedModule, device: torch.device
 ) -> None:
-    """Check `optimizers`, and make errors that DTensors cause in their steps name the optimizer.
+    """Check `optimizers`, and name the optimizer in errors that DTensors cause in its step.
 
     Raises:
         ConfigurationError: an optimizer was created before `module` was sharded, or cannot update all its parameters.

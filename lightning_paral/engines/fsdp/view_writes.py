@@ -1,6 +1,6 @@
-"""Views of sharded tensors that are gathered copies: write to the shards what user code writes to the copy.
+"""Write changes to views of sharded tensors back to the shards.
 
-Otherwise `p.data[0].zero_()` would silently change only the copy.
+Some of these views are copies that torch gathers, so `p.data[0].zero_()` would silently change only the copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ class GatheredView(DTensor):
         return result
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """Return the elements as an ordinary tensor."""
+        """Return the elements as a plain tensor. *Collective*."""
         self.refresh()
         full: Tensor = super().full_tensor(**options)
         return full
