@@ -44,7 +44,7 @@ class AveragingCallbacks:
     fit ends, these methods of the two classes are replaced by methods that use `ShardedAverages` instead of a copy.
 
     Args:
-        trainer: the trainer, which has the callbacks.
+        trainer: the trainer whose callbacks are adapted.
         save_frozen: whether checkpoints hold frozen parameters.
         obstacle: why this strategy cannot average weights; `None` if it can.
 
@@ -121,7 +121,7 @@ class AveragingCallbacks:
                 if averages.was_lost and isinstance(callback, WeightAveraging):
                     rank_zero_warn(
                         f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
-                        "module. They were sharded and are lost; checkpoints of the fit have them."
+                        "module. They were sharded and are lost; checkpoints of the fit contain them."
                     )
                     set_averages(callback, None)
         self._callbacks = []

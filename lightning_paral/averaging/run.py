@@ -21,7 +21,7 @@ class RunAverages:
     it loads a checkpoint, and `end` in its teardown.
 
     Args:
-        trainer: the trainer; its callbacks may average weights.
+        trainer: the trainer whose callbacks may average weights.
         save_frozen: whether checkpoints include frozen parameters.
         obstacle: why this strategy cannot average weights; `None` if it can.
 

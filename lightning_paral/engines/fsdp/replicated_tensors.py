@@ -23,11 +23,11 @@ def unshardable_parameters(module: Module) -> list[Parameter]:
     Before torch 2.12, integer parameters cannot be sharded either.
     """
 
-    def cannot_be(parameter: Parameter) -> bool:
+    def cannot_be_sharded(parameter: Parameter) -> bool:
         is_empty = parameter.dim() == 0 or parameter.numel() == 0
         return is_empty or not (isinstance(parameter, DTensor) or can_be_sharded(parameter))
 
-    return [parameter for parameter in module.parameters() if cannot_be(parameter)]
+    return [parameter for parameter in module.parameters() if cannot_be_sharded(parameter)]
 
 
 class ReplicatedParameter(Parameter):
@@ -45,7 +45,7 @@ class ReplicatedParameter(Parameter):
         _DATA.__set__(self, value.full_tensor().detach() if isinstance(value, DTensor) else value)
 
 
-def watch_assignments(parameters: Iterable[Parameter]) -> Callable[[], None]:
+def allow_dtensor_assignment(parameters: Iterable[Parameter]) -> Callable[[], None]:
     """Allow DTensors to be assigned to the `data` of `parameters`; return a function that undoes this."""
     watched = [parameter for parameter in parameters if type(parameter) is Parameter]
     for parameter in watched:
@@ -106,9 +106,9 @@ def _register_gradient_hook(parameter: Parameter, hook: object) -> torch.utils.h
 
 
 def broadcast_on(device: torch.device, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Broadcast the first rank's values of a unit's `tensors` on `device`, before the unit is sharded there.
+    """Broadcast a unit's `tensors` from the first rank of `group` on `device`, before the unit is sharded there.
 
-    This communicates over the network of the devices, and needs no more memory there than FSDP2 itself.
+    This communicates over the network of the devices, and needs no more memory there than FSDP2 needs for the unit.
 
     *Collective* over `group`; `None` is the world.
     """
@@ -121,8 +121,9 @@ def broadcast_on(device: torch.device, tensors: Iterable[Tensor], group: dist.Pr
 def move_or_allocate(device: torch.device, tensors: Iterable[Tensor], *, is_source: bool) -> None:
     """Move `tensors` to `device` if this rank is the source. Otherwise only allocate memory there for their values.
 
-    If `device` is the CPU, parameters are reallocated on the other ranks, because `from_pretrained` maps them privately
-    from a file: pages that are written stay in memory as long as the file is mapped, in the end all of the model.
+    Parameters are reallocated on the other ranks even if `device` is the CPU, because `from_pretrained` may have mapped
+    them privately from a file. Pages of such a mapping that are written to stay in memory as long as the file is
+    mapped, so that each rank would end up with the full model in memory.
     """
     for tensor in tensors:
         if is_source:

@@ -35,9 +35,9 @@ from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, origina
 from lightning_paral.engines.fsdp.precision import match_inputs
 from lightning_paral.engines.fsdp.replicated_tensors import (
     AveragedGradients,
+    allow_dtensor_assignment,
     broadcast_on,
     unshardable_parameters,
-    watch_assignments,
 )
 from lightning_paral.engines.fsdp.snapshot import ModuleSnapshot
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
@@ -176,7 +176,7 @@ class ShardedModule:
         watched += [
             WatchedGroup(group, is_of_another, lambda: self.root_unshard.await_backward, hooks) for group in groups
         ]
-        self._undo.callback(watch_assignments(self.replicated))
+        self._undo.callback(allow_dtensor_assignment(self.replicated))
         self._undo.callback(DTensorSemantics(params, lambda: self.root_unshard.are_running, hooks).remove)
         self._undo.callback(RegistrationGuard(self.root, params).remove)
 
