@@ -120,7 +120,7 @@ class ReducedParameters:
         """Run the step of `optimizer` inside the block.
 
         Raises:
-            ConfigurationError: DDP did not average some gradients, because they come from `loss.backward()`.
+            ConfigurationError: the step uses gradients of a `loss.backward()` that DDP did not average.
         """
         with nullcontext() if self._guard is None else self._guard.optimizer_step(optimizer):
             yield

@@ -58,7 +58,7 @@ class DDPRun:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The wrapped module; a new object after the reducer was replaced."""
+        """The wrapped module, which is a new object each time the reducer is replaced."""
         model = self._strategy.model
         assert isinstance(model, DistributedDataParallel)
         return model
@@ -84,13 +84,14 @@ class DDPRun:
             self._replace_reducer()
 
     def before_batch(self, batch_idx: int) -> None:
-        """Replace the reducer if parameters were frozen or unfrozen since it was made.
+        """Replace the reducer if parameters were frozen or unfrozen since it was created.
 
         *Collective* in the first step of an epoch, and when the reducer is replaced.
 
         Raises:
-            ConfigurationError: not all ranks train the same parameters.
-            UnusedParametersError: parameters did not contribute to the loss of the previous step; names them.
+            ConfigurationError: the ranks train different parameters.
+            UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
+                them.
         """
         keep_frozen = not self._module.automatic_optimization or bool(self.model.find_unused_parameters)
         if self._parameters.needs_new_reducer(self._module.current_epoch, batch_idx, keep_frozen):
@@ -133,7 +134,8 @@ class DDPRun:
         """Run a training step inside the block.
 
         Raises:
-            UnusedParametersError: parameters did not contribute to the loss of the previous step; names them.
+            UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
+                them.
         """
         if not self._module.automatic_optimization:
             # Lightning's forward redirection clears this flag, after which DDP would no longer broadcast buffers.
@@ -160,10 +162,10 @@ class DDPRun:
         self._parameters.before_backward(loss)
 
     def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context for the step of `optimizer`.
+        """Return a context manager for the step of `optimizer`.
 
         Raises:
-            ConfigurationError: in the context, if DDP did not average gradients, which come from `loss.backward()`.
+            ConfigurationError: in the context, if the step uses gradients of a `loss.backward()` that DDP did not average.
         """
         return self._parameters.optimizer_step(optimizer)
 

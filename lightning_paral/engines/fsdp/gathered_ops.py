@@ -76,7 +76,7 @@ SUPPORTED_LATER = (
     "linalg_pinv.atol_rtol_tensor", "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", "rot90.default",
     "index_fill.int_Scalar", "index_fill.int_Tensor", "std_mean.correction",
 )  # fmt: skip
-"""Operations that DTensor supports since torch 2.12 or 2.13. With older versions, they run on full tensors."""
+"""Operations that DTensor supports since torch 2.12 or 2.13. With older versions, they run on full tensors outside steps."""
 
 WITHOUT_IDENTITY = (
     "max.default", "min.default", "amax.default", "amin.default", "aminmax.default", "linalg_vector_norm.default",
@@ -95,7 +95,7 @@ def on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return operation(*map(as_full, args), **{key: as_full(value) for key, value in kwargs.items()})
 
 
-def _like_second(by_default: Handler) -> Handler:
+def _shard_result_like_second(by_default: Handler) -> Handler:
     """Return a handler that runs operations on full tensors, and shards the result like their second argument."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +109,7 @@ def _like_second(by_default: Handler) -> Handler:
     return handle
 
 
-def _with_positive_dim(otherwise: Handler) -> Handler:
+def _make_dim_positive(otherwise: Handler) -> Handler:
     """Return a handler that replaces a negative dimension by the equivalent positive one, and calls `otherwise`."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,11 +121,12 @@ def _with_positive_dim(otherwise: Handler) -> Handler:
 
 
 def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Unbind with `select`, so that writes to the results reach the shards."""
     tensor, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     return [tensor.select(dim, number) for number in range(tensor.shape[dim])]
 
 
-def without_identity(otherwise: Handler) -> Handler:
+def handle_empty_shards(otherwise: Handler) -> Handler:
     """Return a handler for a reduction that fails on empty shards."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,7 +138,7 @@ def without_identity(otherwise: Handler) -> Handler:
     return handle
 
 
-def for_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handler]:
+def accept_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handler]:
     """Return a decorator for handlers of in-place operations: outside steps, the target may be a plain tensor."""
 
     def around(handler: Handler) -> Handler:
@@ -163,7 +164,7 @@ def read_norm(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
     return handle
 
 
-def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
+def handle_mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
     """Return a handler that, outside steps, runs operations on full tensors if DTensors and plain tensors are mixed."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,12 +263,12 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
         aten._local_scalar_dense.default: _unless_replicated(read_number, by_default),
         aten.unbind.int: _unless_replicated(_unbind, by_default),
     }
-    handle = mixed(by_default, in_step)
+    handle = handle_mixed(by_default, in_step)
     found[aten.linalg_vector_norm.default] = read_norm(by_default, in_step)
     for operation in _overloads(GATHERED):
         found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
     for operation in _overloads(WITHOUT_IDENTITY):
-        found[operation] = without_identity(found.get(operation, by_default))
+        found[operation] = handle_empty_shards(found.get(operation, by_default))
     for name in MIXED:
         packet = getattr(aten, name)
         for overload in packet.overloads():
@@ -277,8 +278,8 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
     for operation in _overloads(SUPPORTED_LATER):
         if not has_strategy(operation):
             found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
-    found |= dict.fromkeys(_overloads(BACKWARD_OF_MEANS), _like_second(by_default))
-    found |= {operation: _with_positive_dim(found.get(operation, by_default)) for operation in _overloads(CUMULATIVE)}
+    found |= dict.fromkeys(_overloads(BACKWARD_OF_MEANS), _shard_result_like_second(by_default))
+    found |= {operation: _make_dim_positive(found.get(operation, by_default)) for operation in _overloads(CUMULATIVE)}
     if not has_strategy(aten.detach_.default):  # called by autograd, with nothing to do for shards
         found[aten.detach_.default] = lambda operation, args, kwargs: args[0]
     return found

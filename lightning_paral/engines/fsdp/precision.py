@@ -22,7 +22,7 @@ _COMPUTE_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedScaler(UnscalingGradScaler):
-    """A gradient scaler for shards: if one rank's shards are not finite, all ranks skip the step.
+    """A gradient scaler for shards: if the gradients of any rank are not finite, all ranks skip the step.
 
     torch's scaler checks only this rank's gradients, or fails if there are both DTensors and plain tensors.
     """

@@ -207,7 +207,7 @@ _WRITES = (_write_at_indices, _copy)
 def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
     """Return the handlers by operation; `in_step` returns whether a step is running."""
     found = gathered_ops.handlers(_by_default, in_step)
-    takes_plain = gathered_ops.for_plain_targets(in_step)
+    takes_plain = gathered_ops.accept_plain_targets(in_step)
     for handler, names in _OPERATIONS.items():
         for name in names:
             operation, overload = name.split(".")
