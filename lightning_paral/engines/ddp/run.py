@@ -165,7 +165,7 @@ class DDPRun:
         """Return a context manager for the step of `optimizer`.
 
         Raises:
-            ConfigurationError: in the context, if the step uses gradients of a `loss.backward()` that DDP did not average.
+            ConfigurationError: on exit, if the step used gradients of a `loss.backward()` that DDP did not average.
         """
         return self._parameters.optimizer_step(optimizer)
 

@@ -52,7 +52,7 @@ def rejecting_replica_steps(rendezvous: Rendezvous) -> Iterator[None]:
     def check(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not rendezvous.is_running:
             raise ConfigurationError(
-                "A replica of paral_dp stepped an optimizer on its own, which would step once per replica. Take the "
+                "A replica of paral_dp stepped an optimizer on its own, so it would step once per replica. Take the "
                 "optimizer from self.optimizers(); or use paral_ddp."
             )
 
@@ -107,13 +107,13 @@ class ManualOptimization:
 
         def backward(losses: list[Tensor]) -> None:
             with self._permit.granted():
-                joint = weighted_mean(losses, self._sizes[: len(losses)], self._device)
-                self._own["manual_backward"](joint, *args, **kwargs)
+                mean = weighted_mean(losses, self._sizes[: len(losses)], self._device)
+                self._own["manual_backward"](mean, *args, **kwargs)
 
         self._rendezvous.run_once(self._replica, "self.manual_backward", loss, backward)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizers; a step of one runs once for all replicas."""
+        """Return the optimizers. A call of `step` in all replicas steps an optimizer once."""
         found = self._own["optimizers"](use_pl_optimizer)
         if isinstance(found, list):
             return [_Optimizer(optimizer, self, index) for index, optimizer in enumerate(found)]
@@ -130,7 +130,7 @@ class ManualOptimization:
         return [group | {"params": [own.get(id(param), param) for param in group["params"]]} for group in groups]
 
     def lr_schedulers(self) -> Any:
-        """Return the schedulers; a step of one runs once for all replicas."""
+        """Return the schedulers. A call of `step` in all replicas steps a scheduler once."""
         found = self._own["lr_schedulers"]()
         if isinstance(found, list):
             return [_Scheduler(scheduler, self, index) for index, scheduler in enumerate(found)]
@@ -138,18 +138,18 @@ class ManualOptimization:
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """In all replicas, let only the parameters of `optimizer` require gradients."""
-        self.once("self.toggle_optimizer", self._own["toggle_optimizer"], _unwrapped(optimizer), new_parameters=True)
+        self.run_once("self.toggle_optimizer", self._own["toggle_optimizer"], _unwrap(optimizer), new_parameters=True)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """In all replicas, restore the `requires_grad` that `toggle_optimizer` changed."""
         own = self._own["untoggle_optimizer"]
-        self.once("self.untoggle_optimizer", own, _unwrapped(optimizer), new_parameters=True)
+        self.run_once("self.untoggle_optimizer", own, _unwrap(optimizer), new_parameters=True)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of the full batch."""
-        self.once("self.clip_gradients", self._own["clip_gradients"], _unwrapped(optimizer), *args, **kwargs)
+        self.run_once("self.clip_gradients", self._own["clip_gradients"], _unwrap(optimizer), *args, **kwargs)
 
-    def once(
+    def run_once(
         self, call: str, method: Callable[..., Any], *args: Any, new_parameters: bool = False, **kwargs: Any
     ) -> Any:
         """Run `method` once for all replicas, update their parameters if `new_parameters`, and return the result."""
@@ -188,7 +188,7 @@ class _Optimizer:
                 "optimization. Use automatic optimization, or paral_ddp."
             )
         result = None if closure is None else closure()
-        self._optimization.once(f"{self._name}.step", self._wrapped.step, new_parameters=True, **kwargs)
+        self._optimization.run_once(f"{self._name}.step", self._wrapped.step, new_parameters=True, **kwargs)
         return result
 
     @property
@@ -200,7 +200,7 @@ class _Optimizer:
         return self._optimization.replica_param_groups(self._wrapped.param_groups)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._optimization.once(f"{self._name}.zero_grad", self._wrapped.zero_grad, *args, **kwargs)
+        self._optimization.run_once(f"{self._name}.zero_grad", self._wrapped.zero_grad, *args, **kwargs)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -221,11 +221,11 @@ class _Scheduler:
         self._name = f"scheduler {index}"
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        self._optimization.once(f"{self._name}.step", self._scheduler.step, *args, **kwargs)
+        self._optimization.run_once(f"{self._name}.step", self._scheduler.step, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     return optimizer._wrapped if isinstance(optimizer, _Optimizer) else optimizer

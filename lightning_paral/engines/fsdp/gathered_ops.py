@@ -1,9 +1,8 @@
 """Operations for which DTensors are gathered first, because torch refuses them, or computes with one rank's shard.
 
 Code written for one process mixes DTensors with plain tensors, as in `average.lerp_(parameter, 0.1)`, and reads
-numbers, as in `float(parameter.norm())`. Outside steps, the results are those of one process, and the operations are
-*collective*, because they read shards. Inside a step, plain tensors may differ between ranks, which have different
-samples, so mixing them with DTensors remains an error.
+numbers, as in `float(parameter.norm())`. Outside steps, this gives the results of one process, and is *collective*.
+Inside a step, plain tensors may differ between ranks, so mixing them with DTensors remains an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -76,7 +75,7 @@ SUPPORTED_LATER = (
     "linalg_pinv.atol_rtol_tensor", "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", "rot90.default",
     "index_fill.int_Scalar", "index_fill.int_Tensor", "std_mean.correction",
 )  # fmt: skip
-"""Operations that DTensor supports since torch 2.12 or 2.13. With older versions, they run on full tensors outside steps."""
+"""Operations that DTensor supports since torch 2.12 or 2.13. Before that, they run on full tensors outside steps."""
 
 WITHOUT_IDENTITY = (
     "max.default", "min.default", "amax.default", "amin.default", "aminmax.default", "linalg_vector_norm.default",

@@ -60,8 +60,8 @@ class FSDPState(TensorState):
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the module: its submodules get back their own parameters, with full values, on CPU.
 
-        *Collective* over the world, even after a failure, if all ranks failed. If only some ranks failed, or if a node
-        lacks memory, parameters stay sharded, with a warning.
+        *Collective* over the world, unless only some of the ranks failed. If only some failed, or if a node lacks
+        memory, parameters stay sharded, with a warning.
 
         Args:
             ended: takes over the states of the optimizers of a fit.
