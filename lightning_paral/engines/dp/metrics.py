@@ -58,7 +58,7 @@ class MetricCopies:
         self._depth = 0
 
     def _new_copy(self, metric: Any) -> Module:
-        copy = deepcopy(metric, _memo_of_detach_on(metric)).to(self._device)
+        copy = deepcopy(metric, _make_detached_memo(metric)).to(self._device)
         for original, part in zip(metric.modules(), copy.modules(), strict=True):
             self._originals[id(part)] = original
             if is_metric(part):
@@ -85,10 +85,10 @@ def _detach_on(arguments: Any, device: torch.device) -> Any:
     return move_data_to_device(apply_to_collection(arguments, Tensor, Tensor.detach), device)
 
 
-def _memo_of_detach_on(metric: Module) -> dict[int, Any]:
-    """Return a memo for `deepcopy` that maps tensors with a graph, which it refuses, to detached copies.
+def _make_detached_memo(metric: Module) -> dict[int, Any]:
+    """Return a memo that makes `deepcopy` detach the tensors of `metric` that are part of a graph.
 
-    Differentiable metrics hold such tensors.
+    `deepcopy` refuses such tensors, which differentiable metrics hold.
     """
     leaves = [leaf for part in metric.modules() for leaf in tree_leaves(dict(vars(part)))]
     return {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}

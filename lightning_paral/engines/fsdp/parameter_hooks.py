@@ -53,11 +53,11 @@ class ParameterHooks:
         self._attached.add(param)
         trained = unsharded.requires_grad
         unsharded.requires_grad_(True)
-        Tensor.register_hook(unsharded, partial(_call, original))  # type: ignore[no-untyped-call]
+        Tensor.register_hook(unsharded, partial(_call_hooks, original))  # type: ignore[no-untyped-call]
         unsharded.requires_grad_(trained)
 
 
-def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
+def _call_hooks(original: Parameter, gradient: Tensor) -> Tensor | None:
     hooks = gradient_hooks(original)
     seen = gradient.to(original.dtype)  # parameters unsharded in 16 bits get 16-bit gradients
     changed = False
@@ -69,5 +69,10 @@ def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
 
 
 def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
-    """Return the parameter that each `FSDPParam` was created from; `original` returns it for a module and a name."""
+    """Return the parameter that each `FSDPParam` was created from.
+
+    Args:
+        params: the `FSDPParam`s.
+        original: returns the original parameter of a module by its name.
+    """
     return {param: original(*places_of(param)[0]) for param in params}
