@@ -28,7 +28,7 @@ class BriefParser(LightningArgumentParser):
     """LightningCLI's parser, with short error messages: `LightningCLI(..., parser_class=BriefParser)`."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what is wrong with the configuration, and exit with status 2. Without `exit_on_error`, raise an error."""
+        """Print what is wrong with the configuration, and exit with status 2. Without `exit_on_error`, raise instead."""
         if not self.exit_on_error:
             super().error(message, ex)
         command = self.prog.replace(" [options]", "")

@@ -16,7 +16,7 @@ from lightning_paral.model.pretrained import was_loaded
 def recording(
     module: LightningModule | None, device: torch.device, precision: Precision
 ) -> Iterator[DeferredConstruction | None]:
-    """Create large tensors inside the block on the meta device, and record how to compute their values later.
+    """Create large tensors on the meta device inside the block, and record how to compute their values later.
 
     Args:
         module: the module that gets the tensors. `None`, as in `trainer.init_module()`, defers nothing.
