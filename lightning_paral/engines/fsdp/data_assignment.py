@@ -38,9 +38,12 @@ class DataDescriptor:
 
 
 def check_assigned(name: str, current: Any, value: Any) -> None:
-    """Raise a `ConfigurationError` if `value` differs from `current`, the value of parameter `name`, in its metadata.
+    """Raise a `ConfigurationError` unless `value` has the shape, dtype and device type of `current`.
 
-    The metadata are shape, dtype and type of device.
+    Args:
+        name: name of the parameter, for the message.
+        current: the parameter.
+        value: the tensor that was assigned to `data`.
     """
 
     def describe(tensor: Tensor) -> str:
@@ -62,8 +65,8 @@ def _assign(param: Any, value: Any) -> None:
         rows = own_rows(target)
         if rows is None:
             raise ConfigurationError(
-                f"{name_of(param)}.data was assigned a full tensor, but the parameter was sharded by your own code, "
-                f"with placements {target.placements}. Assign a DTensor with the same placements."
+                f"{name_of(param)}.data was assigned a full tensor, but your own code sharded the parameter, with "
+                f"placements {target.placements}. Assign a DTensor with the same placements."
             )
         set_local(value, value[rows].clone())
     elif (value.device_mesh, value.placements) != (target.device_mesh, target.placements):

@@ -33,7 +33,7 @@ from lightning_paral.model.units import as_tree, choose_units, explain_single_un
 log = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
-"""A step of the strategy, such as `training_step`, which calls that of the module."""
+"""A step of the strategy, such as `training_step`, which calls the step of the module."""
 
 
 def check_before_fit(module: LightningModule, dims: ParallelDims) -> None:
@@ -116,7 +116,7 @@ class FSDPRun:
     # Training
 
     def start_fit(self, timeout: timedelta) -> None:
-        """Start watching which parameters are trained. Checks wait for other ranks for `timeout`."""
+        """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
         self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -150,22 +150,22 @@ class FSDPRun:
         root = self.sharded.root_unshard
         run = root.training_step if self.module.automatic_optimization else root.manual_step
         self._trained.before_step()
-        with self._explained(in_step=True):
+        with self._explain_errors(in_step=True):
             output = run(step, args, kwargs)
         self._trained.copy_to_shards()
         return output
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
-        with self._explained(in_step=True):
+        with self._explain_errors(in_step=True):
             return self.sharded.root_unshard.evaluation_step(step, args, kwargs)
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return `backward(loss, *args, **kwargs)`; gradients are then those of the shards. *Collective*."""
+        """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
         assert self._trained is not None
         self._trained.copy_to_shards()
         self.sharded.root_unshard.before_backward(loss)
-        with self._explained(in_step=False):  # hooks also run inside
+        with self._explain_errors(in_step=False):  # hooks also run inside
             result = backward(loss, *args, **kwargs)
         self.sharded.root_unshard.after_backward()
         return result
@@ -192,7 +192,7 @@ class FSDPRun:
         """Prepend an explanation to the message of `error`, which a hook raised."""
         explain(error, partial(explanation, units=self.units, in_step=False))
 
-    def _explained(self, *, in_step: bool) -> AbstractContextManager[None]:
+    def _explain_errors(self, *, in_step: bool) -> AbstractContextManager[None]:
         return explained(partial(explanation, units=self.units, in_step=in_step))
 
     def stop_watching(self) -> None:
