@@ -90,7 +90,7 @@ def explain_unused(message: str, names: list[str], rank: int) -> str:
     """
     found = _INDICES_WITHOUT_GRADIENT.search(message)
     indices = [int(index) for index in found.group(1).split()] if found else []
-    # An index is out of range if parameters were unfrozen after the reducer was made.
+    # An index is out of range if parameters were unfrozen after the reducer was created.
     unused = [names[index] for index in indices if index < len(names)] or ["(torch does not say which)"]
     return (
         f"On rank {rank} these parameters did not contribute to the loss that the previous training_step returned, so "

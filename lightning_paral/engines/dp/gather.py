@@ -53,12 +53,12 @@ def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: t
 def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
     """Return what a step would return for the full batch, with tensors on `device`.
 
-    - Tensors with at least one dimension are concatenated along the first, in the order of the samples, and so are
-      lists with one item per sample.
+    - Tensors with at least one dimension are concatenated along the first, in the order of the samples.
+    - Lists and tuples are concatenated if they have one item per sample, or if their lengths differ. Otherwise they are
+      gathered item by item, and so are mappings.
     - Floating-point scalars are treated as means over the samples, and averaged. Integers are treated as counts, and
       added.
-    - Other mappings, lists and tuples are gathered item by item.
-    - For any other type, the value of the first replica is returned.
+    - For booleans and all other types, the value of the first replica is returned.
 
     Args:
         outputs: outputs of the replicas, in order.
