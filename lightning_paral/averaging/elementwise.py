@@ -1,6 +1,6 @@
 """Check that an averaging function is elementwise, since only such a function can average shards of weights.
 
-The function is called with small tensors, once in full and once in two shards. Both must give the same values.
+The function is called with small full tensors, and with two shards of each. Both must give the same averages.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,16 +50,14 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
 
 
 def _run_trial(function: Callable[..., Any], multi: bool, shard: int | None) -> list[Tensor]:
-    """Return averages of random tensors; if `shard` is 0 or 1, of this one of two flat shards of each tensor."""
+    """Return averages of random tensors, or, if `shard` is 0 or 1, of the first or second flat shard of each."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> list[Tensor]:
         drawn = [torch.randn(shape, generator=generator) for shape in _SHAPES]
-        return (
-            drawn
-            if shard is None
-            else [_split(each, index)[shard] for each, index in zip(drawn, _SPLIT_AT, strict=True)]
-        )
+        if shard is None:
+            return drawn
+        return [_split(each, index)[shard] for each, index in zip(drawn, _SPLIT_AT, strict=True)]
 
     averages = draw()
     for number in range(1, _NUM_UPDATES + 1):

@@ -31,7 +31,7 @@ class Rendezvous:
         return self._running
 
     def run_once(self, replica: int, call: str, value: Any, function: Callable[[list[Any]], Any]) -> Any:
-        """Wait for all replicas; replica 0 runs `function`; return its result in all. *Collective* over the replicas.
+        """Wait for all replicas, run `function` in replica 0, and return its result in all. *Collective* over replicas.
 
         If `function` calls `run_once` itself, the inner function runs at once.
 
