@@ -53,7 +53,7 @@ class RunAverages:
             self.load(*pending, load_weights)
 
     def load(self, checkpoint: Mapping[str, Any], strict: bool, load_weights: LoadWeights) -> None:
-        """After the averages in `checkpoint` were loaded as the module's weights, make them the averages again.
+        """Set the averages to the module's weights, which were just loaded from the averages in `checkpoint`.
 
         Then load the weights, which the checkpoint holds under another key. Before `attach`, postpone this until then.
         """

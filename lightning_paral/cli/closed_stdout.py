@@ -26,7 +26,7 @@ def exiting_if_stdout_is_closed() -> Iterator[None]:
             raise
         _discard_stdout()
         sys.exit(_STATUS)
-    except SystemExit:  # such as that of --help
+    except BaseException:  # such as SystemExit from --help
         flush_or_discard_stdout()
         raise
 

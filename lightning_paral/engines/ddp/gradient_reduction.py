@@ -43,7 +43,7 @@ class GradientReduction:
         self._reducer: BucketReducer | None = None
 
     def register(self, model: DistributedDataParallel, device: torch.device) -> None:
-        """Make `model` reduce its gradients, which are on `device`, this way."""
+        """Make `model` use this reduction for its gradients, which are on `device`."""
         if self._hook is not None and device.type != "cuda":
             # Lightning registers hooks on CUDA only; DDP accepts them on every backend.
             hook = self._hook if self._wrapper is None else self._wrapper(self._hook)

@@ -44,6 +44,6 @@ class FSDPOptions:
             check_at_least("ParalFSDPStrategy", "reshard_after_forward", self.reshard_after_forward, 1)
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise a `ConfigurationError` if `world_size` ranks cannot be arranged as the options say."""
+        """Raise a `ConfigurationError` if `world_size` ranks cannot be arranged as the options specify."""
         check_replicate(self.replicate, world_size)
         check_reshard(self.reshard_after_forward, world_size // self.replicate)
