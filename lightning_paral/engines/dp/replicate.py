@@ -88,12 +88,12 @@ class Replicas:
         """Check that the step unfroze no parameter of a copy, whose gradient would be lost with the copy.
 
         Raises:
-            ConfigurationError: it did.
+            ConfigurationError: the step unfroze a parameter.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise ConfigurationError(
-                "A step unfroze a parameter. Under paral_dp a step runs in replicas, whose "
-                "parameters are copies. Unfreeze in a hook such as on_train_batch_start, or use paral_ddp."
+                "A step unfroze a parameter. Under paral_dp a step runs in replicas, whose parameters are copies. "
+                "Unfreeze in a hook such as on_train_batch_start, or use paral_ddp."
             )
 
     def _copy_buffers(self) -> None:

@@ -174,10 +174,10 @@ class ShardedModule:
         present = {*originals.values(), *self.root.parameters()}
         hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
         watched += [
-            WatchedGroup(group, is_of_another, lambda: self.root_unshard.await_backward, hooks) for group in groups
+            WatchedGroup(group, is_of_another, lambda: self.root_unshard.awaits_backward, hooks) for group in groups
         ]
         self._undo.callback(allow_dtensor_assignment(self.replicated))
-        self._undo.callback(DTensorSemantics(params, lambda: self.root_unshard.are_running, hooks).remove)
+        self._undo.callback(DTensorSemantics(params, lambda: self.root_unshard.is_running, hooks).remove)
         self._undo.callback(RegistrationGuard(self.root, params).remove)
 
     def _compute_values_of_sharded(self) -> None:

@@ -49,6 +49,7 @@ def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw a new tensor with the shape and layout of the first argument, as one process would."""
     template, *others = args
     chunk = _chunk(template)
     if chunk is None:
@@ -114,6 +115,7 @@ def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the full result, and write this rank's chunk of it to `out`."""
     target = kwargs["out"]
     chunk = _chunk(target)
     if chunk is None:

@@ -101,7 +101,7 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._depth = 0
         self._in_manual_step = False
-        self.await_backward = False
+        self.awaits_backward = False
         """Whether a step of automatic optimization has ended and its backward pass has not begun."""
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
@@ -110,7 +110,7 @@ class RootUnshard:
             setattr(self._root, name, self._unshard_after(getattr(self._root, name)))
 
     @property
-    def are_running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether a step or a call of the module is running."""
         return self._depth > 0
 
@@ -123,7 +123,7 @@ class RootUnshard:
             raise RuntimeError(MIXED)
         output = self._hooks.after(output)
         self._depth = 0
-        self.await_backward = output is not None
+        self.awaits_backward = output is not None
         if output is None:
             self._root.reshard()
         return output
@@ -156,7 +156,7 @@ class RootUnshard:
             self._hooks.expect_backward(loss)
 
     def _note_backward(self, gradient: Tensor) -> None:
-        self.await_backward = False
+        self.awaits_backward = False
 
     def after_backward(self) -> None:
         """In a manual step, unshard the root's parameters again, which the backward pass resharded."""
