@@ -89,7 +89,7 @@ def _parse_out(options: argparse.Namespace) -> Path:
     """Return the output path.
 
     Raises:
-        ConfigurationError: the path contradicts the other options, or a folder that must not be replaced is there.
+        ConfigurationError: the path contradicts the other options, or a folder exists there, which is not replaced.
     """
     if "://" in options.out:
         raise ConfigurationError(f"{options.out} is a URL. Write to a local path, and copy the result there.")

@@ -1,4 +1,4 @@
-"""Check the options of DDP, and name the parameters in its error about unused parameters."""
+"""Check the options of DDP, and explain its error about unused parameters."""
 
 import inspect
 import re
