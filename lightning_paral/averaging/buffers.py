@@ -1,4 +1,4 @@
-"""Averages of buffers: each rank averages its own; rank 0's are saved and evaluated on all ranks."""
+"""Averages of buffers: each rank averages its own, and rank 0's averages are saved and evaluated."""
 
 from collections.abc import Callable
 from typing import Any

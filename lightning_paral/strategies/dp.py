@@ -84,7 +84,9 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         check_names("torch", "lightning")
         environment = self.cluster_environment
         num_processes = environment.world_size() if environment and environment.creates_processes_externally else 1
-        check_one_process(self._own_devices, self.num_nodes, num_processes, syncs=layer_sync_of(self) is not None)
+        check_one_process(
+            self._own_devices, self.num_nodes, num_processes, sync_batchnorm=layer_sync_of(self) is not None
+        )
 
     @property
     def root_device(self) -> torch.device:

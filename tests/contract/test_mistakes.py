@@ -143,7 +143,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalDDPStrategy, {"timeout": -30}, "timeout=-30 has to be longer than zero"),
     (ParalDDPStrategy, {"timeout": float("inf")}, "timeout=inf has to be longer than zero and finite"),
     (ParalDDPStrategy, {"timeout": timedelta(0)}, "has to be longer than zero"),
-    (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets are larger than 0 MiB."),
+    (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
     (ParalDDPStrategy, {"model_averaging_period": 0}, "model_averaging_period has to be at least 1."),
     (ParalDDPStrategy, {"split": "globl"}, "split='globl' is not known. Choose from: 'batch', 'global'."),
     (ParalDDPStrategy, {"remainder": "pad"}, "remainder='pad' is not known. Choose from: 'drop', 'wrap'."),
@@ -230,7 +230,7 @@ REAL_CONFIG = {
 
 
 TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
-    ("paral_dp", {"num_nodes": 2}, "paral_dp is one process on one host, but num_nodes=2"),
+    ("paral_dp", {"num_nodes": 2}, "paral_dp is one process on one node, but num_nodes=2"),
     ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not support on CPU. Use 'bf16-true'."),
     (lambda: ParalFSDPStrategy(replicate=3), {}, "replicate=3 does not divide the 2 ranks"),
     (lambda: ParalFSDPStrategy(replicate=0), {}, "replicate=0 does not divide the 2 ranks. Choose one of 1, 2"),

@@ -98,7 +98,7 @@ def test_inspect_as_table(saved: Path, paral, name: str) -> None:
 def test_every_kind_of_checkpoint_is_verified_and_consolidated(saved: Path, tmp_path: Path, paral, name: str) -> None:
     said = paral("verify", saved / name)
     assert said.startswith(f"{saved / name}: ")
-    assert ("complete and undamaged" if name in ("full", "sharded") else "it has no manifest") in said
+    assert ("complete and undamaged" if name in ("full", "sharded") else "It has no manifest") in said
 
     assert paral("consolidate", saved / name) == f"{tmp_path / 'out.ckpt'}\n"
     assert paral("verify", tmp_path / "out.ckpt").endswith("bytes.\n")
