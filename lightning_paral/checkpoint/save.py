@@ -24,7 +24,7 @@ from lightning_paral.checkpoint.formats.sharded import (
 )
 from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.files import record_bytes
-from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
@@ -123,7 +123,7 @@ class SaveJob:
         self._check_target()
         staging.stage(self.items)
         paths = (path for item in self.items for path in (item.path, *item.aliases))
-        self.tree, self.rest = copied_to_host((replace_at(self.tree, dict.fromkeys(paths)), self.rest))
+        self.tree, self.rest = copy_to_host((replace_at(self.tree, dict.fromkeys(paths)), self.rest))
 
     def write(self, ranks: RankGroup) -> None:
         """Write all files and commit. *Collective* over `ranks`, those that have prepared the job.

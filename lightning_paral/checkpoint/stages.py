@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_paral.checkpoint.io.staging import copied_to_host
+from lightning_paral.checkpoint.io.staging import copy_to_host
 from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
@@ -61,7 +61,7 @@ def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict
     state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
     if PACKAGE_STATE_KEY in tree:
         state[PACKAGE_STATE_KEY] = {"frozen": tree[PACKAGE_STATE_KEY].get("frozen", [])}
-    stripped: dict[str, Any] = copied_to_host(replace_at(state, dict.fromkeys(paths, _PLACEHOLDER)))
+    stripped: dict[str, Any] = copy_to_host(replace_at(state, dict.fromkeys(paths, _PLACEHOLDER)))
     return stripped
 
 

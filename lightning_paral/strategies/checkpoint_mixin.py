@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import remove_at, without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.hyper_parameters import with_full_modules
+from lightning_paral.checkpoint.state.hyper_parameters import unshard_hyper_parameters
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -139,7 +139,7 @@ class CheckpointMixin(FullTensorReaders, StrategyDescription):
             self.lightning_module, self._checkpoint_options.save_frozen, ranks, states
         )
         if self._default_form == "sharded":
-            with_full_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            unshard_hyper_parameters(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)

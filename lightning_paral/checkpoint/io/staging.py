@@ -45,7 +45,7 @@ class Staging:
         self.arena.release()
 
 
-def copied_to_host(tree: Any) -> Any:
+def copy_to_host(tree: Any) -> Any:
     """Return `deepcopy(tree)` with all tensors on the host, using no GPU memory for the copies."""
     with _DeepcopyToHost():
         return deepcopy(tree)

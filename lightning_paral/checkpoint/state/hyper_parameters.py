@@ -28,7 +28,7 @@ _KEYS = ("hyper_parameters", "datamodule_hyper_parameters")
 _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
 
 
-def with_full_modules(
+def unshard_hyper_parameters(
     checkpoint: dict[str, Any],
     parameters: Iterable[Parameter],
     full_parameter: Callable[[Parameter], Tensor],
