@@ -40,8 +40,8 @@ def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype
     """
     kept = dict(checkpoint)
     if weights_only:
-        of_training = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
-        kept = {key: value for key, value in kept.items() if key not in of_training}
+        training_keys = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
+        kept = {key: value for key, value in kept.items() if key not in training_keys}
     if dtype is not None:
         kept["state_dict"] = type(kept["state_dict"])(
             (name, Cast(value, dtype) if isinstance(value, Tensor) and value.is_floating_point() else value)

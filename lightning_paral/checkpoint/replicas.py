@@ -26,7 +26,7 @@ class Replica:
     value: Tensor
 
     @property
-    def has_others(self) -> bool:
+    def has_replicas(self) -> bool:
         """Whether other ranks hold the same elements."""
         if isinstance(self.value, DTensor):
             return any(placement.is_replicate() for placement in self.value.placements)
@@ -60,8 +60,8 @@ def find_differing(replicas: list[Replica], ranks: RankGroup, averages_later: bo
         return set()
     local: dict[Any, dict[TreePath, int]] = {}
 
-    def sum_up() -> dict[Any, int]:
-        compared = [replica for replica in replicas if replica.has_others]
+    def compute_digests() -> dict[Any, int]:
+        compared = [replica for replica in replicas if replica.has_replicas]
         values = [replica.value for replica in compared]
         sums = _checksums([value.to_local() if isinstance(value, DTensor) else value for value in values])
         for replica, total in zip(compared, sums, strict=True):
@@ -69,7 +69,7 @@ def find_differing(replicas: list[Replica], ranks: RankGroup, averages_later: bo
         return {group: checksum(repr(of_paths).encode()) for group, of_paths in local.items()}
 
     first: dict[Any, int] = {}
-    digests = ranks.gather_results(what, sum_up)
+    digests = ranks.gather_results(what, compute_digests)
     if all(first.setdefault(group, digest) == digest for of_rank in digests for group, digest in of_rank.items()):
         return set()
     first_sums: dict[tuple[Any, TreePath], int] = {}

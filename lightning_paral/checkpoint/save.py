@@ -19,7 +19,7 @@ from lightning_paral.checkpoint.formats.sharded import (
     METADATA,
     flatten,
     make_metadata,
-    serialized,
+    serialize_values,
     write_rank_file,
 )
 from lightning_paral.checkpoint.io.atomic import AtomicPath
@@ -28,7 +28,7 @@ from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
-from lightning_paral.checkpoint.safe_load.unpickle import warn_of_refused
+from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
 from lightning_paral.checkpoint.save_plan import WriteItem, plan_save
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.stages import merge_stages, restore_int_keys
@@ -180,7 +180,7 @@ class SaveJob:
         """Warn of types that loading will refuse; in the first save of a run, as later ones hold the same types."""
         if self.is_first_of_run:
             for file in files:
-                warn_of_refused(file)
+                warn_about_refused_types(file)
 
     def _upload(self, ranks: RankGroup) -> int:
         """Write a local file and copy it to the URL. A file behind a URL cannot be written at several offsets."""
@@ -216,7 +216,7 @@ class SaveJob:
 
         def finish() -> int:
             files = {file.name: file.record for file in written}
-            contents = {METADATA: make_metadata(self.items, written), META: serialized({(): self.rest})[()]}
+            contents = {METADATA: make_metadata(self.items, written), META: serialize_values({(): self.rest})[()]}
             self._check_types(*map(io.BytesIO, (contents[META], *self.objects.values())))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
@@ -274,7 +274,7 @@ def _split(
     objects: dict[TreePath, bytes] = {}
     if serialize:
         leaves = {path: value for path, value in flatten(state).items() if not isinstance(value, Tensor)}
-        objects = serialized(leaves | extra_states)
+        objects = serialize_values(leaves | extra_states)
     return state, replace_at(rest, dict.fromkeys(paths)), objects
 
 

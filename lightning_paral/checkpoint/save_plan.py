@@ -170,7 +170,7 @@ def _union(records: list[_Record], digests: list[int], stages: list[int], ranks:
             number = known.pop() if known else len(planned)
             if number == len(planned):
                 planned.append(_Planned(record, []))
-            merged = _merged(planned[number].record, record)
+            merged = _merge_records(planned[number].record, record)
             if known or number in seen or merged is None:
                 other = first_of[planned[number].stages[0]]
                 raise _disagreement(other, rank, lists[digests[other]], of_stage, only=record.paths)
@@ -181,7 +181,7 @@ def _union(records: list[_Record], digests: list[int], stages: list[int], ranks:
     return planned
 
 
-def _merged(first: _Record, second: _Record) -> _Record | None:
+def _merge_records(first: _Record, second: _Record) -> _Record | None:
     """Return the record of a tensor that two stages hold; `None` if they do not hold the same."""
     if (first.shape, first.dtype, first.layout) != (second.shape, second.dtype, second.layout):
         return None

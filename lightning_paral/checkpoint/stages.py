@@ -49,7 +49,7 @@ def merge_stages(
 
     def merge(other: dict[str, Any]) -> None:
         for key, state in other.items():
-            merged[key] = _merged(key, merged[key], state) if key in merged else state
+            merged[key] = _merge_entries(key, merged[key], state) if key in merged else state
 
     for stage in sorted(set(stages) - {stages[0]}):
         other = ranks.broadcast(local, stages.index(stage))
@@ -81,7 +81,7 @@ def _is_optimizer_key(key: str) -> bool:
     return re.fullmatch(r"optimizer_\d+", key) is not None
 
 
-def _merged(key: str, first: Any, second: Any) -> Any:
+def _merge_entries(key: str, first: Any, second: Any) -> Any:
     if key in WEIGHT_KEYS:
         weights = _with_missing(first, second)
         if (versions := versions_in(second)) is not None:
@@ -90,15 +90,15 @@ def _merged(key: str, first: Any, second: Any) -> Any:
     if key == PACKAGE_STATE_KEY:
         return {**first, "frozen": list(dict.fromkeys((*first.get("frozen", ()), *second["frozen"])))}
     if key == OTHER_ENTRIES_KEY:
-        return [_with_missing(*pair) for pair in _paired(first, second)]
-    groups = _paired(first["param_groups"], second["param_groups"])
+        return [_with_missing(*pair) for pair in _pair(first, second)]
+    groups = _pair(first["param_groups"], second["param_groups"])
     return {
         "state": _with_missing(first["state"], second["state"]),
-        "param_groups": [_merged_groups(*pair) for pair in groups],
+        "param_groups": [_merge_groups(*pair) for pair in groups],
     }
 
 
-def _paired(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
+def _pair(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
     empty: dict[str, Any] = {}
     return list(zip_longest(first, second, fillvalue=empty))
 
@@ -109,7 +109,7 @@ def _with_missing(first: Any, second: Mapping[str, Any]) -> Any:
     return merged
 
 
-def _merged_groups(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_groups(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     names = dict.fromkeys((*first.get("params", ()), *second.get("params", ())))
     return {**second, **first, "params": list(names)}
 

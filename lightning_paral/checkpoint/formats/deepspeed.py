@@ -18,7 +18,7 @@ from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.shards import identity
 from lightning_paral.errors import CheckpointError
 
-_OF_DEEPSPEED = {
+_DEEPSPEED_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
@@ -63,17 +63,17 @@ def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
 def _read(folder: Path, weights_only: bool) -> dict[str, Any]:
     if (folder / "mp_rank_00_model_states.pt").is_file():
         states = _load(folder / "mp_rank_00_model_states.pt", weights_only)
-        weights = states["module"] | _masters_of_stage1(folder, states, weights_only)
+        weights = states["module"] | _read_stage1_masters(folder, states, weights_only)
     else:
         states, weights = _read_stage3(folder, weights_only)
     for name, same in dict(states.get("shared_params") or {}).items():
         if same in weights:
             weights[name] = weights[same]
-    checkpoint = {key: value for key, value in states.items() if key not in _OF_DEEPSPEED}
+    checkpoint = {key: value for key, value in states.items() if key not in _DEEPSPEED_KEYS}
     return checkpoint | {"state_dict": weights}
 
 
-def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool) -> dict[str, Tensor]:
+def _read_stage1_masters(folder: Path, states: dict[str, Any], weights_only: bool) -> dict[str, Tensor]:
     """Return the fp32 master copies of parameters of stages 1 and 2, if they were saved.
 
     The parameters of a group are flattened to one vector, of which each rank has a flat range. Follows DeepSpeed's
@@ -82,7 +82,7 @@ def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool)
     groups = states.get("param_shapes") or []
     if all(states["module"][name].dtype == torch.float32 for shapes in groups for name in shapes):
         return {}
-    ranks = _optimizers_by_rank(folder, weights_only)
+    ranks = _load_optimizers_by_rank(folder, weights_only)
     if not ranks or "single_partition_of_fp32_groups" not in ranks[0]:
         return {}
     weights = {}
@@ -104,8 +104,8 @@ def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool)
 
 def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state that rank 0 saved, and the weights of stage 3, each divided evenly among the ranks."""
-    models = _by_rank(folder, "model_states", weights_only)
-    ranks = _optimizers_by_rank(folder, weights_only)
+    models = _load_by_rank(folder, "model_states", weights_only)
+    ranks = _load_optimizers_by_rank(folder, weights_only)
     if len(models) != len(ranks):
         raise CheckpointError(
             f"{folder} has model states of {len(models)} ranks and optimizer states of {len(ranks)}: files are missing."
@@ -155,8 +155,8 @@ def _from_flat_ranges(folder: Path, name: str, shape: tuple[int, ...], ranges: l
     return LazyTensor(shape, ranges[0][1].dtype, chunks)
 
 
-def _optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
-    ranks = [states["optimizer_state_dict"] for states in _by_rank(folder, "optim_states", weights_only)]
+def _load_optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
+    ranks = [states["optimizer_state_dict"] for states in _load_by_rank(folder, "optim_states", weights_only)]
     counts = ranks[0].get("partition_count", len(ranks)) if ranks else 0
     count = max(counts) if isinstance(counts, list) else counts
     if count != len(ranks):
@@ -164,7 +164,7 @@ def _optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]
     return ranks
 
 
-def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]]:
+def _load_by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]]:
     found = {}
     for path in folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}.pt"):
         match = _RANK.search(path.name)
@@ -179,13 +179,13 @@ def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]
 def _load(path: Path, weights_only: bool) -> dict[str, Any]:
     if LocalStorage(path.parent).size(path.name) is None:
         raise CheckpointError(f"{path} is missing.")
-    found = load_safely(path, weights_only=weights_only, mmap=True, extra=_harmless())
+    found = load_safely(path, weights_only=weights_only, mmap=True, extra=_deepspeed_data_types())
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not states of a rank.")
     return dict(found)
 
 
-def _harmless() -> tuple[Any, ...]:
+def _deepspeed_data_types() -> tuple[Any, ...]:
     """Return the types of DeepSpeed that occur in its checkpoints and only carry data."""
     try:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

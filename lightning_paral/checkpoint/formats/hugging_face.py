@@ -151,14 +151,14 @@ def with_dtype(config: str, dtype: str, everywhere: bool) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedWeights:
     """The weights that `from_pretrained` expects for a `config.json`."""
 
     shapes: dict[str, tuple[int, ...]]
     model: PretrainedModel
 
 
-def expected_by(config: str) -> Expected | None:
+def expected_weights(config: str) -> ExpectedWeights | None:
     """Return the weights that the model of `config` has; `None` if `transformers` is not installed or lacks its class.
 
     The model is built on the meta device.
@@ -182,6 +182,6 @@ def expected_by(config: str) -> Expected | None:
             model = kind(kind.config_class.from_dict(content))
     except Exception as error:
         raise CheckpointError(f"A {architectures[0]} could not be made from its config: {error}") from error
-    return Expected(
+    return ExpectedWeights(
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()}, model=_describe("", model)
     )

@@ -13,15 +13,15 @@ import torch
 from lightning_paral.checkpoint.consolidate import Progress, check_free_space
 from lightning_paral.checkpoint.formats.hugging_face import (
     KEY,
-    Expected,
+    ExpectedWeights,
     PretrainedModel,
-    expected_by,
+    expected_weights,
     with_dtype,
     without_wrappers,
 )
 from lightning_paral.checkpoint.formats.safetensors import Layout, Pairs, divide, pairs_of, write_shard
 from lightning_paral.checkpoint.io.atomic import AtomicPath
-from lightning_paral.checkpoint.state.optimizer import listing
+from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.checkpoint.state.prefix import prefixes, without_prefix
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.errors import CheckpointError, ConfigurationError
@@ -64,10 +64,10 @@ def contents_of(
     own = own if isinstance(own, Mapping) else {}
     recorded = [PretrainedModel.from_data(data) for data in own.get(KEY) or ()]
     if config is None:
-        model = _chosen(recorded, weights, prefix)
-        expected = expected_by(model.config)
+        model = _model_from_checkpoint(recorded, weights, prefix)
+        expected = expected_weights(model.config)
     else:
-        model, expected = _given(config, recorded, weights, prefix)
+        model, expected = _model_from_config(config, recorded, weights, prefix)
     selected: dict[str, Any] = {}
     for name, value in without_prefix(weights, model.prefix, only=only_prefix).items():
         if selected.setdefault(without_wrappers(name), value) is not value:
@@ -76,9 +76,9 @@ def contents_of(
     if frozen:
         raise CheckpointError(
             "The checkpoint was saved without frozen parameters (save_frozen=False), so the model is incomplete. "
-            + listing("Missing", frozen)
+            + list_names("Missing", frozen)
         )
-    pairs = _untied({name: value for name, value in selected.items() if name not in model.ignored}, model)
+    pairs = _untie({name: value for name, value in selected.items() if name not in model.ignored}, model)
     if expected is not None:
         _check(pairs, model, expected)
     dtypes = [item.dtype for item, _ in pairs if item.dtype.is_floating_point]
@@ -91,7 +91,9 @@ def contents_of(
     )
 
 
-def _chosen(recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None) -> PretrainedModel:
+def _model_from_checkpoint(
+    recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None
+) -> PretrainedModel:
     """Return the model that the checkpoint describes."""
     if not recorded:
         raise ConfigurationError(
@@ -113,9 +115,9 @@ def _chosen(recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix:
     return found[0]
 
 
-def _given(
+def _model_from_config(
     path: Path, recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None
-) -> tuple[PretrainedModel, Expected]:
+) -> tuple[PretrainedModel, ExpectedWeights]:
     """Return the model whose config the user has given."""
     if prefix is None and len(recorded) == 1:
         prefix = recorded[0].prefix
@@ -126,7 +128,7 @@ def _given(
         )
     config = _read(path / "config.json" if path.is_dir() else path)
     beside = path / "generation_config.json"
-    expected = expected_by(config)
+    expected = expected_weights(config)
     if expected is None:
         raise ConfigurationError(
             f"The weights of the model of {path} cannot be determined: `transformers` is not installed, or has no "
@@ -148,7 +150,7 @@ def _read(path: Path) -> str:
     raise ConfigurationError(f"{path} is not a model's config: {reason}.")
 
 
-def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
+def _untie(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
     """Return the tensors to be written: of weights that loading ties again one, of other tied weights each."""
     pairs: Pairs = []
     for item, tensor in pairs_of(weights):
@@ -158,7 +160,7 @@ def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
     return pairs
 
 
-def _check(pairs: Pairs, model: PretrainedModel, expected: Expected) -> None:
+def _check(pairs: Pairs, model: PretrainedModel, expected: ExpectedWeights) -> None:
     """Raise unless names and shapes are those that loading expects, which initializes missing weights at random."""
     shapes = {str(item.path[1]): item.shape for item, _ in pairs}
     made = {*model.tied, *model.ignored, *expected.model.tied, *expected.model.ignored}
@@ -174,9 +176,9 @@ def _check(pairs: Pairs, model: PretrainedModel, expected: Expected) -> None:
         raise CheckpointError(
             f"The weights are not those of a {kind} of this config, and `from_pretrained` would not load them as they "
             "are. "
-            + listing("Missing in the checkpoint", missing)
-            + listing("Only in the checkpoint", unexpected)
-            + listing("Of another shape", others)
+            + list_names("Missing in the checkpoint", missing)
+            + list_names("Only in the checkpoint", unexpected)
+            + list_names("Of another shape", others)
             + "Give another --config, or write the weights alone: OUT.safetensors --strip-prefix PREFIX."
         )
 

@@ -30,7 +30,7 @@ Pairs = list[tuple[WriteItem, Tensor]]
 _MARK = "writers"
 _OURS = "lightning_paral"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_NO_SUCH_FILE = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
 """Errors while a file of another format is read."""
 _DTYPES = {
     torch.float64: "F64",
@@ -122,19 +122,19 @@ def _outdated(out: Path, index_path: Path, layout: Layout) -> list[Path]:
     if os.path.lexists(index_path):
         index = _own_index(index_path)
         if index is None:
-            raise _in_the_way(index_path)
+            raise _not_ours_error(index_path)
         before = [index_path, *(out.with_name(name) for name in _shards_in(index, out.stem))]
     if layout.index is not None and os.path.lexists(out):
         before.append(out)
     replaced = [out.with_name(name) for name in layout.files if layout.index is not None]
     for path in (*replaced, *before):
         if path != index_path and os.path.lexists(path) and not is_ours(path):
-            raise _in_the_way(path)
+            raise _not_ours_error(path)
     kept = {*replaced, index_path} if layout.index is not None else {out}
     return [path for path in before if path not in kept]
 
 
-def _in_the_way(path: Path) -> CheckpointError:
+def _not_ours_error(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path} is in the way, and `paral consolidate` did not write it: it is neither replaced nor removed. Move it, "
         "or write elsewhere."
@@ -144,7 +144,7 @@ def _in_the_way(path: Path) -> CheckpointError:
 def _own_index(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    with suppress(*_NO_SUCH_FILE):
+    with suppress(*_READ_ERRORS):
         index = json.loads(path.read_text())
         if index["metadata"][_MARK] == _OURS and isinstance(index["weight_map"], dict):
             return dict(index["weight_map"])
@@ -161,7 +161,7 @@ def is_ours(path: Path) -> bool:
     """Whether `path` is a safetensors file with the mark of this package in its header."""
     if not path.is_file():  # opening a FIFO would block
         return False
-    with suppress(*_NO_SUCH_FILE), open(path, "rb") as file:
+    with suppress(*_READ_ERRORS), open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length <= min(_MAX_HEADER_BYTES, path.stat().st_size):
             header = json.loads(file.read(length))

@@ -124,7 +124,7 @@ class _FilledFile:
         self.num_filled += nbytes
 
 
-def serialized(values: dict[TreePath, Any]) -> dict[TreePath, bytes]:
+def serialize_values(values: dict[TreePath, Any]) -> dict[TreePath, bytes]:
     """Return each value as `torch.save` writes it."""
     data = {}
     for path, value in values.items():

@@ -116,7 +116,7 @@ def _pin(memory: Tensor) -> bool:
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _FOR_ALL_DEVICES))
     if code == 0:
         return True
-    _forget_error()
+    _clear_cuda_error()
     rank_zero_warn(
         f"{memory.nbytes / 1e9:,.1f} GB of host memory could not be pinned for asynchronous saves (CUDA error {code}): "
         "copies to it are slower. Raise the container's or job's limit on locked memory, or set async_save=False."
@@ -127,10 +127,10 @@ def _pin(memory: Tensor) -> bool:
 def _unpin(memory: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostUnregister(memory.data_ptr())) != 0:
-        _forget_error()
+        _clear_cuda_error()
 
 
-def _forget_error() -> None:
+def _clear_cuda_error() -> None:
     # CUDA keeps an error until it is read. torch reads it after each kernel, and would blame that kernel.
     try:
         torch.zeros(1, device="cuda")

@@ -13,12 +13,12 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.checkpoint.io.files import checksum
-from lightning_paral.checkpoint.io.lock import Lock, abandoned
-from lightning_paral.checkpoint.ownership import check_replaceable, found_in
+from lightning_paral.checkpoint.io.lock import Lock, lock_if_abandoned
+from lightning_paral.checkpoint.ownership import check_replaceable, inspect_path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{16})", re.DOTALL)
+_SAVE_NAME = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{16})", re.DOTALL)
 
 
 class AtomicPath:
@@ -112,9 +112,9 @@ def _proof(name: str, number: str) -> str:
     return f"{checksum(f'lightning_paral {number} {name}'.encode(errors='surrogateescape')):016x}"[:8]
 
 
-def _of_saves(names: list[str]) -> Iterator[re.Match[str]]:
+def _match_save_names(names: list[str]) -> Iterator[re.Match[str]]:
     """Yield a match for each of `names` that a save has made."""
-    for match in filter(None, map(_BESIDE.fullmatch, names)):
+    for match in filter(None, map(_SAVE_NAME.fullmatch, names)):
         if match["save"][8:] == _proof(match["target"][::-1], match["save"][:8]):
             yield match
 
@@ -142,7 +142,7 @@ def resolve(target: Path) -> Path:
 
 def _replaced_versions(target: Path) -> list[Path]:
     with suppress(OSError):
-        found = _of_saves(os.listdir(target.parent))
+        found = _match_save_names(os.listdir(target.parent))
         moved = [match[0] for match in found if match["target"][::-1] == target.name and match["role"] == "replaced"]
         return [target.parent / name for name in moved]
     return []
@@ -150,11 +150,11 @@ def _replaced_versions(target: Path) -> list[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove files of dead saves in `folder`, and move back checkpoints that they moved away and did not replace."""
-    found = _of_saves(os.listdir(folder))
+    found = _match_save_names(os.listdir(folder))
     for name, save in {(match["target"], match["save"]) for match in found}:
         target = folder / name[::-1]
         draft, replaced, lock = (_sibling(target, role, save) for role in ("saving", "replaced", "lock"))
-        with suppress(OSError), abandoned(lock) as is_left:
+        with suppress(OSError), lock_if_abandoned(lock) as is_left:
             if not is_left:
                 continue
             if resolve(target) == replaced:
@@ -174,7 +174,7 @@ def remove(target: Path) -> None:
     for path in (*_replaced_versions(target), target):
         if not os.path.lexists(path):
             continue
-        found = found_in(path)
+        found = inspect_path(path)
         if path.is_symlink() or found.is_file:
             path.unlink()
         elif not found.is_checkpoint and not found.is_empty:

@@ -18,7 +18,7 @@ from lightning_paral.errors import CheckpointError
 
 BLOCK_BYTES = 64 * 2**20
 _STEP_BYTES = 2**20  # small enough to stay in the CPU cache between reading and hashing
-_EVERY_BYTES = 128 * 2**20
+_FLUSH_BYTES = 128 * 2**20
 _flush_data = getattr(os, "fdatasync", os.fsync)  # macOS has fsync only
 
 Block = tuple[int, int]
@@ -143,7 +143,7 @@ class BackgroundFsync:
             OSError: an earlier flush failed. The kernel reports such a failure only once, so it is raised here.
         """
         self._unflushed_bytes += nbytes
-        if self._unflushed_bytes >= _EVERY_BYTES and (self._pending is None or self._pending.done()):
+        if self._unflushed_bytes >= _FLUSH_BYTES and (self._pending is None or self._pending.done()):
             self._check()
             self._pending = self._thread.submit(_flush_data, self._descriptor)
             self._unflushed_bytes = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # ESTALE is how NFS reports a file that was deleted.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESTALE)
-_LEFT_AFTER_SECONDS = 24 * 3600
+_ABANDONED_AFTER_SECONDS = 24 * 3600
 
 
 class Lock:
@@ -24,7 +24,7 @@ class Lock:
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            _locked(self._descriptor, fcntl.LOCK_EX)
+            _try_lock(self._descriptor, fcntl.LOCK_EX)
         except BaseException:
             self.release()
             raise
@@ -48,7 +48,7 @@ class Lock:
 
 
 @contextmanager
-def abandoned(path: Path) -> Iterator[bool]:
+def lock_if_abandoned(path: Path) -> Iterator[bool]:
     """Yield whether the save with the lock file `path` was abandoned; if so, hold the lock inside the context.
 
     It was if the file is gone, if no process holds the lock, or if the file system has no locks and the file is a day
@@ -63,20 +63,20 @@ def abandoned(path: Path) -> Iterator[bool]:
         yield True
         return
     try:
-        yield _is_left(descriptor)
+        yield _is_abandoned(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _is_left(descriptor: int) -> bool:
+def _is_abandoned(descriptor: int) -> bool:
     try:
-        locked = _locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = _try_lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return locked or time.time() - os.fstat(descriptor).st_mtime > _LEFT_AFTER_SECONDS
+    return locked or time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_AFTER_SECONDS
 
 
-def _locked(descriptor: int, operation: int) -> bool:
+def _try_lock(descriptor: int, operation: int) -> bool:
     """Lock an open file; `False` where the file system has no locks."""
     try:
         fcntl.flock(descriptor, operation)

@@ -62,22 +62,22 @@ class _DeepcopyToHost(TorchFunctionMode):
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Parameter) and self.is_elsewhere(args[0]):
+        if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Parameter) and self.needs_copy(args[0]):
             tensor, memo = args
             if id(tensor) not in memo:
-                memo[id(tensor)] = self._copied(tensor)
+                memo[id(tensor)] = self._copy(tensor)
                 vars(memo[id(tensor)]).update(deepcopy(vars(tensor), memo))
             return memo[id(tensor)]
-        if func is Tensor.clone and self.is_elsewhere(args[0]):  # by `Parameter.__deepcopy__`
+        if func is Tensor.clone and self.needs_copy(args[0]):  # by `Parameter.__deepcopy__`
             return args[0].to("cpu", copy=True)
         return func(*args, **(kwargs or {}))
 
-    def is_elsewhere(self, tensor: Tensor) -> bool:
+    def needs_copy(self, tensor: Tensor) -> bool:
         """Whether `tensor` is not on the host."""
         return tensor.device.type not in ("cpu", "meta")
 
     @torch.no_grad()
-    def _copied(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             copy = tensor.detach().to("cpu", copy=True)
         else:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.checkpoint.io.atomic import remove
 from lightning_paral.checkpoint.io.files import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
+from lightning_paral.checkpoint.ownership import check_replaceable_at, inspect_remote_folder
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
 from lightning_paral.errors import CheckpointError
 
@@ -196,7 +196,7 @@ class FsspecStorage:
         """Remove all other files of checkpoints: those of earlier and dead saves, and a file in place of the folder."""
         if self.fs.isfile(self.path):  # in an object store, a file may have the same name as a folder
             self.fs.rm_file(self.path)
-        for name in found_at(self.fs, self.path).own:
+        for name in inspect_remote_folder(self.fs, self.path).own:
             if name not in files:
                 self.fs.rm(f"{self.path}/{name}", recursive=True)
 
@@ -280,7 +280,7 @@ def remove_at(path: str) -> None:
         fs.rm_file(name)
     if not fs.isdir(name):
         return
-    found = found_at(fs, name)
+    found = inspect_remote_folder(fs, name)
     if not found.is_checkpoint and not found.is_empty:
         rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
     elif found.foreign:

@@ -71,18 +71,18 @@ class HostBytes:
                     continue
                 if not self.is_copied(data):
                     while pending:
-                        yield pending.pop(0).finished()
+                        yield pending.pop(0).wait()
                     yield data
                     continue
                 for part in torch.split(data, self.buffer_bytes):
                     pending.append(self._copy(part))
                     if len(pending) == 2:
-                        yield pending.pop(0).finished()
+                        yield pending.pop(0).wait()
             while pending:
-                yield pending.pop(0).finished()
+                yield pending.pop(0).wait()
         finally:
             for copy in pending:
-                copy.finished()
+                copy.wait()
 
     def _copy(self, source: Tensor) -> "_Copy":
         """Start to copy `source` to the buffer of the slice before the last, which the caller no longer uses."""
@@ -112,7 +112,7 @@ class _Copy:
     target: Tensor
     event: Any
 
-    def finished(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the copy, and return the slice on the host."""
         if self.event is not None:
             self.event.synchronize()

@@ -160,7 +160,7 @@ class _Machine:
         self.below.append(self.stack)
         self.stack = []
 
-    def tuple_of(self, count: int) -> None:
+    def push_tuple(self, count: int) -> None:
         items = tuple(self.stack[-count:])
         if len(items) != count:
             raise PickleError("its pickle is damaged: it takes what is not there")
@@ -172,7 +172,7 @@ class _Machine:
             raise PickleError("its pickle names what is not a name")
         self.push(self.rules.named(module, name))
 
-    def named_on_stack(self) -> None:
+    def push_stack_global(self) -> None:
         name, module = self.pop(), self.pop()
         self.named(module, name)
 
@@ -185,7 +185,7 @@ class _Machine:
     def build(self) -> None:
         state, target = self.pop(), self.stack[-1]
         if type(target) is not Made or target.state is not None:
-            raise PickleError(f"its pickle sets attributes of {_said(target)}, which have no place there")
+            raise PickleError(f"its pickle sets attributes of {_describe(target)}, which have no place there")
         self.rules.build(target, state)
         target.state = state
 
@@ -198,7 +198,7 @@ class _Machine:
     def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
-            raise PickleError(f"its pickle appends to {_said(target)}")
+            raise PickleError(f"its pickle appends to {_describe(target)}")
         target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
@@ -206,7 +206,7 @@ class _Machine:
         if type(target) is Made and target.by in _MAPPINGS:
             target = target.items
         if type(target) is not dict or len(items) % 2:
-            raise PickleError(f"its pickle sets items of {_said(target)}")
+            raise PickleError(f"its pickle sets items of {_describe(target)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key)
             target[key] = value
@@ -214,12 +214,12 @@ class _Machine:
     def add_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not set:
-            raise PickleError(f"its pickle adds to {_said(target)}")
+            raise PickleError(f"its pickle adds to {_describe(target)}")
         for item in items:
             check_key(item)
             target.add(item)
 
-    def frozen(self) -> None:
+    def push_frozenset(self) -> None:
         items = self.pop_mark()
         for item in items:
             check_key(item)
@@ -238,10 +238,10 @@ def check_key(key: Any, depth: int = 0) -> None:
         if not -_LARGE_INT < key < _LARGE_INT:
             raise PickleError("its pickle has integer keys that are too large")
     elif type(key) not in (str, bytes, float, bool, type(None), frozenset, complex, Made, Named):
-        raise PickleError(f"its pickle has {_said(key)} as a key")
+        raise PickleError(f"its pickle has {_describe(key)} as a key")
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return value.name if type(value) is Named else value.by if type(value) is Made else f"a {type(value).__name__}"
 
 
@@ -250,8 +250,8 @@ def _pop_twice(machine: _Machine) -> list[Any]:
     return [key, value]
 
 
-_Do = Callable[[_Machine], Any]
-_OPCODES: dict[int, _Do] = {
+_Handler = Callable[[_Machine], Any]
+_OPCODES: dict[int, _Handler] = {
     0x80: lambda m: m.number(_UINT8),  # PROTO
     0x95: lambda m: m.number(_UINT64),  # FRAME, which does not change what follows
     0x28: _Machine.mark,
@@ -276,23 +276,23 @@ _OPCODES: dict[int, _Do] = {
     0x29: lambda m: m.push(()),
     0x8F: lambda m: m.push_new(set()),
     0x74: lambda m: m.push_new(tuple(m.pop_mark())),  # TUPLE
-    0x85: lambda m: m.tuple_of(1),
-    0x86: lambda m: m.tuple_of(2),
-    0x87: lambda m: m.tuple_of(3),
+    0x85: lambda m: m.push_tuple(1),
+    0x86: lambda m: m.push_tuple(2),
+    0x87: lambda m: m.push_tuple(3),
     0x61: lambda m: m.extend([m.pop()]),  # APPEND
     0x65: lambda m: m.extend(m.pop_mark()),
     0x73: lambda m: m.set_items(_pop_twice(m)),  # SETITEM
     0x75: lambda m: m.set_items(m.pop_mark()),
     0x90: lambda m: m.add_items(m.pop_mark()),
-    0x91: _Machine.frozen,
+    0x91: _Machine.push_frozenset,
     0x71: lambda m: m.remember(m.number(_UINT8)),  # BINPUT
     0x72: lambda m: m.remember(m.number(_UINT32)),
     0x6A: lambda m: m.push(m.memo[m.number(_UINT32)]),
     0x63: lambda m: m.named(m.line(), m.line()),  # GLOBAL
-    0x93: _Machine.named_on_stack,
+    0x93: _Machine.push_stack_global,
     0x52: _Machine.call,  # REDUCE
     0x81: _Machine.call,  # NEWOBJ
     0x62: _Machine.build,
     0x51: _Machine.stored,  # BINPERSID
 }
-_HANDLERS: list[_Do | None] = [_OPCODES.get(code) for code in range(256)]
+_HANDLERS: list[_Handler | None] = [_OPCODES.get(code) for code in range(256)]

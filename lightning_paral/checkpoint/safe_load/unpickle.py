@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_paral.checkpoint.safe_load.allowed_globals import TorchRules, of_python
+from lightning_paral.checkpoint.safe_load.allowed_globals import TorchRules, python_globals
 from lightning_paral.checkpoint.safe_load.archive import Archive, Read, open_regular, read_archive
 from lightning_paral.checkpoint.safe_load.opcodes import FREE_CONTAINERS, Made, PickleError, RefusedError, interpret
 from lightning_paral.errors import CheckpointError
@@ -194,12 +194,12 @@ def _safe_globals(extra: tuple[type, ...] = ()) -> Iterator[None]:
     """Admit the types of this package for `torch.load`; those that the user has admitted stay admitted."""
     with _LOCK:
         before = set(torch.serialization.get_safe_globals())
-        ours = [kind for kind in (*of_python(), *extra) if kind not in before]
+        ours = [kind for kind in (*python_globals(), *extra) if kind not in before]
         with torch.serialization.safe_globals(ours):
             yield
 
 
-def warn_of_refused(file: Any) -> None:
+def warn_about_refused_types(file: Any) -> None:
     """Warn if loading will refuse what `torch.save` has written to `file`, a path or a file open for reading."""
     with _safe_globals():
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)

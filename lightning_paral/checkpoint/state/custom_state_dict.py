@@ -15,19 +15,19 @@ from lightning_paral.compat.torch.state_dicts import loading_by, saving_by, vers
 from lightning_paral.errors import CheckpointError
 
 
-def saves_its_own(module: Module) -> bool:
+def overrides_state_dict(module: Module) -> bool:
     """Whether `module` or a submodule overrides `state_dict`."""
     return any(
         type(part).state_dict is not Module.state_dict and not isinstance(part, Metric) for part in module.modules()
     )
 
 
-def loads_its_own(module: Module) -> bool:
+def overrides_load_state_dict(module: Module) -> bool:
     """Whether `module` overrides `load_state_dict`; torch never calls that of a submodule."""
     return type(module).load_state_dict is not Module.load_state_dict
 
 
-def own_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict[str, Any]:
+def call_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict[str, Any]:
     """Return `module.state_dict()` with `shard(parameter)` in place of each parameter.
 
     Overrides may add, rename and delete entries. Operations on the tensors must be supported by shards.
@@ -56,7 +56,7 @@ def own_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict
     return dict(state) if versions_in(state) is None else state
 
 
-def load_its_own(
+def call_load_state_dict(
     module: Module,
     state_dict: Mapping[str, Any],
     *,

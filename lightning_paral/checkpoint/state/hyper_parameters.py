@@ -86,7 +86,7 @@ class _PickledHyperParameters:
 
     def copy(self, values: dict[int, Tensor]) -> dict[str, Any]:
         """Return a copy that shares tensors, with `values` for the parameters whose ids are its keys."""
-        objects = {key: _copied(value, values.get(key)) for key, value in self._objects.items()}
+        objects = {key: _copy_object(value, values.get(key)) for key, value in self._objects.items()}
         unpickler = _Unpickler(io.BytesIO(self._data), objects)
         copied: dict[str, Any] = unpickler.load()
         return copied
@@ -131,7 +131,7 @@ def _new(kind: type, *args: Any) -> Any:
 
 
 @torch.no_grad()
-def _copied(value: Any, full: Tensor | None) -> Any:
+def _copy_object(value: Any, full: Tensor | None) -> Any:
     if not isinstance(value, Parameter):
         return value
     copied = Parameter(value.detach() if full is None else full, requires_grad=value.requires_grad)

@@ -125,8 +125,8 @@ class SavedOptimizer:
         if missing or unexpected:
             raise CheckpointError(
                 "The checkpoint's optimizer has other parameters. "
-                + listing("Not in the checkpoint", missing)
-                + listing("Only in the checkpoint", unexpected)
+                + list_names("Not in the checkpoint", missing)
+                + list_names("Only in the checkpoint", unexpected)
                 + _REMEDY
             )
 
@@ -170,9 +170,9 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
         for parameter, name in zip(group["params"], of_group, strict=True):
             found = checkpoint.state.get(name)
             if found is not None:
-                state[number] = {key: _restored(key, value, parameter) for key, value in found.items()}
+                state[number] = {key: _restore_value(key, value, parameter) for key, value in found.items()}
             number += 1
-    others = tree_map_only(Tensor, _copied, other_entries(saved))
+    others = tree_map_only(Tensor, _copy, other_entries(saved))
     optimizer.load_state_dict(others | {"state": state, "param_groups": groups})
 
 
@@ -195,15 +195,15 @@ def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
                 state[key] = move_data_to_device(value, device)
 
 
-def _restored(key: str, value: Any, parameter: Parameter) -> Any:
+def _restore_value(key: str, value: Any, parameter: Parameter) -> Any:
     if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
-        return tree_map_only(Tensor, _copied, value)
+        return tree_map_only(Tensor, _copy, value)
     target = _memory_for(parameter.detach())
     read_into(value, target)
     return target
 
 
-def _copied(value: Tensor) -> Tensor:
+def _copy(value: Tensor) -> Tensor:
     return materialize(value).clone()
 
 
@@ -220,7 +220,7 @@ def _plain(value: Any) -> Any:
     return materialize(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def listing(title: str, names: Sequence[str]) -> str:
+def list_names(title: str, names: Sequence[str]) -> str:
     """Return the sentence `title: names. `, with at most 12 of the names; an empty string if there are none."""
     if not names:
         return ""

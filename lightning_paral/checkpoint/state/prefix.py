@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_paral.checkpoint.state.optimizer import listing
+from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.errors import ConfigurationError
 
 
@@ -41,7 +41,7 @@ def without_prefix(weights: Mapping[str, Any], prefix: str, *, only: bool) -> di
     if others and not only:
         raise ConfigurationError(
             f"{len(others)} of {len(weights)} names do not begin with {prefix!r}, and would be lost. "
-            + listing("They are", others)
+            + list_names("They are", others)
             + "--only-prefix leaves them out."
         )
     return kept

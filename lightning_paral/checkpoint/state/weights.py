@@ -16,10 +16,10 @@ from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.custom_state_dict import (
-    load_its_own,
-    loads_its_own,
-    own_state_dict,
-    saves_its_own,
+    call_load_state_dict,
+    call_state_dict,
+    overrides_load_state_dict,
+    overrides_state_dict,
 )
 from lightning_paral.checkpoint.state.load_hooks import (
     has_load_hooks,
@@ -27,7 +27,7 @@ from lightning_paral.checkpoint.state.load_hooks import (
     run_load_hooks,
     without_load_hooks,
 )
-from lightning_paral.checkpoint.state.optimizer import listing
+from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.compat.torch.state_dicts import EXTRA_STATE, set_versions, versions_in
 from lightning_paral.distributed.agreement import RankGroup
@@ -53,8 +53,8 @@ def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], sav
             by_parameter[id(parameter)] = shard(parameter)
         return by_parameter[id(parameter)]
 
-    if saves_its_own(module):
-        own = own_state_dict(module, once)
+    if overrides_state_dict(module):
+        own = call_state_dict(module, once)
         left_out = [p for p in module.parameters() if not (p.requires_grad or save_frozen) and id(p) in by_parameter]
         frozen = {id(by_parameter[id(parameter)]) for parameter in left_out}
         for name in [name for name, value in own.items() if id(value) in frozen]:
@@ -114,8 +114,8 @@ def load_weights(
     Raises:
         CheckpointError: names or shapes do not match; the module is unchanged.
     """
-    if loads_its_own(module):
-        load_its_own(module, state_dict, strict=strict, left_out=left_out, into=into)
+    if overrides_load_state_dict(module):
+        call_load_state_dict(module, state_dict, strict=strict, left_out=left_out, into=into)
         return
     hooked = has_load_hooks(module)
     if hooked:
@@ -134,9 +134,9 @@ def load_weights(
     if shapes or (strict and (missing or unexpected)):
         raise CheckpointError(
             f"The checkpoint's weights do not fit {type(module).__name__}. "
-            + listing("Missing in the checkpoint", missing if strict else [])
-            + listing("Only in the checkpoint", unexpected if strict else [])
-            + listing("Of another shape", shapes)
+            + list_names("Missing in the checkpoint", missing if strict else [])
+            + list_names("Only in the checkpoint", unexpected if strict else [])
+            + list_names("Of another shape", shapes)
             + ("`strict_loading = False` in the module loads what fits by name." if not shapes else "")
         )
     kept = sorted(set(left_out) & own.keys() - state_dict.keys())

@@ -99,7 +99,7 @@ def test_more_than_reserved_cannot_be_taken() -> None:
 @pytest.fixture
 def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every tensor as one on another device."""
-    monkeypatch.setattr(module_under_test._DeepcopyToHost, "is_elsewhere", lambda _, tensor: True)
+    monkeypatch.setattr(module_under_test._DeepcopyToHost, "needs_copy", lambda _, tensor: True)
 
 
 class Anything:
