@@ -188,7 +188,7 @@ def test_chunks_that_do_not_cover_a_tensor_are_named_though_all_checksums_fit(
     assert said in fault
 
 
-@pytest.mark.parametrize(("doctor", "said"), [*DOCTORS, (nowhere, "does not say where")])
+@pytest.mark.parametrize(("doctor", "said"), [*DOCTORS, (nowhere, "has no location for")])
 @pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
 def test_chunks_of_other_tools_that_do_not_cover_a_tensor_are_named_and_not_loaded(
     sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
