@@ -226,7 +226,7 @@ class SaveJob:
             if isinstance(folder, FsspecStorage):
                 for name, data in contents.items():  # for other tools
                     _write(folder, name, data)
-                folder.keep({*files, *contents, FILE_NAME})
+                folder.remove_except({*files, *contents, FILE_NAME})
             return sum(record.bytes for record in files.values())
 
         return ranks.run_on_rank_0(what, finish)

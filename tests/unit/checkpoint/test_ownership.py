@@ -217,7 +217,7 @@ def test_removing_keeps_what_is_not_the_checkpoints(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"best\.ckpt was removed except for .*: thesis\.tex"):
         remove_at(str(path))
     assert tree(tmp_path) == {"best.ckpt": None, "best.ckpt/thesis.tex": b"mine"}
-    with pytest.warns(UserWarning, match="It was not removed"):
+    with pytest.warns(UserWarning, match="not a checkpoint, and was not removed"):
         remove_at(str(path))
     assert (path / "thesis.tex").read_text() == "mine"
 
@@ -247,7 +247,7 @@ def test_folders_behind_urls_are_not_replaced(memory: Any, form: Form) -> None:
     memory.pipe({"/owned/results/thesis.tex": b"mine", "/owned/results/more/x": b"mine"})
     with pytest.raises(CheckpointError, match=r"memory://owned/results with thesis\.tex, more in it"):
         save("memory://owned/results", form)
-    with pytest.warns(UserWarning, match="It was not removed"):
+    with pytest.warns(UserWarning, match="not a checkpoint, and was not removed"):
         remove_at("memory://owned/results")
     assert sorted(memory.find("/owned")) == ["/owned/results/more/x", "/owned/results/thesis.tex"]
 
