@@ -1,4 +1,4 @@
-"""Tell checkpoints from other files at a path, so that saves and removals never delete files of the user."""
+"""Distinguish checkpoints from other files, so that saving and removing checkpoints never deletes files of the user."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _DCP_FILE = re.compile(
     r"(\.metadata|meta\.pt)(-[0-9a-f]{12})?|\.metadata\.tmp|manifest\.json|__\d+_\d+([0-9a-f]{12})?\.distcp"
 )
 _DCP_REQUIRED_FILE = re.compile(r"\.metadata(-[0-9a-f]{12})?|__\d+_\d+([0-9a-f]{12})?\.distcp")
-"""Files without which a folder is no Distributed Checkpoint."""
+"""Files that identify a folder as a Distributed Checkpoint."""
 
 _DEEPSPEED_FILES = ("latest", "zero_to_fp32.py")
 _DEEPSPEED_STATES = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt")
@@ -31,47 +31,58 @@ _MAX_TAG_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PathContents:
-    """Describes what is at a path."""
+    """What is at a path: a checkpoint, other files, or nothing."""
 
     what: str
-    """A short description, for messages."""
+    """A short description, such as "an empty folder", for messages."""
     is_file: bool = False
     is_checkpoint: bool = False
     is_empty: bool = False
     own: list[str] = field(default_factory=list)
-    """Names of the files of a checkpoint in the folder; first those without which it is none."""
+    """Names of the files and folders of the checkpoint; those that identify it as a checkpoint come first."""
     foreign: list[str] = field(default_factory=list)
-    """Names of other files in the folder."""
+    """Names of other files and folders."""
 
     @property
     def listed(self) -> str:
-        """The first of the other files, for messages."""
+        """The first names in `foreign`, for messages."""
         more = f" and {len(self.foreign) - _MAX_LISTED} more" if len(self.foreign) > _MAX_LISTED else ""
         return ", ".join(self.foreign[:_MAX_LISTED]) + more
 
 
 def check_replaceable(target: Path, *, folder: bool) -> None:
-    """Check that a save of a file or folder to `target` deletes no files of the user.
+    """Check that saving a checkpoint to `target` deletes no files of the user.
 
-    A file may replace any file, as with `torch.save`, and a folder only a file that is a checkpoint. A folder that is
-    replaced must be empty, or a checkpoint without other files.
+    A checkpoint that is a file may replace any file, as with `torch.save`. A checkpoint that is a folder may replace
+    only a file that is a checkpoint. Both may replace a folder only if it is empty, or is a checkpoint without other
+    files.
+
+    Args:
+        target: the path to save to.
+        folder: whether the new checkpoint is a folder.
 
     Raises:
-        CheckpointError: other files would be deleted; names them.
+        CheckpointError: other files would be deleted. The message names them.
     """
     if not os.path.lexists(target) or (target.is_file() and not folder):
         return
     found = inspect_path(target)
     if target.is_symlink() and found.is_checkpoint:
-        return  # the link is replaced, its target stays
+        return  # only the link is replaced; the checkpoint it points to is kept
     _check(target, found)
 
 
 def check_replaceable_at(fs: Any, path: str, url: str, *, folder: bool) -> None:
-    """Check the same as `check_replaceable` for `url`, which is `path` in the fsspec file system `fs`.
+    """Do the check of `check_replaceable` for a URL.
+
+    Args:
+        fs: the fsspec file system of the URL.
+        path: the path in `fs`.
+        url: the URL, for error messages.
+        folder: whether the new checkpoint is a folder.
 
     Raises:
-        CheckpointError: other files would be deleted; names them.
+        CheckpointError: other files would be deleted. The message names them.
     """
     if folder and fs.isfile(path):
         _check(url, PathContents(what="a file", is_file=True, is_checkpoint=_is_remote_checkpoint(fs, path)))
@@ -84,23 +95,23 @@ def _check(target: object, found: PathContents) -> None:
         return
     if found.is_checkpoint:
         raise CheckpointError(
-            f"There is a checkpoint at {target} with files in its folder that are not its own: {found.listed}. Saving "
-            "there would delete them. Move them elsewhere, or save under another name."
+            f"There is a checkpoint at {target}, but its folder contains other files: {found.listed}. Saving there "
+            "would delete them. Move them elsewhere, or save under another name."
         )
-    held = f" with {found.listed} in it" if found.foreign else ""
-    inside = f", as {target}/last.ckpt" if found.foreign else ""
+    content = f", which contains {found.listed}" if found.foreign else ""
+    example = f", such as {target}/last.ckpt" if found.foreign else ""
     raise CheckpointError(
-        f"There is {found.what} at {target}{held}, which is no checkpoint. Saving there would delete it. Save under "
-        f"another name{inside}, or remove it before."
+        f"There is {found.what} at {target}{content}, but it is not a checkpoint. Saving there would delete it. Save "
+        f"under another name{example}, or remove it first."
     )
 
 
 def inspect_path(path: Path) -> PathContents:
-    """Describe what is at `path`, or at the target of a link at `path`."""
+    """Describe what is at `path`. If it is a link, describe its target."""
     try:
         about = path.stat()
     except OSError:
-        return PathContents(what="a link that leads nowhere", is_empty=True)
+        return PathContents(what="a broken link", is_empty=True)
     if stat.S_ISREG(about.st_mode):
         is_checkpoint = _is_local_checkpoint(path)
         return PathContents(what="a file", is_file=True, is_empty=about.st_size == 0, is_checkpoint=is_checkpoint)
@@ -119,8 +130,8 @@ def inspect_remote_folder(fs: Any, path: str) -> PathContents:
     entries.pop(_last(path), None)  # object stores may list the folder itself
     folders = {
         name: [_last(inner) for inner in fs.ls(f"{path}/{name}", detail=False)]
-        for name, kind in entries.items()
-        if kind == "directory"
+        for name, entry_type in entries.items()
+        if entry_type == "directory"
     }
 
     def start_of(name: str) -> bytes:
@@ -136,18 +147,18 @@ def _last(path: object) -> str:
 def classify_folder(
     files: Iterable[str], folders: dict[str, list[str]], start_of: Callable[[str], bytes]
 ) -> PathContents:
-    """Describe a folder by its content.
+    """Describe a folder, given its content.
 
     Args:
-        files: names of its files.
-        folders: its subfolders, each with the names of its content.
+        files: the names of its files.
+        folders: the names of its subfolders, each with the names of the entries in it.
         start_of: returns the first bytes of a file, given its name.
     """
     files = sorted(files)
-    of_system = [name for name in files if _SYSTEM_FILE.fullmatch(name)]
-    others = [name for name in files if name not in of_system]
+    system_files = [name for name in files if _SYSTEM_FILE.fullmatch(name)]
+    others = [name for name in files if name not in system_files]
     if not others and not folders:
-        return PathContents(what="an empty folder", is_empty=True, own=of_system)
+        return PathContents(what="an empty folder", is_empty=True, own=system_files)
     if any(_DCP_REQUIRED_FILE.fullmatch(name) for name in others):
         own = [name for name in others if _DCP_FILE.fullmatch(name)]
         if "manifest.json" in own and not start_of("manifest.json").startswith(_MANIFEST_START):
@@ -158,11 +169,11 @@ def classify_folder(
     else:
         return PathContents(what="a folder", foreign=[*others, *folders])
     foreign = [name for name in (*others, *folders) if name not in own]
-    return PathContents(what="a checkpoint", is_checkpoint=True, own=[*own, *of_system], foreign=foreign)
+    return PathContents(what="a checkpoint", is_checkpoint=True, own=[*own, *system_files], foreign=foreign)
 
 
 def _is_deepspeed(files: list[str], folders: dict[str, list[str]], start_of: Callable[[str], bytes]) -> bool:
-    """Whether a folder is one checkpoint of DeepSpeed. With several tags, it is the folder of a run."""
+    """Return whether a folder is one DeepSpeed checkpoint. A folder with several tags contains several checkpoints."""
     if len(folders) != 1 or "latest" not in files:
         return False
     ((tag, states),) = folders.items()
@@ -182,7 +193,7 @@ def _is_remote_checkpoint(fs: Any, path: str) -> bool:
 
 
 def _is_checkpoint(read: Read, nbytes: int) -> bool:
-    """Whether `torch.save` wrote the file, with a `state_dict`."""
+    """Return whether the file was written by `torch.save` and contains a `state_dict`."""
     with suppress(CheckpointError):
         archive = read_archive(read, nbytes, "")
         for name, record in archive.records.items() if archive is not None else ():

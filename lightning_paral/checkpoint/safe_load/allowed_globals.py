@@ -1,8 +1,9 @@
-"""Which globals, calls and states a file of `torch.save` may contain.
+"""The rules for the globals, calls and states that a file written by `torch.save` may contain.
 
-`torch.load(weights_only=True)` checks types only. A file may then set the state of any object of an admitted type, such
-as enum members and numpy dtypes, which the process shares, and allocate storages of any size. The rules here check the
-arguments of each call and the structure of each state, and are applied to the pickle before torch reads it.
+`torch.load(weights_only=True)` checks only types. A file can still set the state of any object of an allowed type, even
+of objects that the whole process shares, such as enum members and numpy dtypes, and can allocate storages of any size.
+The rules in this module also check the arguments of each call and the structure of each state. They are applied to the
+pickle before torch reads it.
 """
 
 from argparse import Namespace
@@ -43,7 +44,7 @@ _TENSORS = {"torch.Tensor", "torch.nn.parameter.Parameter"}
 
 
 def python_globals() -> list[Any]:
-    """Return the types that are admitted besides those of torch, as `torch.serialization.safe_globals` takes them."""
+    """Return the types to allow in addition to those of torch, as `torch.serialization.safe_globals` takes them."""
     kinds = (bytes, frozenset, range, slice, Decimal, Namespace, PosixPath, PurePosixPath)
     times = (date, datetime, time, timedelta, timezone)
     paths: list[Any] = [
@@ -61,8 +62,8 @@ class TorchRules:
     """The rules for one file.
 
     Args:
-        sizes: size in bytes of each storage in the archive, by key.
-        extra: further types that only carry data.
+        sizes: the size in bytes of each storage in the archive, by key.
+        extra: additional types that only carry data.
     """
 
     def __init__(self, sizes: Mapping[str, int], extra: tuple[type, ...] = ()) -> None:
@@ -72,8 +73,8 @@ class TorchRules:
         self._trusted -= _NOT_TRUSTED
 
     def named(self, module: str, name: str) -> Any:
-        """Return a stand-in for a global; raise a `RefusedError` if it is not admitted."""
-        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))  # of Python 2
+        """Return a stand-in for a global. Raise a `RefusedError` if it is not allowed."""
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))  # Python 2 names
         full = f"{module}.{name}"
         known = full in _CALLS or full in self._data_types or full in self._trusted
         if not known and full not in _STORAGES and full not in _CONSTANTS and full not in _TENSORS:
@@ -81,7 +82,7 @@ class TorchRules:
         return Named(full)
 
     def call(self, callee: Named, args: tuple[Any, ...]) -> Any:
-        """Return a stand-in for the result of a call, or raise a `PickleError` if it is not admitted."""
+        """Return a stand-in for the result of a call. Raise a `PickleError` if the call is not allowed."""
         name = callee.name
         check = _CALLS.get(name)
         kind = self._data_types.get(name)
@@ -92,9 +93,9 @@ class TorchRules:
         elif kind is not None:
             _require(len(args) == 1 and type(args[0]) in _PLAIN, name, args)
         elif name == "torch.nn.parameter.Parameter" or name == "torch.distributed.device_mesh.DeviceMesh":
-            _require(not args, name, args)  # with arguments, it would access process groups
+            _require(not args, name, args)  # with arguments, a DeviceMesh would access process groups
         elif name not in self._trusted:
-            raise PickleError(f"it calls {name}, which is not how torch.save writes it")
+            raise PickleError(f"it calls {name}, which torch.save does not")
         return Made(name, args)
 
     def build(self, target: Made, state: Any) -> None:
@@ -108,22 +109,22 @@ class TorchRules:
         elif name in ("argparse.Namespace", "collections.OrderedDict") or (kind and not issubclass(kind, Enum)):
             _check_attributes(name, state)
         elif name not in self._trusted:
-            raise PickleError(f"it sets the state of {name}, which has none of its own")
+            raise PickleError(f"it sets the state of {name}, which has no state")
 
     def stored(self, identity: Any) -> Any:
-        """Return a stand-in for a storage; raise a `PickleError` if the file does not have all of its bytes."""
+        """Return a stand-in for a storage. Raise a `PickleError` if the file does not contain all of its bytes."""
         if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
-            raise PickleError(f"it refers to {identity!r:.100}, which is no storage")
+            raise PickleError(f"it refers to {identity!r:.100}, which is not a storage")
         _, kind, key, location, numel = identity
         if type(kind) is not Named or kind.name not in _STORAGES or type(key) is not str or type(location) is not str:
-            raise PickleError(f"it refers to {identity!r:.100}, which is no storage")
+            raise PickleError(f"it refers to {identity!r:.100}, which is not a storage")
         nbytes = numel * _STORAGES[kind.name] if type(numel) is int else -1
         if not 0 <= nbytes <= self._sizes.get(key, -1):
             raise PickleError(f"its storage {key!r:.20} of {numel!r:.30} elements is not in the file")
         return Made("storage", (nbytes,))
 
     def rebuild_from_type(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return a stand-in for a tensor of a subclass, or with attributes."""
+        """Return a stand-in for a tensor of a subclass, or for a tensor with attributes."""
         _require(len(args) == 4 and all(type(arg) is Named for arg in args[:2]) and type(args[2]) is tuple, name, args)
         make, kind, inner, state = args
         _require(make.name.startswith("torch._utils._rebuild_"), name, args)
@@ -138,22 +139,22 @@ def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-# It does not check the parts of the tensor against each other, so it could read memory of other objects.
+# It does not check that the parts of the tensor are consistent, so it could read memory of other objects.
 _NOT_TRUSTED = {"torch.nested._internal.nested_tensor._rebuild_njt"}
 
 
 def _require(fits: bool, name: str, args: Any) -> None:
     if not fits:
-        raise PickleError(f"it calls {name} with {args!r:.200}, which is not how torch.save writes it")
+        raise PickleError(f"it calls {name} with {args!r:.200}, which torch.save does not")
 
 
 def _check_attributes(name: str, state: Any) -> None:
     fits = type(state) is dict and all(type(key) is str and not key.startswith("__") for key in state)
     if not fits:
-        raise PickleError(f"it sets the state of {name} to {state!r:.100}, which is no dict of attributes")
+        raise PickleError(f"it sets the state of {name} to {state!r:.100}, which is not a dict of attributes")
 
 
-# Calls
+# Calls: each function checks the arguments of a call, and returns a stand-in for its result
 
 
 def _check_plain_args(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
@@ -216,13 +217,13 @@ def _check_bytearray(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _check_tensor(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
-    """Check `(storage, offset, size, stride, ...)`; torch itself checks that the view is inside the storage."""
+    """Check `(storage, offset, size, stride, ...)`. torch itself checks that the view is inside the storage."""
     _require(len(args) >= 4 and type(args[0]) is Made and args[0].by == "storage", name, args)
     stored, _, size, stride = args[:4]
     for numbers in (size, stride):
         fits = type(numbers) is tuple and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         _require(fits, name, args[1:])
-    is_quantized = name.endswith("qtensor")  # torch allocates an empty one first
+    is_quantized = name.endswith("qtensor")  # torch first allocates the tensor, even if it is an expanded view
     limit = stored.args[0] if is_quantized else max(stored.args[0], _MAX_EXPANDED_BYTES)
     if prod(size) > limit:
         raise PickleError(f"it has a tensor of shape {size!r:.100} in {stored.args[0]} bytes")
@@ -249,7 +250,7 @@ def _allow(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
 
 def _check_numpy_dtype(_: TorchRules, name: str, args: tuple[Any, ...]) -> Any:
     fits = len(args) == 3 and type(args[0]) is str and args[0][:1] in _KINDS and args[0][1:].isascii()
-    # Without a copy, it would be the object that the process shares.
+    # Without a copy, it would be the dtype object that the whole process shares.
     _require(fits and (args[0][1:] or "0").isdigit() and args[1] is False and args[2] is True, name, args)
     return Made(name, args)
 
@@ -280,7 +281,7 @@ _CALLS = {f"torch._utils.{name}": check for name, check in _CALLS.items()} | {
     "torch.device": _check_plain_args,
     "torch.serialization._get_layout": _check_plain_args,
     "_codecs.encode": _check_bytes,
-    "builtins.bytes": _check_no_args,  # empty ones
+    "builtins.bytes": _check_no_args,  # empty bytes; others are pickled as `_codecs.encode`
     "builtins.bytearray": _check_bytearray,
     "builtins.set": _check_list,
     "builtins.frozenset": _check_list,

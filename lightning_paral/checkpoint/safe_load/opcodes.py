@@ -1,7 +1,7 @@
-"""Interpret pickles as data: a machine for the opcodes that never imports, calls or instantiates anything.
+"""Interpret pickles as data, without importing, calling or instantiating anything.
 
-Globals and the results of calls are represented by `Named` and `Made`, if the rules admit them. Time and memory are
-bounded by the size of the file. Follows https://docs.python.org/3/library/pickletools.html.
+Globals and the results of calls are represented by `Named` and `Made`, if the rules allow them. Time and memory are
+bounded by the size of the pickle. Follows https://docs.python.org/3/library/pickletools.html.
 """
 
 from collections.abc import Callable
@@ -12,31 +12,32 @@ from typing import Any, Protocol
 _MAX_KEY_DEPTH = 4
 _BYTES_PER_CONTAINER = 4
 FREE_CONTAINERS = 1000
-_LARGE_INT = 2**61 - 1  # larger integers collide in hash, and a dict of them takes quadratic time
+"""Number of containers that a pickle of any size may have. Each `_BYTES_PER_CONTAINER` bytes allow one more."""
+_LARGE_INT = 2**61 - 1  # the hashes of larger integers can collide, so that a dict of them takes quadratic time
 
 
 class PickleError(Exception):
-    """A pickle is damaged, or would take more time or memory than its size warrants."""
+    """A pickle is damaged, contains something that is not allowed, or takes too much time or memory for its size."""
 
 
 class RefusedError(PickleError):
-    """A pickle asks for a global that is not admitted: `name`."""
+    """A pickle refers to the global `name`, which is not allowed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"it asks for {name}")
+        super().__init__(f"it refers to {name}")
         self.name = name
 
 
 @dataclass(frozen=True)
 class Named:
-    """A global that a pickle asks for."""
+    """A global that a pickle refers to."""
 
     name: str
 
 
 @dataclass(eq=False)
 class Made:
-    """The result of calling `by` with `args`, on which `state` and `items` are set."""
+    """The result of calling the global `by` with `args`, and then setting its `state` and `items`."""
 
     by: str
     args: tuple[Any, ...]
@@ -45,7 +46,7 @@ class Made:
 
 
 class Rules(Protocol):
-    """Which globals, calls and states a pickle may contain. Each method raises a `PickleError` for others."""
+    """Decides which globals, calls and states a pickle may contain. Each method raises a `PickleError` for others."""
 
     def named(self, module: str, name: str) -> Any:
         """Return a stand-in for a global."""
@@ -54,7 +55,7 @@ class Rules(Protocol):
         """Return a stand-in for the result of a call."""
 
     def build(self, target: Made, state: Any) -> None:
-        """Check a state that is set on `target`, which has none yet."""
+        """Check a state that is about to be set on `target`, which has no state yet."""
 
     def stored(self, identity: Any) -> Any:
         """Return a stand-in for an object that is stored outside the pickle."""
@@ -66,10 +67,11 @@ _UINT32, _UINT64, _FLOAT = Struct("<I"), Struct("<Q"), Struct(">d")
 
 
 def interpret(data: bytes, rules: Rules) -> Any:
-    """Return the object of the pickle `data`: plain data, `Named`, `Made`, and stand-ins that `rules` return.
+    """Return the object in the pickle `data`: plain data, `Named`, `Made`, and stand-ins returned by `rules`.
 
     Raises:
-        PickleError: it is damaged, contains something that `rules` do not admit, or is too expensive for its size.
+        PickleError: the pickle is damaged, contains something that `rules` do not allow, or is too expensive for its
+            size.
     """
     machine = _Machine(data, rules)
     try:
@@ -88,6 +90,7 @@ class _Machine:
         """The stack below each open mark."""
         self.memo: dict[int, Any] = {}
         self.left = FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        """How many more containers the pickle may create."""
 
     def run(self) -> Any:
         data, memo, handlers = self.data, self.memo, _HANDLERS
@@ -110,7 +113,7 @@ class _Machine:
                 handler = handlers[code]
                 if handler is None:
                     raise PickleError(
-                        f"its pickle has the opcode {code:#x} at byte {self.at - 1}, which has no place there"
+                        f"its pickle has the opcode {code:#x} at byte {self.at - 1}, which is not allowed"
                     )
                 handler(self)
 
@@ -126,7 +129,7 @@ class _Machine:
     def bytes(self, form: Struct) -> bytes:
         length = self.number(form)
         if length < 0 or length > len(self.data) - self.at:
-            raise PickleError(f"its pickle is to have {length} bytes where {len(self.data) - self.at} are left")
+            raise PickleError(f"its pickle asks for {length} bytes when {len(self.data) - self.at} are left")
         self.at += length
         return self.data[self.at - length : self.at]
 
@@ -148,10 +151,10 @@ class _Machine:
         self.stack.append(value)
 
     def push_new(self, value: Any) -> None:
-        """Push an object that takes memory of its own."""
+        """Push a new object, which counts as a container."""
         self.left -= 1
         if self.left < 0:
-            raise PickleError("its pickle has more containers than its size has room for")
+            raise PickleError("its pickle has too many containers for its size")
         self.stack.append(value)
 
     # What opcodes do
@@ -163,13 +166,13 @@ class _Machine:
     def push_tuple(self, count: int) -> None:
         items = tuple(self.stack[-count:])
         if len(items) != count:
-            raise PickleError("its pickle is damaged: it takes what is not there")
+            raise PickleError("its pickle is damaged: its stack has too few objects")
         del self.stack[-count:]
         self.push_new(items)
 
     def named(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise PickleError("its pickle names what is not a name")
+            raise PickleError("its pickle has a global whose name is not a string")
         self.push(self.rules.named(module, name))
 
     def push_stack_global(self) -> None:
@@ -179,13 +182,13 @@ class _Machine:
     def call(self) -> None:
         args, callee = self.pop(), self.pop()
         if type(args) is not tuple or type(callee) is not Named:
-            raise PickleError(f"its pickle calls what is no function: {type(callee).__name__}")
+            raise PickleError(f"its pickle calls a {type(callee).__name__}, which is not a function")
         self.push_new(self.rules.call(callee, args))
 
     def build(self) -> None:
         state, target = self.pop(), self.stack[-1]
         if type(target) is not Made or target.state is not None:
-            raise PickleError(f"its pickle sets attributes of {_describe(target)}, which have no place there")
+            raise PickleError(f"its pickle sets attributes of {_describe(target)}, which is not allowed")
         self.rules.build(target, state)
         target.state = state
 
@@ -230,7 +233,7 @@ _MAPPINGS = ("collections.OrderedDict", "collections.Counter")
 
 
 def check_key(key: Any, depth: int = 0) -> None:
-    """Raise a `PickleError` for a key that is no plain value, or that is slow to hash or made to collide."""
+    """Raise a `PickleError` for a key that is not a plain value, is slow to hash, or may be chosen to collide."""
     if type(key) is tuple and depth < _MAX_KEY_DEPTH:
         for item in key:
             check_key(item, depth + 1)

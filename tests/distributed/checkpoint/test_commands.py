@@ -166,7 +166,7 @@ def unknown_protocol(folder: Path) -> str:
         (nothing_at_url, "There is no checkpoint at memory://nowhere"),
         (unknown_protocol, "Protocol not known"),
         (empty_folder, "is not a checkpoint"),
-        (text, "no checkpoint"),
+        (text, "not a checkpoint"),
         (weights_alone, "is not a checkpoint: it has no 'state_dict'"),
     ],
 )

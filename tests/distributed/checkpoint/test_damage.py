@@ -162,7 +162,7 @@ Doctor = Callable[[Metadata, str], None]
 DOCTORS: list[tuple[Doctor, str]] = [
     (hole, "15 of 35 elements are in no chunk"),
     (overlap, "overlap"),
-    (out_of_bounds, "lies outside of shape (7, 5)"),
+    (out_of_bounds, "is outside of shape (7, 5)"),
 ]
 
 

@@ -51,7 +51,7 @@ def test_harmless_types_come_back(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_other_types_are_warned_of_when_saved(tmp_path: Path, form: str) -> None:
-    with pytest.warns(UserWarning, match=r"The checkpoint holds fractions\.Fraction"):
+    with pytest.warns(UserWarning, match=r"The checkpoint contains fractions\.Fraction"):
         fit(make("ddp", form), 1, save_to=tmp_path / "x.ckpt", callbacks=[Keeping(Fraction(1, 3))])
     with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
         fit(make("ddp", form), 1, resume_from=tmp_path / "x.ckpt", callbacks=[Keeping()])
