@@ -1,4 +1,4 @@
-"""Merge weights and optimizer states of several pipeline stages on rank 0, as far as they are not tensors."""
+"""Merge the weights and optimizer states of several pipeline stages on rank 0, without their tensors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from lightning_paral.compat.torch.state_dicts import set_versions, versions_in
 from lightning_paral.distributed.agreement import RankGroup
 
 _PLACEHOLDER = torch.empty(0, device="meta")
-"""Stands for a tensor that other ranks hold."""
+"""Stands for a tensor that only other ranks have."""
 
 
 def merge_stages(
@@ -25,23 +25,23 @@ def merge_stages(
 ) -> dict[str, Any]:
     """Return rank 0's `tree` with the weights and optimizer states of all stages. *Collective*.
 
-    Where several stages have an entry, it is rank 0's, or else that of the first of them. Parameter groups are merged
-    by index: a group has the parameters of all stages, and the hyper-parameters of the first stage that has the group.
-    The frozen parameters that were not saved are those of all stages.
+    If several stages have the same entry, rank 0's is used, otherwise that of the first such stage. Parameter groups
+    are merged by index: a group has the parameters of all stages, and the hyper-parameters of the first stage that has
+    this group. The names of frozen parameters that were not saved are collected from all stages.
 
     Args:
-        tree: the checkpoint of this rank, with optimizers keyed by FQN (`optimizer_0`). It is not changed.
+        tree: the checkpoint of this rank, with optimizer states keyed by FQN (`optimizer_0`). It is not changed.
         items: the tensors that are saved.
         ranks: the ranks that save together.
-        stages: the pipeline stage of each of them.
-        what: what failed, for errors.
+        stages: the pipeline stage of each of `ranks`.
+        what: the action, such as "Saving a.ckpt", for error messages.
 
     Returns:
-        dict[str, Any]: on rank 0, which writes it, the merged tree, with a placeholder at each path of `items` whose
-            tensor other ranks hold; on other ranks an empty dict.
+        dict[str, Any]: on rank 0, the merged tree, with a placeholder at each path of `items` whose tensor only other
+            ranks have; on other ranks, an empty dict.
 
     Raises:
-        CheckpointError: the trees cannot be copied or do not fit together; on all ranks.
+        CheckpointError: the trees cannot be copied or merged. Raised on all ranks.
     """
     paths = [path for item in items for path in (item.path, *item.aliases)]
     local = ranks.run_on_all(what, lambda: _without_tensors(tree, paths))
@@ -118,8 +118,8 @@ def restore_int_keys(tree: dict[str, Any], items: Iterable[WriteItem]) -> dict[s
     """Return `tree` with optimizer states as Lightning dumps them, and change the paths of `items` to match.
 
     Args:
-        tree: a checkpoint with optimizers keyed by FQN (`optimizer_0`).
-        items: the tensors that are saved.
+        tree: a checkpoint with optimizer states keyed by FQN (`optimizer_0`).
+        items: the tensors that are saved; changed in place.
     """
     restored = {key: value for key, value in tree.items() if not _is_optimizer_key(key) and key != OTHER_ENTRIES_KEY}
     by_fqn = [tree[f"optimizer_{number}"] for number in range(sum(map(_is_optimizer_key, tree)))]
@@ -127,9 +127,9 @@ def restore_int_keys(tree: dict[str, Any], items: Iterable[WriteItem]) -> dict[s
     if by_fqn:
         restored["optimizer_states"] = [other | to_int_keys(state) for other, state in zip(others, by_fqn, strict=True)]
     numbers: list[dict[Any, int]] = [{} for _ in by_fqn]
-    for of_optimizer, state in zip(numbers, by_fqn, strict=True):
+    for number_of, state in zip(numbers, by_fqn, strict=True):
         for name in (name for group in state["param_groups"] for name in group["params"]):
-            of_optimizer.setdefault(name, len(of_optimizer))
+            number_of.setdefault(name, len(number_of))
 
     def with_int_keys(path: TreePath) -> TreePath:
         key, *rest = path
