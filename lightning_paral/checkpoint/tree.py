@@ -13,14 +13,14 @@ TreePath = tuple[str | int, ...]
 """Keys of dicts and indices of lists, from the outermost container inwards."""
 
 CURRENT_KEY = "current_model_state"
-"""Where Lightning's WeightAveraging puts the weights; `state_dict` then holds their averages."""
+"""Key under which Lightning's `WeightAveraging` saves the weights; `state_dict` then contains their averages."""
 
 WEIGHT_KEYS = ("state_dict", CURRENT_KEY)
-"""Keys of a checkpoint that hold what `Module.state_dict` returns."""
+"""Keys of a checkpoint whose values are results of `Module.state_dict`."""
 
 
 def is_state_key(key: str) -> bool:
-    """Whether `key` of a checkpoint holds weights or optimizer state: every tensor below it is planned."""
+    """Return whether a checkpoint has weights or optimizer states under `key`. Save plans include all their tensors."""
     return key in (*WEIGHT_KEYS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 
@@ -41,7 +41,7 @@ def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -
     if path in values:
         return values[path]
     if isinstance(tree, MutableMapping):
-        changed = copy(tree)  # keeps attributes of an OrderedDict, such as `_metadata` of a state_dict
+        changed = copy(tree)  # preserves attributes of an OrderedDict, such as `_metadata` of a state_dict
         changed.update({key: replace_at(value, values, (*path, key)) for key, value in tree.items()})
         return changed
     if isinstance(tree, list):
@@ -52,17 +52,18 @@ def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -
 
 
 def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) -> None:
-    """Set the value at `path`, creating the dicts and lists on the way; integers index lists.
+    """Set the value at `path`, creating missing dicts and lists. An int in `path` is an index of a list.
 
     Args:
         tree: the outermost dict, changed in place.
-        path: where to put `value`.
+        path: the path at which to set `value`.
         value: any object.
-        room: one number, shared by all calls: how many list elements may be created beyond those that are set.
+        room: a list with one number, shared by several calls: how many list elements may still be created in addition
+            to those that are set. The calls decrease it.
 
     Raises:
-        ValueError: lists would grow longer than that.
-        TypeError: a value on the way is neither a dict nor a list.
+        ValueError: more list elements would be created.
+        TypeError: a value in `path` is neither a dict nor a list.
     """
     here: Any = tree
     step: Any
@@ -72,7 +73,7 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) ->
                 raise TypeError(f"a list has no {step!r:.100}")
             room[0] -= max(0, step - len(here))
             if room[0] < 0:
-                raise ValueError(f"index {step} is beyond all that is there")
+                raise ValueError(f"index {step} is too large")
             here.extend([None] * (step + 1 - len(here)))
         elif not isinstance(here, dict):
             raise TypeError(f"{step!r:.100} is in a {type(here).__name__}")
@@ -86,7 +87,7 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) ->
 
 
 def view_key(value: Tensor) -> Any:
-    """Return a key that two tensors share if they are the same view of the same memory."""
+    """Return a key that is equal for two tensors if they are the same view of the same memory."""
     if is_sharded(value) or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg()

@@ -1,4 +1,4 @@
-"""The weights of a module in a checkpoint: collect this rank's shards, and load them by name after all checks."""
+"""The weights of a module in a checkpoint: collect this rank's shards, and load weights by name after checking them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -34,12 +34,12 @@ from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 PACKAGE_STATE_KEY = "lightning_paral"
-"""Key of a checkpoint for the state that only this package reads: names of frozen parameters that were not saved,
+"""Key in a checkpoint for the state that only this package reads: the names of frozen parameters that were not saved,
 random states, and descriptions of Hugging Face models."""
 
 
 def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
-    """Return `module.state_dict()` with `shard(parameter)` in place of each parameter.
+    """Return `module.state_dict()` with `shard(parameter)` instead of each parameter.
 
     Args:
         module: the unwrapped LightningModule.
@@ -54,12 +54,12 @@ def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], sav
         return by_parameter[id(parameter)]
 
     if overrides_state_dict(module):
-        own = call_state_dict(module, once)
+        custom = call_state_dict(module, once)
         left_out = [p for p in module.parameters() if not (p.requires_grad or save_frozen) and id(p) in by_parameter]
         frozen = {id(by_parameter[id(parameter)]) for parameter in left_out}
-        for name in [name for name, value in own.items() if id(value) in frozen]:
-            del own[name]
-        return own
+        for name in [name for name, value in custom.items() if id(value) in frozen]:
+            del custom[name]
+        return custom
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     for name, value in list(state.items()):
         if not isinstance(value, Parameter):
@@ -78,13 +78,13 @@ def replicated_storages(module: Module) -> set[int]:
 
 
 def package_state(module: Module, save_frozen: bool, ranks: RankGroup, random_states: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint that only this package reads. *Collective* over `ranks`.
+    """Return the part of a checkpoint that only this package reads. *Collective* over `ranks`.
 
     Args:
         module: the unwrapped LightningModule.
         save_frozen: whether the checkpoint includes frozen parameters.
         ranks: the ranks that save together.
-        random_states: this rank's random states, current or from the end of the fit.
+        random_states: the random states of this rank.
     """
     frozen = [
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
@@ -106,13 +106,14 @@ def load_weights(
 
     Args:
         module: the unwrapped LightningModule.
-        state_dict: full tensors or `LazyTensor` by name, and whatever else `Module.state_dict` returns.
+        state_dict: the saved entries: full tensors or `LazyTensor`, and extra states.
         strict: whether missing and unexpected names are errors.
-        left_out: names of frozen parameters that were not saved; they keep their values.
+        left_out: the names of frozen parameters that were not saved. They keep their values.
         into: the state of `module`.
 
     Raises:
-        CheckpointError: names or shapes do not match; the module is unchanged.
+        CheckpointError: names or shapes do not match. The module is unchanged.
+        RuntimeError: the same, if `module` overrides `load_state_dict`.
     """
     if overrides_load_state_dict(module):
         call_load_state_dict(module, state_dict, strict=strict, left_out=left_out, into=into)
@@ -126,24 +127,24 @@ def load_weights(
     shapes = [
         f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(own[name])})"
         for name, saved in state_dict.items()
-        if not _is_extra_state(name)  # whose size may differ from save to save
+        if not _is_extra_state(name)  # the size of a tensor in it may change from save to save
         and isinstance(saved, Tensor)
         and isinstance(own.get(name), Tensor)
         and saved.shape != into.full_shape(own[name])
     ]
     if shapes or (strict and (missing or unexpected)):
         raise CheckpointError(
-            f"The checkpoint's weights do not fit {type(module).__name__}. "
+            f"The checkpoint's weights do not match {type(module).__name__}. "
             + list_names("Missing in the checkpoint", missing if strict else [])
             + list_names("Only in the checkpoint", unexpected if strict else [])
-            + list_names("Of another shape", shapes)
-            + ("`strict_loading = False` in the module loads what fits by name." if not shapes else "")
+            + list_names("Different shape", shapes)
+            + ("To load only the weights whose names match, set `strict_loading = False`." if not shapes else "")
         )
     kept = sorted(set(left_out) & own.keys() - state_dict.keys())
     if kept:
         rank_zero_info(
-            f"{len(kept)} frozen parameters are not in the checkpoint; those of the module as it was built stay: "
-            f"{', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
+            f"{len(kept)} frozen parameters are not in the checkpoint, and keep the values with which the module was "
+            f"built: {', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
         )
     rest: OrderedDict[str, Any] = OrderedDict()
     filled = set()
@@ -151,7 +152,7 @@ def load_weights(
         for name, saved in state_dict.items():
             parameter = own.get(name)
             if _is_extra_state(name):
-                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # modules may keep a reference to it
+                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # because modules may keep a reference
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names

@@ -41,7 +41,7 @@ HARMLESS = {
 def test_harmless_types_come_back(tmp_path: Path, form: str) -> None:
     array = numpy.arange(6, dtype="float32").reshape(2, 3)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="The checkpoint holds")
+        warnings.filterwarnings("error", message="The checkpoint contains")
         fit(make("ddp", form), 1, save_to=tmp_path / "x.ckpt", callbacks=[Keeping(HARMLESS | {"array": array})])
     found = Keeping()
     fit(make("ddp", form), 1, resume_from=tmp_path / "x.ckpt", callbacks=[found])
