@@ -174,7 +174,7 @@ def test_what_was_saved_without_frozen_parameters_resumes(on_ranks, tmp_path: Pa
         for number, loss in found.items():
             assert loss == pytest.approx(expected[number], rel=1e-5), f"{strategy}, batch {number}"
         ((message,), of_second) = (said for _, said in ranks)
-        assert message.startswith("2 frozen parameters are not in the checkpoint; those of the module as it was built")
+        assert message.startswith("2 frozen parameters are not in the checkpoint, and keep the values")
         assert "frozen.bias, frozen.weight" in message
         assert of_second == []
 
