@@ -92,16 +92,16 @@ def find_faults(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Itera
     folder, names = _locate(path, manifest)
     files = sorted(manifest.files, key=lambda file: (len(file), file))  # puts `__10_0` after `__9_0`
     num_blocks = sum(max(1, len(manifest.files[file].blocks)) for file in files)
-    local = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
+    of_rank = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
     first = 0
     for file in files:
         record, name = manifest.files[file], names[file]
         blocks = range(first, first + max(1, len(record.blocks)))  # an empty file counts as one block: it must exist
         first = blocks.stop
-        mine = range(max(blocks.start, local.start), min(blocks.stop, local.stop))
-        if mine:
+        common = range(max(blocks.start, of_rank.start), min(blocks.stop, of_rank.stop))
+        if common:
             has_fixed_size = manifest.form != "full"  # in a full checkpoint, the manifest follows the recorded bytes
-            yield from _faults_of_file(folder, name, record, [block - blocks.start for block in mine], has_fixed_size)
+            yield from _faults_of_file(folder, name, record, [block - blocks.start for block in common], has_fixed_size)
 
 
 def _locate(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]]:
@@ -116,6 +116,7 @@ def _locate(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str
 def _faults_of_file(
     folder: Folder, file: str, record: FileRecord, blocks: list[int], has_fixed_size: bool
 ) -> Iterator[str]:
+    """Yield a description of each fault in the given blocks of a file, or one if the file has the wrong size."""
     name, size = folder.name(file), folder.size(file)
     if size is None:
         yield f"{name} is missing"
@@ -124,8 +125,8 @@ def _faults_of_file(
     elif record.blocks:
         expected = [record.blocks[number] for number in blocks]
         found = folder.checksums(file, [(offset, length) for offset, length, _ in expected])
-        for (offset, length, total), own in zip(expected, found, strict=True):
-            if own != total:
+        for (offset, length, expected_sum), found_sum in zip(expected, found, strict=True):
+            if found_sum != expected_sum:
                 yield f"{name} is damaged between bytes {offset} and {offset + length}"
 
 
@@ -133,6 +134,7 @@ def _faults_of_file(
 
 
 def _faults_of_tensors(checkpoint: dict[str, Any], *, read: bool) -> Iterator[str]:
+    """Yield a description of each tensor whose chunks do not cover it or, with `read`, cannot be read."""
     for name, tensor in named_tensors(checkpoint):
         if not isinstance(tensor, LazyTensor):
             continue

@@ -33,9 +33,8 @@ def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> di
     started = time.monotonic()
 
     def read(location: str | Path) -> dict[str, Any]:
-        manifest = ranks.run_on_rank_0(
-            what, lambda: read_manifest(location)
-        )  # the same on all ranks: they branch on it
+        # All ranks use the manifest that rank 0 read, so that all of them take the same branch.
+        manifest = ranks.run_on_rank_0(what, lambda: read_manifest(location))
         if manifest is not None:
             ranks.run_on_all(what, lambda: verify_blocks(location, manifest, ranks))
         return ranks.run_on_all(what, lambda: open_checkpoint(location, weights_only=weights_only, manifest=manifest))

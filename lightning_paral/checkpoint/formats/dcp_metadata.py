@@ -38,7 +38,7 @@ _MAX_PATH = 64
 class _MetadataRules:
     """Allows only the types that occur in the metadata of a Distributed Checkpoint."""
 
-    def named(self, module: str, name: str) -> Any:
+    def find_global(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in _DTYPES:
             return _DTYPES[full]
@@ -68,7 +68,7 @@ class _MetadataRules:
         if target.by not in _RECORDS or type(state) is not (tuple if target.by.endswith("TensorProperties") else dict):
             raise PickleError(f"it sets attributes of {target.by}, which is not allowed")
 
-    def stored(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         raise PickleError("it refers to data outside the pickle")
 
 
@@ -104,7 +104,7 @@ def _metadata(root: Any, nbytes: int) -> metadata.Metadata:
     tensors = {_key(key): value for key, value in _dict(fields["state_dict_metadata"], "tensors").items()}
     num_chunks = sum(len(_fields_of_tensor(value)["chunks"]) for value in tensors.values() if not _is_bytes(value))
     if num_chunks * _BYTES_PER_CHUNK > nbytes:
-        raise PickleError(f"it has {num_chunks} chunks in {nbytes} bytes")
+        raise PickleError(f"it has {num_chunks} chunks in {nbytes} bytes, which is impossible")
     state = {key: metadata.BytesStorageMetadata() if _is_bytes(v) else _tensor(key, v) for key, v in tensors.items()}
     storage = _optional(fields.get("storage_data"), lambda found: _dict(found, "locations"))
     locations = {_index(key): _storage_info(value) for key, value in (storage or {}).items()}
@@ -132,7 +132,7 @@ def _tensor(key: str, found: Any) -> metadata.TensorStorageMetadata:
     if not isinstance(dtype, torch.dtype):
         raise PickleError(f"{key} has no dtype")
     if prod(size) * dtype.itemsize >= _MAX_NUMBER:
-        raise PickleError(f"the shape of {key} is {size}, which fits into no memory")
+        raise PickleError(f"the shape of {key} is {size}, which is too large")
     chunks = []
     for chunk in fields["chunks"]:
         about = _state(chunk, "ChunkStorageMetadata")
@@ -181,9 +181,9 @@ def _planner_data(found: Any) -> dict[str, tuple[str | int, ...]] | None:
     paths = {}
     for key, path in found.items():
         if type(path) not in (tuple, list) or not 0 < len(path) <= _MAX_PATH:
-            raise PickleError(f"{key!r:.100} has no path")
+            raise PickleError(f"the path of {key!r:.100} is empty, too long or of the wrong type")
         if not all(_is(str, step) or (_is(int, step) and 0 <= step < _MAX_NUMBER) for step in path):
-            raise PickleError(f"{key!r:.100} has the path {path!r:.100}")
+            raise PickleError(f"{key!r:.100} has the invalid path {path!r:.100}")
         paths[_key(key)] = tuple(path)
     return paths
 

@@ -24,6 +24,7 @@ _DEEPSPEED_KEYS = {
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
     "checkpoint_parallel_dimensions",
 }  # fmt: skip
+"""Keys that DeepSpeed adds to the entries of Lightning's checkpoint."""
 _RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_00", re.ASCII)
 _MAX_TAG_BYTES = 4096
 
@@ -86,13 +87,13 @@ def _read_stage1_masters(folder: Path, states: dict[str, Any], weights_only: boo
     groups = states.get("param_shapes") or []
     if all(states["module"][name].dtype == torch.float32 for shapes in groups for name in shapes):
         return {}
-    ranks = _load_optimizers_by_rank(folder, weights_only)
-    if not ranks or "single_partition_of_fp32_groups" not in ranks[0]:
+    optimizers = _load_optimizers_by_rank(folder, weights_only)
+    if not optimizers or "single_partition_of_fp32_groups" not in optimizers[0]:
         return {}
     weights = {}
     for group, shapes in enumerate(groups):
-        flats = [rank["single_partition_of_fp32_groups"][group].view(-1) for rank in ranks]
-        paddings = (ranks[0].get("param_alignment_paddings") or {group: [0] * len(shapes)})[group]
+        flats = [optimizer["single_partition_of_fp32_groups"][group].view(-1) for optimizer in optimizers]
+        paddings = (optimizers[0].get("param_alignment_paddings") or {group: [0] * len(shapes)})[group]
         position = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             numel, start, ranges = prod(shape), 0, []
@@ -109,15 +110,15 @@ def _read_stage1_masters(folder: Path, states: dict[str, Any], weights_only: boo
 def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state that rank 0 saved, and the weights of stage 3, each sharded evenly over the ranks."""
     models = _load_by_rank(folder, "model_states", weights_only)
-    ranks = _load_optimizers_by_rank(folder, weights_only)
-    if len(models) != len(ranks):
+    optimizers = _load_optimizers_by_rank(folder, weights_only)
+    if len(models) != len(optimizers):
         raise CheckpointError(
-            f"{folder} has the model states of {len(models)} ranks, but the optimizer states of {len(ranks)}. Files "
-            "are missing."
+            f"{folder} has the model states of {len(models)} ranks, but the optimizer states of {len(optimizers)}. "
+            "Files are missing."
         )
     weights: dict[str, Any] = {}
     for group, shapes in enumerate(models[0]["param_shapes"]):
-        flats = [rank["fp32_flat_groups"][group] for rank in ranks]
+        flats = [optimizer["fp32_flat_groups"][group] for optimizer in optimizers]
         position = 0
         for name, shape in shapes.items():
             numel = ceil(prod(shape) / len(flats))
@@ -161,12 +162,14 @@ def _from_flat_ranges(folder: Path, name: str, shape: tuple[int, ...], ranges: l
 
 
 def _load_optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
-    ranks = [states["optimizer_state_dict"] for states in _load_by_rank(folder, "optim_states", weights_only)]
-    counts = ranks[0].get("partition_count", len(ranks)) if ranks else 0
+    optimizers = [states["optimizer_state_dict"] for states in _load_by_rank(folder, "optim_states", weights_only)]
+    counts = optimizers[0].get("partition_count", len(optimizers)) if optimizers else 0
     count = max(counts) if isinstance(counts, list) else counts
-    if count != len(ranks):
-        raise CheckpointError(f"{folder} has the optimizer states of {len(ranks)} of {count} ranks. Files are missing.")
-    return ranks
+    if count != len(optimizers):
+        raise CheckpointError(
+            f"{folder} has the optimizer states of {len(optimizers)} of {count} ranks. Files are missing."
+        )
+    return optimizers
 
 
 def _load_by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]]:

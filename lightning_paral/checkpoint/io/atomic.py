@@ -45,7 +45,7 @@ class AtomicPath:
         while True:
             save = _new_save_id(target)
             self._lock = Lock(_sibling(target, "lock", save))
-            if self._lock.is_kept:
+            if self._lock.exists:
                 break
             self._lock.release()
         self.path = _sibling(target, "saving", save)

@@ -31,7 +31,7 @@ class Lock:
             raise
 
     @property
-    def is_kept(self) -> bool:
+    def exists(self) -> bool:
         """Whether the file still exists. Another process may have removed it as a leftover before it was locked."""
         with suppress(OSError):
             return os.fstat(self._descriptor).st_nlink > 0 and self._path.exists()
@@ -50,7 +50,7 @@ class Lock:
 
 @contextmanager
 def lock_if_abandoned(path: Path) -> Iterator[bool]:
-    """Yield whether the save with the lock file `path` was abandoned; if so, hold the lock inside the context.
+    """Yield whether the save with the lock file `path` is abandoned; if so, hold the lock inside the context.
 
     A save is abandoned if its lock file does not exist, if no process holds the lock, or if the file system does not
     support locks and the file is more than a day old.
@@ -70,6 +70,7 @@ def lock_if_abandoned(path: Path) -> Iterator[bool]:
 
 
 def _is_abandoned(descriptor: int) -> bool:
+    """Lock an open lock file if no process holds the lock, and return whether its save is abandoned."""
     try:
         locked = _try_lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -72,7 +72,7 @@ class TorchRules:
         self._trusted = {found[1] if isinstance(found, tuple) else _name(found) for found in get_safe_globals()}
         self._trusted -= _NOT_TRUSTED
 
-    def named(self, module: str, name: str) -> Any:
+    def find_global(self, module: str, name: str) -> Any:
         """Return a stand-in for a global. Raise a `RefusedError` if it is not allowed."""
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))  # Python 2 names
         full = f"{module}.{name}"
@@ -111,7 +111,7 @@ class TorchRules:
         elif name not in self._trusted:
             raise PickleError(f"it sets the state of {name}, which has no state")
 
-    def stored(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         """Return a stand-in for a storage. Raise a `PickleError` if the file does not contain all of its bytes."""
         if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
             raise PickleError(f"it refers to {identity!r:.100}, which is not a storage")

@@ -48,7 +48,7 @@ class Made:
 class Rules(Protocol):
     """Decides which globals, calls and states a pickle may contain. Each method raises a `PickleError` for others."""
 
-    def named(self, module: str, name: str) -> Any:
+    def find_global(self, module: str, name: str) -> Any:
         """Return a stand-in for a global."""
 
     def call(self, callee: Named, args: tuple[Any, ...]) -> Any:
@@ -57,7 +57,7 @@ class Rules(Protocol):
     def build(self, target: Made, state: Any) -> None:
         """Check a state that is about to be set on `target`, which has no state yet."""
 
-    def stored(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         """Return a stand-in for an object that is stored outside the pickle."""
 
 
@@ -170,14 +170,14 @@ class _Machine:
         del self.stack[-count:]
         self.push_new(items)
 
-    def named(self, module: Any, name: Any) -> None:
+    def push_global(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise PickleError("its pickle has a global whose name is not a string")
-        self.push(self.rules.named(module, name))
+        self.push(self.rules.find_global(module, name))
 
     def push_stack_global(self) -> None:
         name, module = self.pop(), self.pop()
-        self.named(module, name)
+        self.push_global(module, name)
 
     def call(self) -> None:
         args, callee = self.pop(), self.pop()
@@ -192,8 +192,8 @@ class _Machine:
         self.rules.build(target, state)
         target.state = state
 
-    def stored(self) -> None:
-        self.push_new(self.rules.stored(self.pop()))
+    def push_persistent(self) -> None:
+        self.push_new(self.rules.persistent_load(self.pop()))
 
     def remember(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
@@ -291,11 +291,11 @@ _OPCODES: dict[int, _Handler] = {
     0x71: lambda m: m.remember(m.number(_UINT8)),  # BINPUT
     0x72: lambda m: m.remember(m.number(_UINT32)),
     0x6A: lambda m: m.push(m.memo[m.number(_UINT32)]),
-    0x63: lambda m: m.named(m.line(), m.line()),  # GLOBAL
+    0x63: lambda m: m.push_global(m.line(), m.line()),  # GLOBAL
     0x93: _Machine.push_stack_global,
     0x52: _Machine.call,  # REDUCE
     0x81: _Machine.call,  # NEWOBJ
     0x62: _Machine.build,
-    0x51: _Machine.stored,  # BINPERSID
+    0x51: _Machine.push_persistent,  # BINPERSID
 }
 _HANDLERS: list[_Handler | None] = [_OPCODES.get(code) for code in range(256)]

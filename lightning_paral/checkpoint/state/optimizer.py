@@ -30,7 +30,7 @@ _REMEDY = (
 
 
 def param_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """Return the names of the parameters in each group. Parameters that are not in the module get generated names."""
+    """Return the names of the parameters in each group. Parameters that are not in `module` get generated names."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
         [names.get(id(parameter), f"unnamed.{g}.{n}") for n, parameter in enumerate(group["params"])]
@@ -51,8 +51,8 @@ def state_of(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> State:
         names: the names of the parameters in each group, which are added as `param_names`.
     """
     state = {"state": {}, "param_groups": []} | optimizer.state_dict()  # Lightning's mock optimizer has neither
-    for group, of_group in zip(state["param_groups"], names, strict=True):
-        group["param_names"] = list(of_group)
+    for group, group_names in zip(state["param_groups"], names, strict=True):
+        group["param_names"] = list(group_names)
     return state
 
 
@@ -72,20 +72,21 @@ def to_fqn_keys(state: State, names: Sequence[Sequence[str]] | None = None) -> S
         return {"state": dict(state.get("state", {})), "param_groups": [dict(group) for group in groups]}
     if names is None or any("param_names" in group for group in groups):
         names = [group["param_names"] for group in groups]
-    if [len(group["params"]) for group in groups] != [len(of_group) for of_group in names]:
+    if [len(group["params"]) for group in groups] != [len(group_names) for group_names in names]:
         raise CheckpointError(
             f"The checkpoint's optimizer has groups of {[len(group['params']) for group in groups]} parameters without "
-            f"names, but this optimizer has groups of {[len(of_group) for of_group in names]}. {_REMEDY}"
+            f"names, but this optimizer has groups of {[len(group_names) for group_names in names]}. {_REMEDY}"
         )
     name_of = {
         number: name
-        for group, of_group in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], of_group, strict=True)
+        for group, group_names in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
     }
     return {
         "state": {name_of[number]: value for number, value in state["state"].items()},
         "param_groups": [
-            hyper_parameters(group) | {"params": list(of_group)} for group, of_group in zip(groups, names, strict=True)
+            hyper_parameters(group) | {"params": list(group_names)}
+            for group, group_names in zip(groups, names, strict=True)
         ],
     }
 
@@ -126,7 +127,7 @@ class SavedOptimizer:
         named = to_fqn_keys(state, names)
         self.state: dict[str, dict[str, Any]] = named["state"]
         self._group_of = {name: group for group in named["param_groups"] for name in group["params"]}
-        wanted = {name for of_group in names for name in of_group}
+        wanted = {name for group_names in names for name in group_names}
         missing, unexpected = sorted(wanted - self._group_of.keys()), sorted(self._group_of.keys() - wanted)
         if missing or unexpected:
             raise CheckpointError(
@@ -175,10 +176,10 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
     checkpoint = SavedOptimizer(saved, names)
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
-    for group, of_group in zip(optimizer.param_groups, names, strict=True):
-        numbers = list(range(number, number + len(of_group)))
-        groups.append(checkpoint.hyper_parameters(group, of_group) | {"params": numbers})
-        for parameter, name in zip(group["params"], of_group, strict=True):
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        numbers = list(range(number, number + len(group_names)))
+        groups.append(checkpoint.hyper_parameters(group, group_names) | {"params": numbers})
+        for parameter, name in zip(group["params"], group_names, strict=True):
             found = checkpoint.state.get(name)
             if found is not None:
                 state[number] = {key: _restore_value(key, value, parameter) for key, value in found.items()}
