@@ -34,7 +34,7 @@ def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype
     """Return the entries of `checkpoint` to write. No tensor is read; those to be cast are wrapped in `Cast`.
 
     Args:
-        checkpoint: a checkpoint as Lightning dumps it.
+        checkpoint: a checkpoint in Lightning's format.
         weights_only: whether to leave out optimizer states and other training state.
         dtype: the dtype of floating-point weights in the output; `None` keeps their dtypes.
     """

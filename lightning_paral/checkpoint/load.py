@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> dict[str, Any]:
-    """Verify the checkpoint at `path`, and return it as Lightning dumps it. *Collective* over `ranks`.
+    """Verify the checkpoint at `path`, and return it in Lightning's format. *Collective* over `ranks`.
 
     Args:
         path: the path of a file or folder, or a URL; saved by this package, Lightning or DeepSpeed.

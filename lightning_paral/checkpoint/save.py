@@ -1,4 +1,4 @@
-"""Save a checkpoint: plan which rank writes what, write next to the target, check all ranks, commit by a rename."""
+"""Save a checkpoint: plan which rank writes what, write next to the target, agree on success, commit by a rename."""
 
 import io
 import logging
@@ -75,7 +75,7 @@ class SaveJob:
         """Decide which rank writes what. Tensors are not copied. *Collective* over `ranks`.
 
         Args:
-            checkpoint: the checkpoint as Lightning dumps it, with full tensors, `DTensor` or `FlatShard`. It is not
+            checkpoint: the checkpoint in Lightning's format, with full tensors, `DTensor` or `FlatShard`. It is not
                 changed.
             path: the path of the file or folder, or the URL, to save to. An existing checkpoint is replaced.
             form: `"full"` for one file, `"sharded"` for a folder.

@@ -115,7 +115,7 @@ def _merge_groups(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
 
 
 def restore_int_keys(tree: dict[str, Any], items: Iterable[WriteItem]) -> dict[str, Any]:
-    """Return `tree` with optimizer states as Lightning dumps them, and change the paths of `items` to match.
+    """Return `tree` with optimizer states in Lightning's format, and change the paths of `items` to match.
 
     Args:
         tree: a checkpoint with optimizer states keyed by FQN (`optimizer_0`).

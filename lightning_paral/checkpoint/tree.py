@@ -37,7 +37,13 @@ def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tenso
 
 
 def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
-    """Return a copy of nested dicts and lists with the values at the paths in `values` replaced."""
+    """Return a copy of nested dicts and lists in which the values at the paths in `values` are replaced.
+
+    Args:
+        tree: nested dicts and lists, which are not changed.
+        values: the new values by path.
+        path: the path of `tree`, for the recursion.
+    """
     if path in values:
         return values[path]
     if isinstance(tree, MutableMapping):
@@ -65,25 +71,25 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) ->
         ValueError: more list elements would be created.
         TypeError: a value in `path` is neither a dict nor a list.
     """
-    here: Any = tree
+    container: Any = tree
     step: Any
-    for step, following in zip(path, (*path[1:], None), strict=True):
-        if isinstance(here, list):
+    for step, next_step in zip(path, (*path[1:], None), strict=True):
+        if isinstance(container, list):
             if not isinstance(step, int):
-                raise TypeError(f"a list has no {step!r:.100}")
-            room[0] -= max(0, step - len(here))
+                raise TypeError(f"{step!r:.100} is not an index of a list")
+            room[0] -= max(0, step - len(container))
             if room[0] < 0:
                 raise ValueError(f"index {step} is too large")
-            here.extend([None] * (step + 1 - len(here)))
-        elif not isinstance(here, dict):
-            raise TypeError(f"{step!r:.100} is in a {type(here).__name__}")
-        if following is None:
-            here[step] = value
+            container.extend([None] * (step + 1 - len(container)))
+        elif not isinstance(container, dict):
+            raise TypeError(f"{step!r:.100} is in a {type(container).__name__}")
+        if next_step is None:
+            container[step] = value
             return
-        inner = here[step] if isinstance(here, list) or step in here else None
+        inner = container[step] if isinstance(container, list) or step in container else None
         if inner is None:
-            inner = here[step] = [] if isinstance(following, int) else {}
-        here = inner
+            inner = container[step] = [] if isinstance(next_step, int) else {}
+        container = inner
 
 
 def view_key(value: Tensor) -> Any:

@@ -50,7 +50,7 @@ def find_folder(path: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
-    """Return the checkpoint as Lightning dumps it. Weights that have an fp32 master copy are returned in fp32.
+    """Return the checkpoint in Lightning's format. Weights that have an fp32 master copy are returned in fp32.
 
     Optimizer states are left out, because their format is specific to DeepSpeed.
 

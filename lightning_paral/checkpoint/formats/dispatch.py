@@ -20,7 +20,7 @@ from lightning_paral.errors import CheckpointError
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Return the checkpoint at `path` as Lightning dumps it, with `optimizer_states` keyed by int.
+    """Return the checkpoint at `path` in Lightning's format, with `optimizer_states` keyed by int.
 
     Args:
         path: the path of a file or folder, or the URL of a folder.
@@ -81,7 +81,7 @@ def _open_sharded(folder: Folder, path: str | Path, weights_only: bool, manifest
     if any(not isinstance(key, str) for key in checkpoint):
         raise CheckpointError(f"{folder.name(META)} is damaged: its keys are not strings.")
     tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
-    weights = tree.pop("state_dict", None)
+    weights = tree.pop("state_dict", None)  # other tools call the weights "model"
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
     if CURRENT_KEY in tree:
         checkpoint[CURRENT_KEY] = tree.pop(CURRENT_KEY)

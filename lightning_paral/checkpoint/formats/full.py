@@ -76,6 +76,7 @@ def write_skeleton(tree: dict[str, Any], items: list[WriteItem], path: Path) -> 
             raise
         finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
         finder.dump(skeleton)
+    # torch.save has skipped the data of all storages. Here, only the data of those that are not in `items` is written.
     offset_of = record_offset(path)
     starts = {data: offset_of(f"data/{number}") for number, data in enumerate(finder.found)}
     offsets = [starts[identity_of(fake.untyped_storage())] for fake in fakes]
@@ -95,6 +96,7 @@ def _raise_os_error(path: Path) -> None:
 
 
 def _tensor_over(storage: Any) -> Tensor:
+    """Return the bytes of a storage as a tensor on the host."""
     values = torch.empty(0, dtype=torch.uint8)
     values.set_(storage.cpu())
     return values
@@ -116,6 +118,7 @@ class _StorageFinder(pickle.Pickler):
 
 
 def _write_shards(items: list[WriteItem], offsets: list[int], path: Path) -> None:
+    """Write this rank's shards of `items` to the file, and wait until they are on disk."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         with BackgroundFsync(descriptor) as fsync:
@@ -164,7 +167,10 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 def _write_shards_of_others(
     items: list[WriteItem], offsets: list[int], path: Path, ranks: RankGroup, visible: list[bool], what: str
 ) -> None:
-    """Send the shards of ranks that do not see the file to rank 0, one tensor at a time. Rank 0 writes them."""
+    """Send the shards of ranks that do not see the file to rank 0, one tensor at a time. Rank 0 writes them.
+
+    *Collective* over `ranks`.
+    """
     for item, offset in zip(items, offsets, strict=True):
         must_send = item.shard.chunks and not visible[ranks.rank]
         local = (item.shard.chunks, item.shard.values().cpu()) if must_send else None
@@ -183,7 +189,7 @@ def _write_shards_of_others(
 
 
 def _checksums(path: Path, readers: list[int], rank: int) -> dict[int, int]:
-    """Return the checksums of this rank's blocks of the file, by block number. The blocks alternate among `readers`."""
+    """Return the checksums of this rank's blocks of the file, by block number. `readers` take the blocks in turn."""
     mine = list(enumerate(blocks_of(path.stat().st_size)))[readers.index(rank) :: len(readers)]
     with open(path, "rb", buffering=0) as file:
         return {
@@ -193,7 +199,7 @@ def _checksums(path: Path, readers: list[int], rank: int) -> dict[int, int]:
 
 def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
     """Return the record of the first `nbytes` bytes of the file. Only the block in which they end is read again."""
-    totals = {number: total for of_rank in sums for number, total in of_rank.items()}
+    totals = {number: total for rank_sums in sums for number, total in rank_sums.items()}
     blocks = []
     with open(path, "rb", buffering=0) as file:
         written_blocks = blocks_of(path.stat().st_size)

@@ -40,7 +40,7 @@ def unshard_hyper_parameters(
     *Collective* over `ranks`.
 
     Args:
-        checkpoint: the checkpoint as Lightning dumps it. Its hyper-parameters are replaced if they contain modules.
+        checkpoint: the checkpoint in Lightning's format. Its hyper-parameters are replaced if they contain modules.
         parameters: all parameters that may be sharded, in the same order on all ranks.
         full_parameter: returns the full values of a parameter. *Collective* over `ranks`.
         ranks: the ranks that save together.

@@ -43,7 +43,7 @@ def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], sav
 
     Args:
         module: the unwrapped LightningModule.
-        shard: returns this rank's shard of a parameter; called once for each.
+        shard: returns this rank's shard of a parameter; called once for each parameter, even if it has several names.
         save_frozen: whether to include frozen parameters.
     """
     by_parameter: dict[int, Tensor] = {}
@@ -118,19 +118,19 @@ def load_weights(
     if overrides_load_state_dict(module):
         call_load_state_dict(module, state_dict, strict=strict, left_out=left_out, into=into)
         return
-    hooked = has_load_hooks(module)
-    if hooked:
+    has_hooks = has_load_hooks(module)
+    if has_hooks:
         state_dict = run_load_hooks(module, state_dict, strict)
-    own = names_to_load(module) if hooked else module.state_dict(keep_vars=True)
-    missing = sorted(own.keys() - state_dict.keys() - set(left_out))
-    unexpected = sorted(state_dict.keys() - own.keys())
+    expected = names_to_load(module) if has_hooks else module.state_dict(keep_vars=True)
+    missing = sorted(expected.keys() - state_dict.keys() - set(left_out))
+    unexpected = sorted(state_dict.keys() - expected.keys())
     shapes = [
-        f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(own[name])})"
+        f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(expected[name])})"
         for name, saved in state_dict.items()
         if not _is_extra_state(name)  # the size of a tensor in it may change from save to save
         and isinstance(saved, Tensor)
-        and isinstance(own.get(name), Tensor)
-        and saved.shape != into.full_shape(own[name])
+        and isinstance(expected.get(name), Tensor)
+        and saved.shape != into.full_shape(expected[name])
     ]
     if shapes or (strict and (missing or unexpected)):
         raise CheckpointError(
@@ -138,19 +138,19 @@ def load_weights(
             + list_names("Missing in the checkpoint", missing if strict else [])
             + list_names("Only in the checkpoint", unexpected if strict else [])
             + list_names("Different shape", shapes)
-            + ("To load only the weights whose names match, set `strict_loading = False`." if not shapes else "")
+            + ("To load only the weights whose names match, set `module.strict_loading = False`." if not shapes else "")
         )
-    kept = sorted(set(left_out) & own.keys() - state_dict.keys())
+    kept = sorted(set(left_out) & expected.keys() - state_dict.keys())
     if kept:
         rank_zero_info(
             f"{len(kept)} frozen parameters are not in the checkpoint, and keep the values with which the module was "
             f"built: {', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
         )
-    rest: OrderedDict[str, Any] = OrderedDict()
+    rest: OrderedDict[str, Any] = OrderedDict()  # what `module.load_state_dict` has to load
     filled = set()
     with torch.no_grad():
         for name, saved in state_dict.items():
-            parameter = own.get(name)
+            parameter = expected.get(name)
             if _is_extra_state(name):
                 rest[name] = tree_map_only(LazyTensor, materialize, saved)  # because modules may keep a reference
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
@@ -162,7 +162,7 @@ def load_weights(
                     rest[name] = saved
     if (versions := versions_in(state_dict)) is not None:
         set_versions(rest, versions)
-    with without_load_hooks(module) if hooked else nullcontext():
+    with without_load_hooks(module) if has_hooks else nullcontext():
         module.load_state_dict(rest, strict=False)
 
 
