@@ -49,6 +49,7 @@ def _check_structure(path: str | Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _is_state(state: Any) -> bool:
+    """Return whether `state` has the structure of the state of an optimizer."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state", {}), Mapping):
         return False
     groups = state.get("param_groups", [])
@@ -96,7 +97,7 @@ def _open_sharded(folder: Folder, path: str | Path, weights_only: bool, manifest
 
 
 def _fill(checkpoint: Any, tensors: Any) -> None:
-    """Read `tensors` and put them into `checkpoint`, which has `None` in their places: sharded tensors of callbacks."""
+    """Read `tensors`, which are sharded tensors of callbacks, into `checkpoint`, which has `None` in their places."""
     items = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
     for key, value in items:
         if isinstance(value, Tensor):

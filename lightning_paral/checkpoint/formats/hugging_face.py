@@ -67,6 +67,7 @@ def describe_models(module: Module) -> list[dict[str, Any]]:
 
 
 def _outermost(module: Module, base: type) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the module of each instance of `base` that is not inside another instance."""
     found: list[str] = []
     for name, part in module.named_modules():  # parents come first
         if isinstance(part, base) and not any(name.startswith(prefix) for prefix in found):
@@ -153,7 +154,9 @@ class ExpectedWeights:
     """The weights that `from_pretrained` expects for a `config.json`."""
 
     shapes: dict[str, tuple[int, ...]]
+    """The shape of each weight by its name."""
     model: PretrainedModel
+    """The description of the model."""
 
 
 def expected_weights(config: str) -> ExpectedWeights | None:
