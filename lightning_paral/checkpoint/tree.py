@@ -57,18 +57,18 @@ def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -
     return tree
 
 
-def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) -> None:
+def insert(tree: dict[str, Any], path: TreePath, value: Any, gaps_left: list[int]) -> None:
     """Set the value at `path`, creating missing dicts and lists. An int in `path` is an index of a list.
 
     Args:
         tree: the outermost dict, changed in place.
         path: the path at which to set `value`.
         value: any object.
-        room: a list with one number, shared by several calls: how many list elements may still be created in addition
-            to those that are set. The calls decrease it.
+        gaps_left: a list of one number, shared by several calls and decreased by them: how many list elements may still
+            be created without a value, because an index skips them.
 
     Raises:
-        ValueError: more list elements would be created.
+        ValueError: an index skips more list elements.
         TypeError: a value in `path` is neither a dict nor a list.
     """
     container: Any = tree
@@ -77,8 +77,8 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) ->
         if isinstance(container, list):
             if not isinstance(step, int):
                 raise TypeError(f"{step!r:.100} is not an index of a list")
-            room[0] -= max(0, step - len(container))
-            if room[0] < 0:
+            gaps_left[0] -= max(0, step - len(container))
+            if gaps_left[0] < 0:
                 raise ValueError(f"index {step} is too large")
             container.extend([None] * (step + 1 - len(container)))
         elif not isinstance(container, dict):

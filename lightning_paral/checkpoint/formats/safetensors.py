@@ -29,8 +29,8 @@ from lightning_paral.errors import CheckpointError
 Pairs = list[tuple[WriteItem, Tensor]]
 """The tensors to write, each with its values."""
 
-_MARK = "writers"
-_OURS = "lightning_paral"
+_MARK = "writers"  # key of a metadata entry in files of this package
+_OURS = "lightning_paral"  # its value
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
 """Errors that may occur while reading a file of an unknown format."""

@@ -257,11 +257,11 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
         return LazyTensor(about.size, dtype, chunks)
 
     tree: dict[str, Any] = {}
-    room = [_GAPS_PER_KEY * len(metadata.state_dict_metadata) + _FREE_GAPS]
+    gaps_left = [_GAPS_PER_KEY * len(metadata.state_dict_metadata) + _FREE_GAPS]
     for key, about in metadata.state_dict_metadata.items():
         value = read_object(key) if isinstance(about, BytesStorageMetadata) else lazy_tensor(key, about)
         try:
-            insert(tree, (metadata.planner_data or {}).get(key, (key,)), value, room)
+            insert(tree, (metadata.planner_data or {}).get(key, (key,)), value, gaps_left)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder.name(name)} is damaged: {key} has an invalid path ({error}).") from error
     return tree
