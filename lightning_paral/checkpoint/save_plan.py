@@ -22,9 +22,12 @@ class WriteItem:
     """A tensor to write, and the shard of it that this rank writes. All ranks have the same items in the same order."""
 
     path: TreePath
+    """The position of the tensor in the checkpoint."""
     shape: tuple[int, ...]
+    """The shape of the full tensor."""
     dtype: torch.dtype
     shard: LocalShard
+    """What this rank writes of the tensor."""
     aliases: list[TreePath] = field(default_factory=list)
     """Other paths of the same tensor, for tied parameters."""
 
@@ -159,34 +162,35 @@ def _union(records: list[_Record], digests: list[int], stages: list[int], ranks:
     Raises:
         CheckpointError: ranks disagree on a tensor.
     """
-    first_of = {stage: stages.index(stage) for stage in sorted(set(stages))}
+    first_ranks = {stage: stages.index(stage) for stage in sorted(set(stages))}
     if len(set(digests)) == 1:
-        return [_Planned(record, list(first_of)) for record in records]
+        return [_Planned(record, list(first_ranks)) for record in records]
     for rank, digest in enumerate(digests):
-        first = first_of[stages[rank]]
+        first = first_ranks[stages[rank]]
         if digest != digests[first]:
             raise _disagreement(first, rank, ranks.broadcast(records, first), ranks.broadcast(records, rank))
     lists: dict[int, list[_Record]] = {}
     planned: list[_Planned] = []
-    at: dict[TreePath, int] = {}
-    for stage, rank in first_of.items():
+    index_of: dict[TreePath, int] = {}
+    for stage, rank in first_ranks.items():
         if digests[rank] not in lists:
             lists[digests[rank]] = ranks.broadcast(records, rank)
         stage_records = lists[digests[rank]]
         seen: set[int] = set()
         for record in stage_records:
-            known = {at[path] for path in record.paths if path in at}
-            number = known.pop() if known else len(planned)
-            if number == len(planned):
+            known = {index_of[path] for path in record.paths if path in index_of}
+            index = known.pop() if known else len(planned)
+            if index == len(planned):
                 planned.append(_Planned(record, []))
-            merged = _merge_records(planned[number].record, record)
-            if known or number in seen or merged is None:
-                other = first_of[planned[number].stages[0]]
+            merged = _merge_records(planned[index].record, record)
+            # The stages disagree on aliases if one of them ties tensors that are separate in another.
+            if known or index in seen or merged is None:
+                other = first_ranks[planned[index].stages[0]]
                 raise _disagreement(other, rank, lists[digests[other]], stage_records, only=record.paths)
-            planned[number].record = merged
-            planned[number].stages.append(stage)
-            at.update(dict.fromkeys(record.paths, number))
-            seen.add(number)
+            planned[index].record = merged
+            planned[index].stages.append(stage)
+            index_of.update(dict.fromkeys(record.paths, index))
+            seen.add(index)
     return planned
 
 
@@ -201,6 +205,7 @@ def _merge_records(first: _Record, second: _Record) -> _Record | None:
 def _disagreement(
     first: int, second: int, first_records: list[_Record], second_records: list[_Record], only: Sequence[TreePath] = ()
 ) -> CheckpointError:
+    """Return an error that names the tensors on which two ranks disagree: those with the paths `only`, if given."""
     one, other = (
         {".".join(map(str, record.paths[0])): record for record in records}
         for records in (first_records, second_records)
@@ -216,14 +221,14 @@ def _disagreement(
 
 
 def _divide(planned: list[_Planned], differing: set[TreePath], stages: list[int], rank: int) -> list[WriteItem]:
-    """Return the items with this rank's shards."""
+    """Return the items, each with the shard that this rank writes."""
     items: list[tuple[int, WriteItem]] = []
     replicated: dict[tuple[int, ...], list[tuple[WriteItem, Tensor | None]]] = {}
     for tensor in planned:
         record, value = tensor.record, tensor.value
         item = WriteItem(record.paths[0], record.shape, record.dtype, NO_SHARD, list(record.paths[1:]))
         items.append((record.read_order, item))
-        holders = tuple(number for number, stage in enumerate(stages) if stage in tensor.stages)  # ranks
+        holders = tuple(number for number, stage in enumerate(stages) if stage in tensor.stages)
         if record.layout == "sharded":
             if value is not None and stages[rank] == tensor.stages[0]:
                 item.shard = local_shard(value)

@@ -40,6 +40,7 @@ _ELEMENTWISE = {
     _aten.div.Tensor,
     _aten.neg.default,
 }
+"""The operations that `FlatShard` supports."""
 
 
 class FlatShard(Tensor):
