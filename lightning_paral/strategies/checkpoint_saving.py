@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import remove_at, without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.hyper_parameters import with_full_modules
+from lightning_paral.checkpoint.state.hyper_parameters import unshard_hyper_parameters
 from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
@@ -157,7 +157,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             self.lightning_module, self._checkpoint_options.save_frozen, ranks, rng_states
         )
         if self._default_form == "sharded":
-            with_full_modules(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            unshard_hyper_parameters(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint at once; if `filepath` is not a checkpoint, warn and keep it.

@@ -174,7 +174,7 @@ def test_checkpoint_without_frozen_parameters_resumes(on_ranks, tmp_path: Path, 
         for number, loss in found.items():
             assert loss == pytest.approx(expected[number], rel=1e-5), f"{strategy}, batch {number}"
         ((message,), of_second) = (said for _, said in ranks)
-        assert message.startswith("2 frozen parameters are not in the checkpoint; those of the module as it was built")
+        assert message.startswith("2 frozen parameters are not in the checkpoint, and keep the values")
         assert "frozen.bias, frozen.weight" in message
         assert of_second == []
 
@@ -451,7 +451,7 @@ def test_full_and_sharded_checkpoints_replace_each_other_behind_a_url() -> None:
     assert verify(url) == []
     assert fsspec.filesystem("memory").isfile("/forms/x.ckpt")
     assert len(fsspec.filesystem("memory").ls("/forms")) == 1
-    with pytest.raises(CheckpointError, match=r"There is a file at memory://forms/x.ckpt, where a folder"):
+    with pytest.raises(CheckpointError, match=r"memory://forms/x\.ckpt is a file, so a folder"):
         fit(make("ddp", form="sharded"), 1, save_to=url)
     assert verify(url) == []
 

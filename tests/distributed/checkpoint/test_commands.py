@@ -165,9 +165,9 @@ def unknown_protocol(folder: Path) -> str:
         (nothing, "There is no checkpoint at"),
         (nothing_at_url, "There is no checkpoint at memory://nowhere"),
         (unknown_protocol, "Protocol not known"),
-        (empty_folder, "is no checkpoint"),
-        (text, "no checkpoint"),
-        (weights_alone, "is no checkpoint: it has no 'state_dict'"),
+        (empty_folder, "is not a checkpoint"),
+        (text, "not a checkpoint"),
+        (weights_alone, "is not a checkpoint: it has no 'state_dict'"),
     ],
 )
 def test_path_without_a_checkpoint_is_an_error_of_one_line(

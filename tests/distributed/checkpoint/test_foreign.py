@@ -299,7 +299,7 @@ def test_deepspeed_folder_that_lacks_a_rank_is_refused(on_ranks, tmp_path: Path)
 
 
 def test_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         fit("paral_ddp", 1, resume_from=tmp_path)
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
         fit("paral_ddp", 1, resume_from=tmp_path / "nowhere")
