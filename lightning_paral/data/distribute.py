@@ -99,7 +99,7 @@ class LoaderDistributor:
         if training and number == 0:
             self.position.sources = []
         source: Source
-        group = self._dims.data_ranks_on_host().group
+        group = self._dims.data_rank_group().group
         if not isinstance(loader.dataset, IterableDataset):
             shared_rng = draws_as_one_process(self._sampling, shard.data_size)
             predicting = mode == RunningStage.PREDICTING

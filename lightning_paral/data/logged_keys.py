@@ -164,7 +164,7 @@ class CheckedResults(ResultCollection):
             and metric.meta.sync.group is None
             and (metric.meta.sync.should or not metric.is_tensor)
         ]
-        gather = self.dims.data_ranks_on_host().gather
+        gather = self.dims.data_rank_group().gather
         digests = gather(zlib.crc32(repr(keys).encode()))
         if len(set(digests)) == 1:
             return

@@ -37,7 +37,7 @@ class GatherPredictions(Callback):
         for loader, predictions in zip(loaders, of_loaders, strict=True):
             shard, padding_steps = _shard_of(loader)
             steps = (step for step in range(len(predictions) + len(padding_steps)) if step not in padding_steps)
-            gathered = dims.data_ranks_on_host().gather(dict(zip(steps, predictions, strict=False)))
+            gathered = dims.data_rank_group().gather(dict(zip(steps, predictions, strict=False)))
             predictions[:] = _in_turn(gathered) if shard.split == "batch" else _joined(gathered)
 
 

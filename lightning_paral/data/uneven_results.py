@@ -61,7 +61,7 @@ class UnevenResults(CheckedResults):
         """Reduce the values logged per epoch over all data ranks. *Collective* over these."""
         ours = [_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
         states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
-        gathered = self.dims.data_ranks_on_host().gather((ours, states))
+        gathered = self.dims.data_rank_group().gather((ours, states))
         _type_empty_states(module, [of_rank for _, of_rank in gathered])
         by_rank = [{entry.key: entry for entry in entries} for entries, _ in gathered]
         for key in dict.fromkeys(key for entries in by_rank for key in entries):

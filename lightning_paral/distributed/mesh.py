@@ -108,7 +108,7 @@ class ParallelDims:
         """
         return None if self.data_size == self.num_ranks else _group_of(self.data_ranks)
 
-    def data_ranks_on_host(self) -> RankGroup:
+    def data_rank_group(self) -> RankGroup:
         """Return this rank among its `data_ranks`, in a group that carries host tensors and objects.
 
         *Collective* over `data_ranks`.

@@ -35,7 +35,7 @@ _EXIT_PATIENCE = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
-class _Made:
+class _OwnedGroup:
     """A default group that was made here, with its settings: a later run with equal settings reuses it."""
 
     group: dist.ProcessGroup
@@ -45,15 +45,15 @@ class _Made:
     timeout: timedelta
 
 
-_made: _Made | None = None
+_owned: _OwnedGroup | None = None
 _host_group: dist.ProcessGroup | None = None
 """A group for host tensors, if the default group was made by other code and carries CUDA tensors only."""
 
 
-def made_group() -> dist.ProcessGroup | None:
+def owned_group() -> dist.ProcessGroup | None:
     """Return the default process group if `join_process_group` made it, otherwise `None`."""
-    current = dist.is_initialized() and _made is not None and dist.group.WORLD is _made.group
-    return _made.group if _made is not None and current else None
+    current = dist.is_initialized() and _owned is not None and dist.group.WORLD is _owned.group
+    return _owned.group if _owned is not None and current else None
 
 
 def release_process_group(*, after_failure: bool = False) -> None:
@@ -62,25 +62,25 @@ def release_process_group(*, after_failure: bool = False) -> None:
     Args:
         after_failure: abort NCCL communicators, because destroying them waits for all ranks, and some may have failed.
     """
-    global _made, _host_group
-    if made_group() is not None:
-        if after_failure and _made is not None and "nccl" in _made.backend:
+    global _owned, _host_group
+    if owned_group() is not None:
+        if after_failure and _owned is not None and "nccl" in _owned.backend:
             abort_all()
         else:
             dist.destroy_process_group()
-    _made, _host_group = None, None
+    _owned, _host_group = None, None
 
 
 def _release_at_exit() -> None:
-    if _made is not None and made_group() is not None and "nccl" in _made.backend:
+    if _owned is not None and owned_group() is not None and "nccl" in _owned.backend:
         # NCCL's watchdogs poll rank 0's store every second, and print long errors if it ends before they do.
         rank, others = dist.get_rank(), range(1, dist.get_world_size())
         with suppress(dist.DistError, RuntimeError):
             if rank == 0 and others:
-                _made.store.wait([f"exit/{other}" for other in others], _EXIT_PATIENCE)
+                _owned.store.wait([f"exit/{other}" for other in others], _EXIT_PATIENCE)
             dist.destroy_process_group()
             if rank > 0:
-                _made.store.set(f"exit/{rank}", "")
+                _owned.store.set(f"exit/{rank}", "")
         return
     release_process_group()
 
@@ -135,16 +135,16 @@ def join_process_group(
     """
     protect_inherited_objects()
     rank, world_size = environment.global_rank(), environment.world_size()
-    global _made
-    if made_group() is None and dist.is_initialized():
+    global _owned
+    if owned_group() is None and dist.is_initialized():
         _check_fits(rank, world_size)
-        _complete_with_host_group(timeout)
+        _ensure_host_group(timeout)
         _log_group("reused", device)
         return
     backend = backend_for(device, backend)
-    if made_group() is not None and _made is not None:
+    if owned_group() is not None and _owned is not None:
         same_ranks = (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
-        if same_ranks and (_made.backend, _made.device, _made.timeout) == (backend, device, timeout):
+        if same_ranks and (_owned.backend, _owned.device, _owned.timeout) == (backend, device, timeout):
             _log_group("reused", device)
             return
         release_process_group()
@@ -166,7 +166,7 @@ def join_process_group(
         raise _explained(error, rank, world_size, address, port, timeout) from error
     group = dist.group.WORLD
     assert group is not None
-    _made = _Made(group, store, backend, device, timeout)
+    _owned = _OwnedGroup(group, store, backend, device, timeout)
     atexit.unregister(_release_at_exit)
     atexit.register(_release_at_exit)  # runs before functions registered earlier: the group may depend on what they end
     _log_group("joined", device)
@@ -177,14 +177,14 @@ def _log_group(what: str, device: torch.device) -> None:
     log.info("process group %s: rank %d of %d, backend %s, device %s", what, rank, world_size, backend, device)
 
 
-def carries_host_tensors(group: dist.ProcessGroup | None = None) -> bool:
+def supports_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether `group`, by default the group of all ranks, has a backend for CPU tensors."""
     return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
 
 
 def host_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks for CPU tensors; `None` means the default group."""
-    return _host_group if is_alive(_host_group) and not carries_host_tensors() else None
+    return _host_group if is_alive(_host_group) and not supports_cpu_tensors() else None
 
 
 def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
@@ -192,9 +192,9 @@ def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     return host_group() if tensor.device.type == "cpu" else None
 
 
-def check_carries_host_tensors(option: str) -> None:
+def check_supports_cpu_tensors(option: str) -> None:
     """Raise a `ConfigurationError` if the default group cannot carry CPU tensors, which `option` needs."""
-    if dist.get_world_size() > 1 and not carries_host_tensors():
+    if dist.get_world_size() > 1 and not supports_cpu_tensors():
         raise ConfigurationError(
             f"{option} reduces gradients on the host, but the process group, made before the run, carries CUDA tensors "
             f"only (backend {dist.get_backend_config()!r}). Make it by init_process_group('cuda:nccl,cpu:gloo'), or "
@@ -202,14 +202,14 @@ def check_carries_host_tensors(option: str) -> None:
         )
 
 
-def _complete_with_host_group(timeout: timedelta) -> None:
+def _ensure_host_group(timeout: timedelta) -> None:
     """Make a group for host tensors if the default group carries none. *Collective* in that case."""
     global _host_group
-    if not carries_host_tensors() and not is_alive(_host_group):
+    if not supports_cpu_tensors() and not is_alive(_host_group):
         _host_group = dist.new_group(backend="gloo", timeout=timeout)
 
 
-def is_first_to_say(message: str) -> bool:
+def is_first_to_report(message: str) -> bool:
     """Return whether this process is the first on its host to say `message`; also if the others are out of reach."""
     if not _stores:
         return True
@@ -224,7 +224,7 @@ def is_first_to_say(message: str) -> bool:
         return True
 
 
-def name_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
+def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
     """If `error` says that a collective timed out, add the timeout and the option that sets it to its message."""
     message = str(error)
     if error.args and any(sign in message for sign in _TIMED_OUT) and option not in message:

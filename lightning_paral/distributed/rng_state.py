@@ -80,7 +80,7 @@ def restore_states(states: list[dict[str, Any]], ranks: RankGroup, devices: Sequ
         torch.cuda.set_rng_state(on_cuda, device)
 
 
-def without_devices(states: dict[str, Any]) -> dict[str, Any]:
+def without_cuda_states(states: dict[str, Any]) -> dict[str, Any]:
     """Return `states` without those of CUDA devices, for ranks other than the one that saved them."""
     return {name: value for name, value in states.items() if name not in (CUDA, _ALL_VISIBLE)}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
-from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
+from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
@@ -188,9 +188,9 @@ class Collectives(StrategyDescription):
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a timed out collective; abort NCCL if only some ranks failed."""
         super().on_exception(exception)
-        name_timeout(exception, self.timeout, self._timeout_option)
+        explain_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
-        if self._may_hang and made_group() is not None and not self._reachable_ranks().all_reachable:
+        if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # aborted communicators have an error
             abort_nccl()  # device work in the teardown would wait for the other ranks
 
