@@ -25,7 +25,7 @@ def test_bad_option_is_refused_when_the_strategy_is_made(options: dict[str, obje
     [
         ("mpi", "does not have.*It has: .*gloo"),
         ("carrier_pigeon", "does not have"),
-        ("cuda:gloo", "cannot carry tensors on 'cpu'.*'gloo'"),
+        ("cuda:gloo", "does not support tensors on 'cpu'.*'gloo'"),
     ],
 )
 def test_backend_that_cannot_work_is_refused_when_the_trainer_is_made(backend: str, message: str) -> None:
@@ -51,5 +51,5 @@ def test_more_devices_than_there_are_is_refused() -> None:
 def test_more_processes_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
 
-    with pytest.raises(ConfigurationError, match=r"local rank 2.*gives this host 2 device"):
+    with pytest.raises(ConfigurationError, match=r"local rank 2.*gives this node 2 device"):
         quiet_trainer(strategy="paral_ddp", devices=2)
