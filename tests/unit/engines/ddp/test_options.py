@@ -44,7 +44,7 @@ def test_more_devices_than_there_are_is_refused() -> None:
     missing = torch.cuda.device_count()
     strategy = ParalDDPStrategy(parallel_devices=[torch.device("cuda", missing)])
 
-    with pytest.raises(ConfigurationError, match=rf"cuda:{missing}, but it sees {missing} CUDA"):
+    with pytest.raises(ConfigurationError, match=rf"cuda:{missing}, but only {missing} CUDA"):
         strategy.set_world_ranks()
 
 
