@@ -55,9 +55,9 @@ class LoaderDistributor:
         self._seed = Seed(seed)
         self._run_padding = run_padding
         self.position = DataPosition(trainer, self._seed)
-        self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
+        self._last_index: dict[RunningStage, tuple[int, int]] = {}  # epoch and index of the last loader prepared
         self._undo = ExitStack()
-        self._prepare_as_lightning = replace_preparation(trainer, self.prepare, self._undo)
+        self._prepare_with_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if dims.data_size > 1:
             ExactEvaluationLoops(trainer, dims, run_padding, self._undo)
 
@@ -76,7 +76,7 @@ class LoaderDistributor:
         has `use_distributed_sampler=False`.
 
         Raises:
-            ConfigurationError: the loader cannot be distributed in the way that `Sampling` asks for.
+            ConfigurationError: the loader cannot be distributed as `Sampling` requires.
         """
         injects = injects_sampler(self._trainer)
         if injects and not isinstance(loader, DataLoader) and self._dims.data_size > 1:
@@ -87,7 +87,7 @@ class LoaderDistributor:
                 "DataLoader (with batch_size=None if it yields batches), which is divided among the ranks."
             )
         if not isinstance(loader, DataLoader) or not injects or _is_distributed(loader):
-            return self._prepare_as_lightning(loader, shuffle, mode)
+            return self._prepare_with_lightning(loader, shuffle, mode)
         training = mode == RunningStage.TRAINING
         shard = ShardSpec(
             data_rank=self._dims.data_rank,
@@ -95,8 +95,8 @@ class LoaderDistributor:
             split=self._sampling.split,
             remainder=self._sampling.remainder if training else "pad",
         )
-        number = self._index_of_next_loader(mode)
-        if training and number == 0:
+        index = self._index_of_next_loader(mode)
+        if training and index == 0:
             self.position.sources = []
         source: Source
         group = self._dims.data_rank_group().group
@@ -104,10 +104,10 @@ class LoaderDistributor:
             shared_rng = draws_as_one_process(self._sampling, shard.data_size)
             predicting = mode == RunningStage.PREDICTING
             distributed, source = distribute_map_style(
-                loader, shard, self._seed, number, shared_rng=shared_rng, predicting=predicting, group=group
+                loader, shard, self._seed, index, shared_rng=shared_rng, predicting=predicting, group=group
             )
         elif self._sampling.shard_iterable and not isinstance(loader.dataset, IterDataPipe):
-            distributed, source = distribute_iterable(loader, shard, self._seed, number)
+            distributed, source = distribute_iterable(loader, shard, self._seed, index)
         else:  # torch itself shards data pipes
             return self._strip_padding(synchronize_self_sharded(loader, shard, group), mode)
         source.set_epoch(self._epoch)
@@ -135,10 +135,10 @@ class LoaderDistributor:
 
     def _index_of_next_loader(self, mode: RunningStage) -> int:
         """Return the index of the next loader among those of `mode`, which an epoch prepares in a fixed order."""
-        epoch, number = self._num_loaders.get(mode, (-1, 0))
-        number = number + 1 if epoch == self._epoch else 0
-        self._num_loaders[mode] = self._epoch, number
-        return number
+        epoch, index = self._last_index.get(mode, (-1, 0))
+        index = index + 1 if epoch == self._epoch else 0
+        self._last_index[mode] = self._epoch, index
+        return index
 
     def loss_weight(self) -> float:
         """Return the weight of this rank's mean loss in the mean over ranks, in the current training step.

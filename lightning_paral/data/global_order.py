@@ -20,7 +20,7 @@ from lightning_paral.data.order_rng import (
 
 _CHUNK = 256  # batches drawn at a time, because exchanging random states takes as long as drawing about ten batches
 _MIN_STEPS = 16  # the minimum number of steps per chunk, for the same reason
-_CHECKED_BATCHES, _CHECKED_INDICES = 8, 64
+_CHECKED_BATCHES, _CHECKED_INDICES = 8, 64  # how many batches the ranks compare, and how many indices of each
 
 
 @dataclass
@@ -41,7 +41,7 @@ class GlobalOrder:
     """The user's batch sampler or, with `batch_size=None`, the sampler, whose indices count as batches."""
 
     seed: Seed
-    number: int = 0
+    loader_index: int = 0
     """The index among the loaders of the same Lightning stage. It makes their shuffled orders differ."""
 
     batched: bool = True
@@ -94,7 +94,7 @@ class GlobalOrder:
         num_batches = max(_MIN_STEPS, -(-_CHUNK // multiple_of)) * multiple_of
         rng: OrderRNG
         if resume_from == "seed" or (resume_from is None and not self.shared):
-            seed = derive_seed(self.seed.value, self.number, epoch, repetition)
+            seed = derive_seed(self.seed.value, self.loader_index, epoch, repetition)
             rng = SeededRNG(seed, self.generators())
         else:
             start = None if resume_from is None else match_generators(resume_from, self.generators())

@@ -17,14 +17,16 @@ from lightning_paral.data.sampler import ShardSpec, too_few_batches
 from lightning_paral.errors import ConfigurationError
 
 
-def distribute_iterable(loader: Loader, shard: ShardSpec, seed: Seed, number: int) -> tuple[Loader, "ShardedIterable"]:
+def distribute_iterable(
+    loader: Loader, shard: ShardSpec, seed: Seed, loader_index: int
+) -> tuple[Loader, "ShardedIterable"]:
     """Return a copy of `loader` that yields this rank's batches, and the dataset of the copy.
 
     Args:
         loader: the user's loader. It is not changed.
         shard: which batches this rank draws.
         seed: the seed of the orders of the run.
-        number: the index among the loaders of the same Lightning stage.
+        loader_index: the index among the loaders of the same Lightning stage.
 
     Raises:
         ConfigurationError: `split="global"` cannot divide the batches of a training loader equally among the ranks.
@@ -44,7 +46,8 @@ def distribute_iterable(loader: Loader, shard: ShardSpec, seed: Seed, number: in
             "workers reads all of it and keeps its part. If the dataset shards itself by rank or worker, set "
             "shard_iterable=False."
         )
-    stream = ShardedIterable(cast(Iterable[Any], loader.dataset), shard, batch_size, loader.drop_last, seed, number)
+    dataset = cast(Iterable[Any], loader.dataset)
+    stream = ShardedIterable(dataset, shard, batch_size, loader.drop_last, seed, loader_index)
     return with_stream(loader, stream), stream
 
 
@@ -62,7 +65,7 @@ def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """The samples of a stream that belong to a rank or, in a `DataLoader` worker, to this worker.
+    """This rank's samples of a stream or, in a `DataLoader` worker, the worker's part of them.
 
     The stream is read in global batches: the samples that all ranks together use in one step. Worker `i` of `n` yields
     samples of the global batches `i`, `i + n`, ..., so that a rank gets the same batches as from a map-style dataset.
@@ -75,18 +78,18 @@ class ShardedIterable(IterableDataset[Any]):
         batch_size: the number of samples in a batch of the user's loader; 1 if that has `batch_size=None`.
         drop_last: whether to leave out the last batch if it is smaller.
         seed: the seed of the orders of the run.
-        number: the index among the loaders of the same Lightning stage.
+        loader_index: the index among the loaders of the same Lightning stage.
     """
 
     def __init__(
-        self, dataset: Iterable[Any], shard: ShardSpec, batch_size: int, drop_last: bool, seed: Seed, number: int
+        self, dataset: Iterable[Any], shard: ShardSpec, batch_size: int, drop_last: bool, seed: Seed, loader_index: int
     ) -> None:
         self.dataset = dataset
         self.shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._seed = seed
-        self._number = number
+        self._loader_index = loader_index
         self._epoch = 0
         self._num_iterations = 0  # of this epoch, but of all epochs in persistent workers, which do not see `set_epoch`
         self._skip = 0
@@ -119,8 +122,8 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        number, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        rng = SeededRNG(derive_seed(self._seed.value, self._number, self._epoch, self._num_iterations))
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        rng = SeededRNG(derive_seed(self._seed.value, self._loader_index, self._epoch, self._num_iterations))
         num_samples_to_skip = self._skip if not self._num_iterations else 0
         self._num_iterations += 1
         beginning: list[Any] = []
@@ -133,7 +136,7 @@ class ShardedIterable(IterableDataset[Any]):
             for _ in islice(stream, num_samples_to_skip):
                 pass
         for step in count():
-            mine = step % num_workers == number
+            mine = step % num_workers == worker_id
             with rng.drawing():
                 first, local, size = self._read_global_batch(stream, mine or not step)
             beginning = beginning or local or first

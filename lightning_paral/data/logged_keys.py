@@ -137,7 +137,7 @@ class CheckedResults(ResultCollection):
         super().log(fx, name, value, *args, **options)
 
     def reduce_for(self, key: str, reduce: Callable[..., Any]) -> CheckedReduce:
-        """Return the function that reduces the values of `key`. Lightning requires that it is always the same object."""
+        """Return the function that reduces the values of `key`, the same object each time, as Lightning requires."""
         entry = (key, getattr(reduce, "__self__", reduce))
         if entry not in self._reduces:
             self._reduces[entry] = CheckedReduce(key, reduce, self.dims)

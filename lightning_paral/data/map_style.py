@@ -23,7 +23,7 @@ def distribute_map_style(
     loader: Loader,
     shard: ShardSpec,
     seed: Seed,
-    number: int,
+    loader_index: int,
     *,
     shared_rng: bool,
     predicting: bool,
@@ -37,7 +37,7 @@ def distribute_map_style(
         loader: the user's loader. It is not changed.
         shard: which batches this rank draws.
         seed: the seed of the orders of the run.
-        number: the index among the loaders of the same Lightning stage.
+        loader_index: the index among the loaders of the same Lightning stage.
         shared_rng: whether to start from the states of the global random generators, as a single process does, not from
             `seed`.
         predicting: whether the loader is for `trainer.predict`. If so, an incomplete last batch is kept, and prediction
@@ -55,7 +55,7 @@ def distribute_map_style(
     order = GlobalOrder(
         batches=batches,
         seed=seed,
-        number=number,
+        loader_index=loader_index,
         batched=loader.batch_sampler is not None,
         compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches, group)
         if several
@@ -71,9 +71,8 @@ def distribute_map_style(
     sampler = RankBatchSampler(order, shard)
     distributed = _with_sampler(loader, sampler)
     if predicting and order.batched:
-        distributed.__dict__["batch_sampler"] = IndexBatchSampler(
-            sampler
-        )  # from which prediction writers get the indices
+        # Prediction writers read the indices of batches from it.
+        distributed.__dict__["batch_sampler"] = IndexBatchSampler(sampler)
     return distributed, sampler
 
 
@@ -89,7 +88,7 @@ def _with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
 
 
 def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
-    """Yield `batches`, with padding batches and those of steps in which another rank has padding wrapped as such."""
+    """Yield `batches`. Mark padding batches, and batches of steps in which another rank has a padding batch."""
     for step, batch in enumerate(batches):
         if step in sampler.padding_steps:
             yield PaddingBatch(batch)

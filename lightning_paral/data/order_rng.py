@@ -29,7 +29,7 @@ class OrderRNG(Protocol):
 
 
 class SeededRNG:
-    """A stream of random numbers from the global generators of torch (CPU), numpy and `random` that starts from a seed.
+    """A random stream that starts from a seed and is drawn from the global generators of torch (CPU), numpy, `random`.
 
     Inside `drawing()` the generators continue this stream. On exit their previous states are restored, so that the
     stream does not change the random numbers of training.

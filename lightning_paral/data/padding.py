@@ -109,7 +109,7 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _snapshot(item) for key, item in value.items()}, copy.copy(value)
     if isinstance(value, list | deque | tuple):
-        # Tensors in lists are not copied: they are collected outputs and states, too many, and not changed in place.
+        # Tensors in lists are not copied: they are collected outputs and states, often many, and not changed in place.
         return [None if isinstance(item, Tensor) else _snapshot(item) for item in value], list(value)
     if isinstance(value, set):
         return set(value)

@@ -70,7 +70,7 @@ class DataPosition:
             # The current iterator starts at the first batch, and its workers may already have loaded some batches.
             begin_training_data_anew(self._trainer)
         if inside_epoch:
-            # Undo that the new iterator drew a seed for its workers: the saved states are from after that draw.
+            # The new iterator drew a seed for its workers. Undo this: the saved states already include that draw.
             restore()
         return inside_epoch and bool(self.sources)
 

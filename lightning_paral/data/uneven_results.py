@@ -62,8 +62,8 @@ class UnevenResults(CheckedResults):
         entries = [_make_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
         states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
         gathered = self.dims.data_rank_group().gather((entries, states))
-        _set_type_of_empty_states(module, [states for _, states in gathered])
-        by_rank = [{entry.key: entry for entry in entries} for entries, _ in gathered]
+        _set_type_of_empty_states(module, [rank_states for _, rank_states in gathered])
+        by_rank = [{entry.key: entry for entry in rank_entries} for rank_entries, _ in gathered]
         for key in dict.fromkeys(key for by_key in by_rank for key in by_key):
             self._join(key, [by_key.get(key) for by_key in by_rank], module)
 

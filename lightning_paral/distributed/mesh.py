@@ -19,7 +19,8 @@ SHARD = "data_parallel"
 HYBRID = ("data_parallel_replicate", "data_parallel_shard")
 """Names of the dimensions of a mesh with replicas."""
 
-_default_of_meshes: "weakref.ref[dist.ProcessGroup] | None" = None
+_mesh_default_group: "weakref.ref[dist.ProcessGroup] | None" = None
+"""The default group at the time of the last `make_mesh`. DTensor's cached meshes belong to it."""
 _groups: "weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
@@ -106,7 +107,7 @@ class ParallelDims:
 
         The group is created at first use. *Collective* over `data_ranks`.
         """
-        return None if self.data_size == self.num_ranks else _group_of(self.data_ranks)
+        return None if self.data_size == self.num_ranks else _get_group(self.data_ranks)
 
     def data_rank_group(self) -> RankGroup:
         """Return the `RankGroup` of `data_ranks`, whose process group supports CPU tensors and objects.
@@ -123,7 +124,7 @@ class ParallelDims:
 
         The group is created at first use. *Collective* over `stage_ranks`.
         """
-        return None if self.pipeline == 1 else _group_of(self.stage_ranks)
+        return None if self.pipeline == 1 else _get_group(self.stage_ranks)
 
 
 def check_replicate(replicate: int, world_size: int) -> None:
@@ -160,23 +161,23 @@ def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
     Raises:
         ConfigurationError: the world size is not divisible by `replicate`.
     """
-    global _default_of_meshes
+    global _mesh_default_group
     world_size = dist.get_world_size()
     check_replicate(replicate, world_size)
     default = dist.group.WORLD
     assert default is not None
-    if _default_of_meshes is None or _default_of_meshes() is not default:
+    if _mesh_default_group is None or _mesh_default_group() is not default:
         forget_meshes()
-        _default_of_meshes = weakref.ref(default)
+        _mesh_default_group = weakref.ref(default)
     if replicate == 1:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(world_size, device="cpu").view(replicate, -1)
     row, column = divmod(dist.get_rank(), ranks.shape[1])
-    groups = [_group_of(members.tolist()) for members in (ranks[:, column], ranks[row])]
+    groups = [_get_group(members.tolist()) for members in (ranks[:, column], ranks[row])]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=HYBRID)
 
 
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+def _get_group(ranks: list[int]) -> dist.ProcessGroup:
     """Return the process group of the global `ranks`, created at first use and destroyed with the default group.
 
     DTensor caches the first mesh of each shape and looks up the groups of that mesh by name (torch 2.13). Therefore a

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _stores: dict[tuple[str, int, int, int], tuple[Store, int]] = {}
 
 _EXIT_PATIENCE = timedelta(seconds=2)
+"""How long rank 0 waits at exit for the other ranks to destroy their groups."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def release_process_group(*, after_failure: bool = False) -> None:
     """Destroy all process groups if the default group was created here.
 
     Args:
-        after_failure: abort NCCL communicators. Destroying them would wait for all ranks, and some may have failed.
+        after_failure: whether to abort NCCL communicators, because destroying them would wait for ranks that failed.
     """
     global _owned, _host_group
     if owned_group() is not None:
