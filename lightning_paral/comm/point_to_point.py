@@ -1,4 +1,4 @@
-"""Send and receive tensors between the ranks of a group, as all-reduce algorithms need it."""
+"""Send and receive tensors between the ranks of a group: the building block of the all-reduce algorithms."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ _Posted = TypeVar("_Posted")
 
 
 class Exchange(NamedTuple):
-    """Messages in flight. Before reading their tensors wait for `receives`; before overwriting them, for `sends`."""
+    """Messages in flight. Wait for `receives` before reading received tensors, for `sends` before reusing sent ones."""
 
     receives: list[dist.Work]
     sends: list[dist.Work]

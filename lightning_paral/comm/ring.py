@@ -56,9 +56,11 @@ def ring_all_reduce(
 
     chunk_cuts = balanced_cuts(0, flat.numel(), world_size)
     chunk_length = chunk_cuts[1]
-    segments = num_segments(chunk_length * flat.element_size(), segment_bytes)
-    cuts = [balanced_cuts(chunk_cuts[i], chunk_cuts[i + 1] - chunk_cuts[i], segments) for i in range(world_size)]
-    slot_cuts = balanced_cuts(0, chunk_length, segments)
+    segments_per_chunk = num_segments(chunk_length * flat.element_size(), segment_bytes)
+    cuts = [
+        balanced_cuts(chunk_cuts[i], chunk_cuts[i + 1] - chunk_cuts[i], segments_per_chunk) for i in range(world_size)
+    ]
+    slot_cuts = balanced_cuts(0, chunk_length, segments_per_chunk)
     received = reduction.scratch(chunk_length)
     outgoing = reduction.scratch(chunk_length) if reduction.narrow_wire else None
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -73,11 +75,11 @@ def ring_all_reduce(
         return buffer[slot_cuts[segment] : slot_cuts[segment] + like.numel()]
 
     def receive_in_place(stage: int) -> list[dist.Work]:
-        step, segment = divmod(stage, segments)
+        step, segment = divmod(stage, segments_per_chunk)
         target = segment_of(rank - step - 1, segment)
         return exchange([], [(target, left)], reduction.group, _ALL_GATHER_PHASE).receives
 
-    num_stages = 2 * (world_size - 1) * segments
+    num_stages = 2 * (world_size - 1) * segments_per_chunk  # a stage transfers one segment
     # gloo's ready-to-receive message queues behind data in flight, so post the all-gather receives up front, directly
     # into the output. This is safe: the sum of a chunk is computed from the partial sum that it overwrites here, so it
     # cannot arrive before that partial sum was sent.
@@ -86,10 +88,10 @@ def ring_all_reduce(
         early_receives.extend(receive_in_place(stage) for stage in range(num_stages // 2, num_stages))
 
     def post(stage: int) -> tuple[Exchange, Tensor]:
-        step, segment = divmod(stage, segments)
+        step, segment = divmod(stage, segments_per_chunk)
         message = segment_of(rank - step, segment)
         if outgoing is not None:
-            if len(sending) == segments:
+            if len(sending) == segments_per_chunk:
                 wait(sending.popleft())  # the message that was sent from the same slot
             message = slot(outgoing, segment, like=message).copy_(message)
         target = segment_of(rank - step - 1, segment)
@@ -104,7 +106,7 @@ def ring_all_reduce(
         return posted, arriving
 
     def complete(stage: int, posted: tuple[Exchange, Tensor]) -> None:
-        step, segment = divmod(stage, segments)
+        step, segment = divmod(stage, segments_per_chunk)
         messages, arrived = posted
         wait(messages.receives)
         target = segment_of(rank - step - 1, segment)
@@ -118,6 +120,6 @@ def ring_all_reduce(
         elif reduction.narrow_wire:
             target.copy_(arrived)
 
-    run_pipeline(num_stages, depth=segments, post=post, complete=complete)
+    run_pipeline(num_stages, depth=segments_per_chunk, post=post, complete=complete)
     wait(*sending)
     return tensor

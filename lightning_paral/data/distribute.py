@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
-from lightning_paral.data.exact_evaluation import ExactEvaluationLoops
+from lightning_paral.data.exact_evaluation import ExactEvaluationLoops, sync_metrics_over_data_ranks
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import ShardedIterable, distribute_iterable
-from lightning_paral.data.loader import Loader, samplers, with_iteration
+from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
 from lightning_paral.data.map_style import distribute_map_style
 from lightning_paral.data.padding import strip_padding
 from lightning_paral.data.resume import DataPosition, Source, num_processed
@@ -60,6 +60,7 @@ class LoaderDistributor:
         self._prepare_with_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if dims.data_size > 1:
             ExactEvaluationLoops(trainer, dims, run_padding, self._undo)
+        sync_metrics_over_data_ranks(trainer.lightning_module, dims, self._undo)
 
     def end(self) -> None:
         """Restore the trainer's own methods. `position` can still be read."""
@@ -99,17 +100,25 @@ class LoaderDistributor:
         if training and index == 0:
             self.position.sources = []
         source: Source
-        group = self._dims.data_rank_group().group
         if not isinstance(loader.dataset, IterableDataset):
             shared_rng = draws_as_one_process(self._sampling, shard.data_size)
             predicting = mode == RunningStage.PREDICTING
+            several_ranks = self._dims.num_ranks > 1
             distributed, source = distribute_map_style(
-                loader, shard, self._seed, index, shared_rng=shared_rng, predicting=predicting, group=group
+                loader,
+                shard,
+                self._seed,
+                index,
+                shared_rng=shared_rng,
+                predicting=predicting,
+                several_ranks=several_ranks,
             )
         elif self._sampling.shard_iterable and not isinstance(loader.dataset, IterDataPipe):
             distributed, source = distribute_iterable(loader, shard, self._seed, index)
         else:  # torch itself shards data pipes
+            group = self._dims.data_rank_group().group
             return self._strip_padding(synchronize_self_sharded(loader, shard, group), mode)
+        seed_workers_by_data_rank(distributed, self._dims)
         source.set_epoch(self._epoch)
         if training and not _resumes_itself(loader):
             self.position.sources.append(source)

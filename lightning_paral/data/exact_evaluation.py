@@ -48,7 +48,6 @@ class ExactEvaluationLoops:
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
         self._check_training_keys(trainer, undo)
-        _sync_metrics_over_data_ranks(trainer.lightning_module, dims, undo)
 
     def _check_training_keys(self, trainer: Trainer, undo: ExitStack) -> None:
         """Check at the end of each training epoch that the ranks logged the same keys."""
@@ -132,7 +131,7 @@ class ExactEvaluationLoops:
             call_step_alone(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
 
 
-def _sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
+def sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
     """Make metrics that have no process group synchronize over the data ranks, if these are not all ranks."""
     group = dims.data_group()
     if group is None:

@@ -1,11 +1,15 @@
 """Copy a user's `DataLoader` so that it iterates differently, but has the same class and settings of workers."""
 
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
 from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
+from lightning_paral.distributed.mesh import ParallelDims
 
 Loader = DataLoader[Any]
 
@@ -14,6 +18,15 @@ def samplers(loader: Loader) -> tuple[Any, ...]:
     """Return the objects that determine the order of the loader's batches, without duplicates."""
     found = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
     return tuple({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def seed_workers_by_data_rank(loader: Loader, dims: ParallelDims) -> None:
+    """Make loader workers draw the same random numbers on ranks that draw the same samples.
+
+    After `seed_everything(workers=True)`, Lightning seeds workers without an init function by the global rank.
+    """
+    if dims.data_rank != dims.rank and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=dims.data_rank)
 
 
 def with_iteration(

@@ -168,14 +168,15 @@ class CheckedResults(ResultCollection):
         digests = gather(zlib.crc32(repr(keys).encode()))
         if len(set(digests)) == 1:
             return
-        by_rank = gather(keys)
-        every = dict.fromkeys(key for keys in by_rank for key in keys)
+        by_rank = dict(zip(self.dims.data_ranks, gather(keys), strict=True))
+        every = dict.fromkeys(key for keys in by_rank.values() for key in keys)
         partial = [
-            f"{key!r} only by rank {', '.join(str(rank) for rank, keys in enumerate(by_rank) if key in keys)}"
+            f"{key!r} only by rank {', '.join(str(rank) for rank, keys in by_rank.items() if key in keys)}"
             for key in every
-            if not all(key in keys for keys in by_rank)
+            if not all(key in keys for keys in by_rank.values())
         ]
-        found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[0]} on rank 0"
+        first = self.dims.data_ranks[0]
+        found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[first]} on rank {first}"
         raise ConfigurationError(
             f"The ranks have not logged the same keys with sync_dist=True in this epoch: {found}. {_EVERY_RANK}"
         )

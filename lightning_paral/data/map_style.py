@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler
@@ -27,11 +26,12 @@ def distribute_map_style(
     *,
     shared_rng: bool,
     predicting: bool,
-    group: dist.ProcessGroup | None,
+    several_ranks: bool,
 ) -> tuple[Loader, RankBatchSampler]:
     """Return a copy of `loader` that yields this rank's batches, and the sampler of the copy.
 
-    Starting to iterate over the copy is *collective* over `group`: the ranks compare the first batches of their orders.
+    Starting to iterate over the copy is *collective* over all ranks: they compare the first batches of their orders.
+    Ranks that differ only in their tensor or pipeline coordinate take part, because they must draw the same batches.
 
     Args:
         loader: the user's loader. It is not changed.
@@ -42,7 +42,7 @@ def distribute_map_style(
             `seed`.
         predicting: whether the loader is for `trainer.predict`. If so, an incomplete last batch is kept, and prediction
             writers can read the indices of each batch.
-        group: the process group of the data ranks, for CPU tensors; `None` for all ranks.
+        several_ranks: whether the run has several ranks, which must draw the same order.
 
     Raises:
         ConfigurationError: the batches of a training loader cannot be divided as `shard` says.
@@ -51,17 +51,16 @@ def distribute_map_style(
     if predicting and getattr(batches, "drop_last", False):
         batches = copy.copy(batches)
         batches.drop_last = False  # as Lightning does
-    several = shard.data_size > 1
     order = GlobalOrder(
         batches=batches,
         seed=seed,
         loader_index=loader_index,
         batched=loader.batch_sampler is not None,
-        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches, group)
-        if several
+        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches)
+        if several_ranks
         else None,
         shared=shared_rng,
-        broadcast=partial(broadcast_from_first_rank, group=group) if several else None,
+        broadcast=broadcast_from_first_rank if several_ranks else None,
         samplers=samplers(loader),
     )
     if shard.remainder != "pad":
@@ -98,9 +97,9 @@ def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: ob
             yield batch
 
 
-def _check_same_order(sampler: object, group: dist.ProcessGroup | None, checksum: int) -> None:
-    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over `group`."""
-    checksums = gather_ints(checksum, group)
+def _check_same_order(sampler: object, checksum: int) -> None:
+    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over all ranks."""
+    checksums = gather_ints(checksum)
     if len(set(checksums)) > 1:
         different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
         raise ConfigurationError(

@@ -185,6 +185,15 @@ class Collectives(StrategyDescription):
         dims = self.dims
         return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
+        """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
+        reachable = self._reachable()
+        if reachable is None or self.dims.data_size == self.dims.num_ranks:
+            return bool(super().reduce_boolean_decision(decision, all))
+        # Lightning compares a sum over the data ranks with the world size.
+        decisions = all_ranks(reachable.group).gather(bool(decision))
+        return False not in decisions if all else True in decisions
+
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a timed out collective; abort NCCL if only some ranks failed."""
         super().on_exception(exception)
