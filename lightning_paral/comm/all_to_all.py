@@ -27,8 +27,8 @@ def all_to_all_all_reduce(
     Cost: every rank sends the tensor N-1 times.
     Memory: at most one chunk, 1/N of the tensor (or two elements from each rank, if that is more).
 
-    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds the
-    contributions in the order of ranks. A narrower wire dtype rounds the contributions but not the result.
+    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds the contributions in the order of
+    ranks. A narrower wire dtype rounds the contributions but not the result.
     """
     reduction = plan_reduction(tensor, group, op, wire_dtype)
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size

@@ -24,7 +24,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None)
         group: the ranks that take part; `None` for all ranks.
     """
     for bucket in _buckets(tensors):
-        flat = _bytes_of(bucket[0]) if len(bucket) == 1 else torch.cat([_bytes_of(tensor) for tensor in bucket])
+        flat = _as_bytes(bucket[0]) if len(bucket) == 1 else torch.cat([_as_bytes(tensor) for tensor in bucket])
         dist.broadcast(flat, group_src=0, group=group_for(flat) if group is None else group)
         if dist.get_rank(group) == 0:
             continue
@@ -51,7 +51,7 @@ def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return buckets
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of `tensor`, as a view if it is contiguous."""
     return tensor.data.contiguous().view(-1).view(torch.uint8)
 
@@ -61,4 +61,4 @@ def _write(tensor: Tensor, received: Tensor) -> None:
         # Clone, because the bytes of a tensor inside a bucket may not be aligned for its dtype.
         tensor.data.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
     elif received.data_ptr() != tensor.data_ptr():
-        _bytes_of(tensor).copy_(received)
+        _as_bytes(tensor).copy_(received)

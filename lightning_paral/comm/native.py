@@ -24,9 +24,9 @@ def native_all_reduce(
     distributes the sums. Each rank sends 2(N-1) chunks, as in a ring, and needs memory for two copies of the tensor in
     `wire_dtype`.
 
-    The all-to-all sends more data between nodes than a ring does. With m nodes of k GPUs and a 16-bit `wire_dtype`,
-    about 2(k(m-1)/m + 1) bytes per element leave each node. NCCL's fp32 all-reduce in rings sends about 8. Two nodes of
-    four GPUs send less (6 bytes), but two nodes of eight GPUs send more (10 bytes).
+    Between nodes, an all-to-all sends more data than a ring. With m nodes of k GPUs and a 16-bit `wire_dtype`, about
+    2(k(m-1)/m + 1) bytes per element leave each node, and with NCCL's fp32 all-reduce in rings about 8 bytes. Two nodes
+    of four GPUs therefore send less than in fp32 (6 bytes), but two nodes of eight GPUs send more (10 bytes).
 
     Arguments, result and errors are those of `ring_all_reduce`.
     """

@@ -39,8 +39,8 @@ def direct_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGro
 def start_reduce(tensor: Tensor, target: int, group: dist.ProcessGroup) -> list[dist.Work]:
     """Replace `tensor` on rank `target` of `group` by the sum over `group`. *Collective* over `group`.
 
-    The target returns when the sum is complete. The other ranks return immediately, so that reductions to
-    several targets overlap.
+    The target returns when the sum is complete. The other ranks return immediately, so that reductions to several
+    targets overlap.
 
     Returns:
         Works to wait for before overwriting `tensor`. On the target, the list is empty.

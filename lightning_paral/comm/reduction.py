@@ -48,7 +48,7 @@ class Reduction:
         return self.wire_dtype != self.flat.dtype
 
     def prepare(self) -> None:
-        """Divide this rank's contribution by the number of ranks if the sum could overflow, but not the average."""
+        """Before an average in fp16, divide this rank's contribution by the number of ranks: the sum could overflow."""
         if self.average and self.narrow_wire and self.wire_dtype == torch.float16:
             self.flat.div_(self.world_size)
 

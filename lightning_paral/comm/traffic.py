@@ -33,7 +33,7 @@ class Traffic:
     """Bytes sent by all TCP connections of this process, including gloo's message headers, without retransmissions.
 
     Covers everything that uses gloo: DDP's native reducer, FSDP, DeepSpeed. `None` if the kernel does not report it;
-    Linux does since version 4.19. NCCL uses no sockets within a node, so that traffic is not counted.
+    Linux does since version 4.19. Messages of NCCL within a node are not counted, because they use no sockets.
     """
 
 

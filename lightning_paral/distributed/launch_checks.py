@@ -27,7 +27,8 @@ def check_local_rank(local_rank: int, num_devices: int) -> None:
     if local_rank >= num_devices:
         raise ConfigurationError(
             f"This process was started as local rank {local_rank}, but Trainer(devices=...) gives this node "
-            f"{num_devices} device(s). Start {num_devices} per node, or set devices={local_rank + 1} or more."
+            f"{num_devices} device(s). Start as many processes per node as devices, or set devices={local_rank + 1} or "
+            "more."
         )
 
 
