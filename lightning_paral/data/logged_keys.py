@@ -78,8 +78,8 @@ class CheckedReduce:
                 self._pending, self._wrong = AsyncScalar(self._wrong), None
             if not (wait or self._pending.has_arrived):
                 return
-            found, self._pending = self._pending, None
-            if found.read():
+            arrived, self._pending = self._pending, None
+            if arrived.read():
                 raise self._error(None)
 
     def _num_ranks(self, group: Any) -> int:
@@ -145,10 +145,10 @@ class CheckedResults(ResultCollection):
 
     def metrics(self, on_step: bool) -> Any:
         """Return the values for callbacks, loggers and the progress bar."""
-        found = super().metrics(on_step)
+        values = super().metrics(on_step)
         for reduce in self._reduces.values():
             reduce.check(wait=not on_step)
-        return found
+        return values
 
     def check_keys(self) -> None:
         """Check that all data ranks are about to reduce the same keys. *Collective* over the data ranks.
@@ -183,7 +183,7 @@ class CheckedResults(ResultCollection):
 
 
 def _other_keys(key: str, ranks: Sequence[int]) -> dict[int, str]:
-    """Return, by rank, the keys that differ from `key`, from those of `ranks` that find the same error in time."""
+    """Exchange keys with those of `ranks` that find the same error in time. Return the keys other than `key`, by rank."""
     # The number distinguishes this error from one in an earlier fit, whose keys may still be in the store.
     number = default_store().add(f"lightning_paral/logged/{dist.get_rank()}", 1)
     found = exchange_in_store(f"logged/{number}", key, _EXCHANGE_TIMEOUT, ranks)

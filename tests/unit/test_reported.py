@@ -1,4 +1,4 @@
-"""An error is said by one rank of a host, and by this process before others of it are ended."""
+"""An error is reported by one rank of a node, and by this process before its other processes are ended."""
 
 import atexit
 import os
