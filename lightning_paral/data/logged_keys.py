@@ -183,7 +183,7 @@ class CheckedResults(ResultCollection):
 
 
 def _other_keys(key: str, ranks: Sequence[int]) -> dict[int, str]:
-    """Exchange keys with those of `ranks` that find the same error in time. Return the keys other than `key`, by rank."""
+    """Exchange keys with those of `ranks` that find the same error in time. Return the other keys, by rank."""
     # The number distinguishes this error from one in an earlier fit, whose keys may still be in the store.
     number = default_store().add(f"lightning_paral/logged/{dist.get_rank()}", 1)
     found = exchange_in_store(f"logged/{number}", key, _EXCHANGE_TIMEOUT, ranks)
