@@ -37,17 +37,19 @@ class BatchSlices(Sequence[list[Any]]):
         if isinstance(index, slice):
             first, last, step = index.indices(len(self))
             assert step == 1
-            return BatchSlices(self.indices, self._start(first), self._start(max(first, last)), self.batch_size)
+            return BatchSlices(
+                self.indices, self._batch_start(first), self._batch_start(max(first, last)), self.batch_size
+            )
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.indices[self._start(index) : self._start(index + 1)]
+        return self.indices[self._batch_start(index) : self._batch_start(index + 1)]
 
     @property
     def num_samples(self) -> int:
         """The number of indices in all batches."""
         return self.stop - self.start
 
-    def _start(self, batch: int) -> int:
+    def _batch_start(self, batch: int) -> int:
         return min(self.start + batch * self.batch_size, self.stop)
 
 
@@ -97,6 +99,7 @@ def _next_items(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, in
     while isinstance(inner, GeneratorType):
         inner = inner.gi_yieldfrom
     if first and type(inner) is _LIST_ITERATOR:
+        # Return the list itself instead of copying items, and move its iterator past them.
         reduced: Any = inner.__reduce__()  # `(iter, (list,), position)`, without a position at the end
         if len(reduced) == 3 and reduced[2] > 0 and reduced[1][0][reduced[2] - 1] is first[0]:
             indices, start = reduced[1][0], reduced[2] - 1
@@ -107,8 +110,8 @@ def _next_items(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, in
             rest = list(islice(iterator, start + count - len(indices)))
             if not rest:
                 return indices, start, len(indices)
-            first = indices[start:] + rest
-            return first, 0, len(first)
+            items = indices[start:] + rest
+            return items, 0, len(items)
     items = first + list(islice(iterator, count - 1))
     return items, 0, len(items)
 
