@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from lightning_paral.distributed.process_group import is_first_to_say
+from lightning_paral.distributed.process_group import is_first_to_report
 from lightning_paral.errors import ParalError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -47,7 +47,7 @@ class _BriefExceptHook:
         if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "full" or has_user_cause(ours):
             self._otherwise(error_type, error, trace)
             return
-        if not is_first_to_say(str(ours)):
+        if not is_first_to_report(str(ours)):
             return
         frames = traceback.StackSummary.extract(_user_frames(trace)).format()
         heading = ["Traceback (most recent call last):\n"] if frames else []

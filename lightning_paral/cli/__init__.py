@@ -9,7 +9,7 @@ from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
 from lightning_paral.cli.verify import verify
 from lightning_paral.cli.version import print_version
-from lightning_paral.distributed.process_group import is_first_to_say
+from lightning_paral.distributed.process_group import is_first_to_report
 from lightning_paral.error_report import has_user_cause
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
@@ -45,7 +45,7 @@ def main() -> None:
     except (ConfigurationError, CheckpointError) as error:
         if command in TRAINER_COMMANDS and has_user_cause(error):
             raise
-        sys.exit(f"paral: {error}" if is_first_to_say(str(error)) else 1)
+        sys.exit(f"paral: {error}" if is_first_to_report(str(error)) else 1)
 
 
 def _run(command: str) -> None:

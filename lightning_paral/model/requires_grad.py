@@ -121,7 +121,7 @@ class TrainingAgreement:
         where, names = f"At batch {batch_idx} of epoch {epoch}", list(self.trained.by_name)
         if epoch_begins:
             digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            data_ranks = self._dims.data_ranks_on_host()
+            data_ranks = self._dims.data_rank_group()
             by_rank = data_ranks.gather((digest, new_run_name()))
             self._epoch_name = by_rank[0][1]
             if len({each for each, _ in by_rank}) > 1:

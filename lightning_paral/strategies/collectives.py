@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
-from lightning_paral.distributed.process_group import group_for, made_group, name_timeout, release_process_group
+from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
@@ -168,12 +168,21 @@ class Collectives(StrategyDescription):
         dims = self.dims
         return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
+        """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
+        reachable = self._reachable()
+        if reachable is None or self.dims.data_size == self.dims.num_ranks:
+            return bool(super().reduce_boolean_decision(decision, all))
+        # Lightning compares a sum over the data ranks with the world size.
+        decisions = all_ranks(reachable.group).gather(bool(decision))
+        return False not in decisions if all else True in decisions
+
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
         super().on_exception(exception)
-        name_timeout(exception, self.timeout, self._timeout_option)
+        explain_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
-        if self._may_hang and made_group() is not None and not self._reachable_ranks().all_reachable:
+        if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # it would report the errors of aborted communicators
             abort_nccl()  # otherwise device work in the teardown waits for the other ranks
 

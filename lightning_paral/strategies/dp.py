@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.distributed.process_group import made_group, release_process_group
+from lightning_paral.distributed.process_group import owned_group, release_process_group
 from lightning_paral.engines.dp.checks import check_draws_all, check_one_process, check_replicable
 from lightning_paral.engines.dp.run import DPRun
 from lightning_paral.errors import ConfigurationError
@@ -114,7 +114,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     def setup_environment(self) -> None:
         """Set up the device, and release the process group of an earlier run with several ranks."""
         self.set_world_ranks()
-        group = made_group()
+        group = owned_group()
         if group is not None and group.size() > 1:
             release_process_group()
         super().setup_environment()

@@ -18,7 +18,7 @@ from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
-from lightning_paral.distributed.process_group import check_carries_host_tensors
+from lightning_paral.distributed.process_group import check_supports_cpu_tensors
 from lightning_paral.engines.fsdp.construction import has_mapped_weights, recording
 from lightning_paral.engines.fsdp.guards import check_module
 from lightning_paral.engines.fsdp.keywords import FSDPKeywords, takes_fsdp_options
@@ -101,7 +101,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
         if self._options.offload:
-            check_carries_host_tensors("offload=True")
+            check_supports_cpu_tensors("offload=True")
         set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims.replicate))
 
     @property

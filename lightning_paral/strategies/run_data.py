@@ -12,7 +12,7 @@ from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.rng_state import restore_states, without_devices
+from lightning_paral.distributed.rng_state import restore_states, without_cuda_states
 from lightning_paral.options import Sampling
 
 _KEY = "lightning_paral.data"
@@ -106,4 +106,4 @@ class RunData:
         elif states and draws_as_one_process(self._sampling, self._dims.data_size):
             # Orders of later epochs are drawn from rank 0's generators. If the module draws no random numbers, the
             # generators of all ranks are equal, so rank 0's states are right for any number of ranks.
-            restore_states([without_devices(states[0])] * num_ranks, all_ranks(), devices)
+            restore_states([without_cuda_states(states[0])] * num_ranks, all_ranks(), devices)
