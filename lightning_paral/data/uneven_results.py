@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.metrics import count_as_updated, set_computed, states_of
+from lightning_paral.compat.lightning.metrics import mark_updated, set_computed, states_of
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
 from lightning_paral.data.logged_keys import CheckedResults
 from lightning_paral.distributed.mesh import ParallelDims
@@ -99,7 +99,7 @@ class UnevenResults(CheckedResults):
             assert entry.metric_attribute is not None
             metric.value = attrgetter(entry.metric_attribute)(module)
             set_computed(metric, None)
-        count_as_updated(metric)  # no warning: the updates of other ranks are merged into it
+        mark_updated(metric)  # no warning: the updates of other ranks are merged into it
         metric.has_reset = False
         return metric
 

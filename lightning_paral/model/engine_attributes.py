@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from lightning_paral.compat.deepspeed.modules import is_zero_attribute
 from lightning_paral.compat.torch import module_hooks
-from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
+from lightning_paral.compat.torch.fsdp_state import is_fsdp_attribute
 
 _ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 
@@ -29,7 +29,7 @@ def attributes_without_engine(attributes: dict[str, Any], kind: type) -> dict[st
     """Return the attributes of a module of class `kind` without the attributes and hooks that an engine has added."""
     kept = {}
     for name, value in attributes.items():
-        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.OF_STATE_DICTS) and isinstance(value, dict):
+        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.STATE_DICT) and isinstance(value, dict):
             kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_engine(hook))
         elif name == "_parameters" and isinstance(value, dict):
             kept[name] = dict(value.items())
@@ -43,7 +43,7 @@ def attributes_without_engine(attributes: dict[str, Any], kind: type) -> dict[st
 
 
 def _is_engines_name(name: str) -> bool:
-    return is_of_fsdp(name) or is_zero_attribute(name) or name.startswith("applied_pre_backward")
+    return is_fsdp_attribute(name) or is_zero_attribute(name) or name.startswith("applied_pre_backward")
 
 
 def _replaces(name: str, value: Any, kind: type) -> bool:

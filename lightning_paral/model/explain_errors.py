@@ -12,7 +12,7 @@ _KINDS = (RuntimeError, AssertionError, AttributeError)
 
 
 @contextmanager
-def explained(explanation: Explanation) -> Iterator[None]:
+def explain_errors(explanation: Explanation) -> Iterator[None]:
     """Replace an error inside the block that `explanation` knows.
 
     Raises:

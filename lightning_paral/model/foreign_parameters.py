@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_paral.errors import ConfigurationError
 
 
-def check_averaged(optimizers: Iterable[Optimizer], module: Module) -> None:
+def check_optimizer_parameters(optimizers: Iterable[Optimizer], module: Module) -> None:
     """Check that the optimizers hold parameters of `module` only.
 
     Each rank would update any other tensor, such as a buffer that requires a gradient, by its own gradient.

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 
-def is_loading() -> bool:
+def is_loading_pretrained() -> bool:
     """Return whether `PreTrainedModel.from_pretrained` is on the call stack.
 
     Searches the stack because a patch would come too late for a `configure_model` that imports transformers itself, and
@@ -28,9 +28,9 @@ def is_loading() -> bool:
 
 def is_placeholder(device: torch.device) -> bool:
     """Return whether a new tensor on `device` is only a placeholder that `from_pretrained` replaces."""
-    return device.type == "meta" and is_loading()
+    return device.type == "meta" and is_loading_pretrained()
 
 
-def was_loaded(parameter: Parameter) -> bool:
+def is_pretrained(parameter: Parameter) -> bool:
     """Return whether `from_pretrained` has read `parameter` from a file."""
     return bool(getattr(parameter, "_is_hf_initialized", False))

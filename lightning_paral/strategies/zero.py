@@ -36,8 +36,8 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explain_errors import explain, explained
-from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.explain_errors import explain, explain_errors
+from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.options import Offload, RankOptions, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
@@ -254,7 +254,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         run.check_size()
         with full_shapes_shown(module):
             Strategy.setup_optimizers(self, module.trainer)
-        check_averaged(self.optimizers, module)
+        check_optimizer_parameters(self.optimizers, module)
         self.model = run.train(self.optimizers)
         self._buffers = RankZeroBuffers(module, self._options.broadcast_buffers, self.dims)
         if run.trains:
@@ -284,7 +284,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         assert self._run_state is not None
         self._buffers.before_training_step()
         self._run_state.check_fixed()
-        with explained(partial(explanation, stage=self.stage)):
+        with explain_errors(partial(explanation, stage=self.stage)):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -295,7 +295,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """
         assert self._run_state is not None
         self._run_state.check_fixed()
-        with explained(partial(explanation, stage=self.stage)):
+        with explain_errors(partial(explanation, stage=self.stage)):
             return super().backward(closure_loss, *args, **kwargs)
 
     # Sampler injection: `ParalStrategy`.

@@ -96,7 +96,7 @@ def options_of(callback: WeightAveraging) -> dict[str, Any]:
     return {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
 
 
-def passed_on(callback: WeightAveraging) -> dict[str, Any]:
+def user_options_of(callback: WeightAveraging) -> dict[str, Any]:
     """Return the user's options for `AveragedModel`."""
     return callback._kwargs
 

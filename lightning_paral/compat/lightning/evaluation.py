@@ -19,7 +19,7 @@ __all__ = [
     "PredictionLoop",
     "Step",
     "call_at_end_of_loader",
-    "call_step_alone",
+    "call_step_without_hooks",
     "combined_loader_of",
     "replace_evaluation_step",
     "replace_predict_step",
@@ -176,7 +176,7 @@ def call_at_end_of_loader(loop: EvaluationLoop, trainer: Trainer, join: Callable
     shadow_method(loop, "_store_dataloader_outputs", store, undo)
 
 
-def call_step_alone(
+def call_step_without_hooks(
     trainer: Trainer,
     loop: EvaluationLoop | PredictionLoop,
     hook_name: str,

@@ -50,12 +50,12 @@ def is_accumulating(trainer: Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
-def training_data_has_begun(trainer: Trainer) -> bool:
+def training_data_has_started(trainer: Trainer) -> bool:
     """Whether the fit has loaders and an iterator over them."""
     return trainer.fit_loop._data_fetcher is not None and trainer.fit_loop._combined_loader is not None
 
 
-def begin_training_data_anew(trainer: Trainer) -> None:
+def restart_training_data(trainer: Trainer) -> None:
     """Replace the iterator over the training loaders with a new one."""
     loop = trainer.fit_loop
     assert loop._combined_loader is not None

@@ -63,6 +63,6 @@ def set_computed(metric: Metric, value: Tensor | None) -> None:
     _COMPUTED.replace_on(metric, value)
 
 
-def count_as_updated(metric: Metric) -> None:
+def mark_updated(metric: Metric) -> None:
     """Mark `metric` as updated: other ranks' updates are merged into it."""
     _UPDATE_COUNT.replace_on(metric, max(1, metric.update_count))

@@ -14,6 +14,6 @@ NAMES = (
 )
 
 
-def is_none(optimizer: object) -> bool:
+def is_mock_optimizer(optimizer: object) -> bool:
     """Whether `optimizer` is Lightning's placeholder for a `configure_optimizers` that returns `None`."""
     return isinstance(optimizer, _MockOptimizer)

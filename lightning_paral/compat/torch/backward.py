@@ -16,6 +16,6 @@ NAMES = (
 )
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the running backward pass. Call this from one of its hooks."""
     Variable._execution_engine.queue_callback(callback)

@@ -48,7 +48,7 @@ def set_local(tensor: Any, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-def adopt(tensor: Any, value: Any) -> None:
+def copy_data_and_layout(tensor: Any, value: Any) -> None:
     """Give a DTensor the local tensor and the layout of `value`, a DTensor of the same shape."""
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
 

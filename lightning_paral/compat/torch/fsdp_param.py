@@ -41,7 +41,7 @@ name_of: Callable[[Any], str] = attrgetter("_param_fqn")
 """Return the name of the parameter of an `FSDPParam` in the root module."""
 
 
-def gathered(param: Any) -> Tensor | None:
+def unsharded_param(param: Any) -> Tensor | None:
     """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been gathered.
 
     It is the same object each time: FSDP2 only frees and refills its memory.
@@ -49,13 +49,13 @@ def gathered(param: Any) -> Tensor | None:
     return getattr(param, "_unsharded_param", None)
 
 
-def is_form_of(value: object, param: Any) -> bool:
+def is_param_of(value: object, param: Any) -> bool:
     """Whether `value` is what FSDP2 sets on modules for an `FSDPParam`: the sharded or the unsharded parameter."""
     own = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
     return value is not None and any(value is one for one in own)
 
 
-def places_of(param: Any) -> list[tuple[Module, str]]:
+def owners_of(param: Any) -> list[tuple[Module, str]]:
     """Return the modules that have the parameter of an `FSDPParam`, and its name in each; several if it is tied."""
     info = param._module_info
     modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
@@ -74,7 +74,7 @@ def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
     set_local(param.sharded_param, shard)
 
 
-def own_part(param: Any, whole: Tensor) -> Tensor:
+def local_shard_view(param: Any, whole: Tensor) -> Tensor:
     """Return the view of `whole`, the unsharded parameter, that corresponds to this rank's shard, not empty."""
     local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]

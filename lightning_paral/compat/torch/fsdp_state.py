@@ -133,7 +133,7 @@ def groups_of_state(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def is_of_fsdp(name: str) -> bool:
+def is_fsdp_attribute(name: str) -> bool:
     """Whether an attribute of a module is one that `fully_shard` sets."""
     return name.startswith(("_fsdp", "_is_fsdp", "__composable_api_state_key"))
 

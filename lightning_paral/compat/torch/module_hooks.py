@@ -13,7 +13,7 @@ ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
 """Dictionaries of all hooks that run in a step."""
 FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 """Dictionaries that say how forward hooks are called, by hook id."""
-OF_STATE_DICTS = (
+STATE_DICT = (
     *("_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
@@ -28,7 +28,7 @@ NAMES = (
             seen="torch 2.11 to 2.13",
             on_instances=True,
         )
-        for name in (*ALL, *FLAGS, *OF_STATE_DICTS)
+        for name in (*ALL, *FLAGS, *STATE_DICT)
     ),
     PrivateName(
         name="torch.nn.modules.module._WrappedHook.hook",
@@ -58,4 +58,4 @@ def unwrapped(hook: Any) -> Any:
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
     """Return all dictionaries about hooks of `module`, by attribute name."""
-    return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *OF_STATE_DICTS)}
+    return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *STATE_DICT)}

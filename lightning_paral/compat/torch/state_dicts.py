@@ -84,14 +84,14 @@ def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:
 
 
 @contextmanager
-def saving_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
+def save_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
     """Save each submodule by `method(part, own, destination, prefix, keep_vars)`, where `own` is torch's method."""
     with _shadowed(module, _SAVE, method):
         yield
 
 
 @contextmanager
-def loading_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
+def load_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
     """Load each submodule by `method(part, own, state_dict, prefix, about, *rest)`, where `own` is torch's method.
 
     `rest` is `strict` and the lists of missing keys, unexpected keys and errors.

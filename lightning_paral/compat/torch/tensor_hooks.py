@@ -27,7 +27,7 @@ def gradient_hooks(tensor: Tensor) -> dict[int, Any]:
     return tensor._backward_hooks or {}
 
 
-def accumulated_hooks(tensor: Tensor) -> dict[int, Any]:
+def post_accumulate_grad_hooks(tensor: Tensor) -> dict[int, Any]:
     """Return the hooks from `register_post_accumulate_grad_hook`, by id."""
     hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
     return hooks

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.fsdp_param import gathered, name_of, places_of
+from lightning_paral.compat.torch.fsdp_param import name_of, owners_of, unsharded_param
 from lightning_paral.compat.torch.tensor_hooks import gradient_hooks
 from lightning_paral.engines.fsdp.guards import refuse_hook
 
@@ -44,7 +44,7 @@ class ParameterHooks:
 
     def attach(self, param: Any) -> None:
         """Have the hooks of `param` called, if it has any, once it has been unsharded for the first time."""
-        unsharded: Tensor | None = gathered(param)
+        unsharded: Tensor | None = unsharded_param(param)
         original = self._originals[param]
         if unsharded is None or param in self._attached or not gradient_hooks(original):
             return
@@ -70,4 +70,4 @@ def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
 
 def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
     """Return the parameter that each `FSDPParam` was made of, which `original(module, name)` returns."""
-    return {param: original(*places_of(param)[0]) for param in params}
+    return {param: original(*owners_of(param)[0]) for param in params}

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.model.deferred import recorder
 from lightning_paral.model.deferred.op_log import OpLog, View
 from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder
-from lightning_paral.model.pretrained import was_loaded
+from lightning_paral.model.pretrained import is_pretrained
 
 
 class DeferredConstruction:
@@ -56,7 +56,7 @@ class DeferredConstruction:
         for parameter in module.parameters():
             num_bytes = parameter.numel() * parameter.element_size()
             has_values = type(parameter) is Parameter and not parameter.is_meta
-            if has_values and num_bytes > recorder.DEFERRED_BYTES and was_loaded(parameter):
+            if has_values and num_bytes > recorder.DEFERRED_BYTES and is_pretrained(parameter):
                 placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 meta[id(parameter)] = placeholder
                 self._loaded[id(placeholder)] = (placeholder, parameter)

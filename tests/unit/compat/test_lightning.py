@@ -152,7 +152,7 @@ def test_a_step_alone_logs_nothing_to_hooks_and_counts_nothing() -> None:
 
     def alone(step: evaluation.Step) -> evaluation.Step:
         def step_alone(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-            evaluation.call_step_alone(plain, loop, "validation_step", batch, batch_idx, None)
+            evaluation.call_step_without_hooks(plain, loop, "validation_step", batch, batch_idx, None)
             counted.append(loop.batch_progress.current.completed)
 
         return step_alone
@@ -201,8 +201,8 @@ def test_what_is_asked_of_the_loops_of_a_fit() -> None:
 
     class Looked(Model):
         def on_train_start(self) -> None:
-            data_began.append(loops.training_data_has_begun(self.trainer))
-            loops.begin_training_data_anew(self.trainer)
+            data_began.append(loops.training_data_has_started(self.trainer))
+            loops.restart_training_data(self.trainer)
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             accumulating.append(loops.is_accumulating(self.trainer))
@@ -236,7 +236,7 @@ def test_weight_averaging_swaps_and_copies_by_replaced_methods() -> None:
         return call
 
     callback = WeightAveraging(avg_fn=lambda average, value, count: value)
-    assert averaging.passed_on(callback).keys() == {"avg_fn"}
+    assert averaging.user_options_of(callback).keys() == {"avg_fn"}
     assert averaging.options_of(callback).keys() == {"device", "use_buffers", "avg_fn"}
     undo = replace_methods(WeightAveraging, {averaging.SWAP: noted("swap", swap), averaging.COPY: noted("copy", copy)})
     try:
@@ -293,7 +293,7 @@ def test_what_comes_between_closure_and_step_runs_the_hook_and_clips() -> None:
 
 def test_caches_of_metrics() -> None:
     metric = MeanMetric()
-    metrics.count_as_updated(metric)
+    metrics.mark_updated(metric)
     metrics.set_computed(metric, torch.tensor(7.0))
     assert metric.compute() == 7
 

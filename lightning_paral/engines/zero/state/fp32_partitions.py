@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_paral.compat.deepspeed import subgroups
-from lightning_paral.compat.deepspeed.masters import master_run_of
+from lightning_paral.compat.deepspeed.masters import master_range_of
 from lightning_paral.engines.zero.parameters.partition import flat_range_of, full_shape
 
 
@@ -166,7 +166,7 @@ class PartitionOfStage3(Partition):
 
     def publish(self) -> None:
         """Compute with the weights that `flat`, which is opened, has now."""
-        subgroups.compute_with_flat_weights(self._optimizer, self._index)
+        subgroups.copy_flat_weights_to_parameters(self._optimizer, self._index)
 
 
 def partitions_of(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[Partition]:
@@ -182,7 +182,7 @@ def partitions_of(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[
 def _ranges_of(parameters: Sequence[Any]) -> dict[int, FlatRange]:
     ranges = {}
     for parameter in parameters:
-        start, numel, position = master_run_of(parameter)
+        start, numel, position = master_range_of(parameter)
         ranges[id(parameter)] = FlatRange(full_shape(parameter), start, numel, position)
     return ranges
 
