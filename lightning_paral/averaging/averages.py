@@ -235,7 +235,7 @@ class ShardedAverages:
 
     def _broadcast_buffers(self) -> None:
         if self._buffers_of_rank_zero is not None and not self._swapped:
-            self._buffers_of_rank_zero.share_averages(self._inner.module)
+            self._buffers_of_rank_zero.broadcast_averages(self._inner.module)
 
 
 class ShardedSWAAverages(ShardedAverages):

@@ -48,23 +48,23 @@ class RankZeroBuffers:
     def before_training_step(self) -> None:
         """Broadcast the buffers if an accumulation window begins. *Collective* over the world then."""
         if self._due:
-            self.share()
+            self.broadcast()
         self._due = not self._accumulating
 
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Broadcast rank 0's buffers, in place. *Collective* over the world."""
         _unshard_buffers(self._module)
         if self._enabled:
-            broadcast(shared_buffers(self._module), self._dims.stage_group())
+            broadcast(buffers_to_broadcast(self._module), self._dims.stage_group())
 
-    def share_averages(self, averaged: Module) -> None:
+    def broadcast_averages(self, averaged: Module) -> None:
         """Broadcast the first rank's averages of the buffers, in place. *Collective* over the ranks that hold them.
 
         Args:
             averaged: a module with an average for each buffer of this one, in the same order.
         """
         if self._enabled:
-            shared = {id(buffer) for buffer in shared_buffers(self._module)}
+            shared = {id(buffer) for buffer in buffers_to_broadcast(self._module)}
             averages = zip(self._module.buffers(), averaged.buffers(), strict=True)
             broadcast([average for buffer, average in averages if id(buffer) in shared], self._dims.stage_group())
 
@@ -78,7 +78,7 @@ def _unshard_buffers(module: Module) -> None:
                 buffers[name] = buffer.full_tensor().detach()
 
 
-def shared_buffers(module: Module) -> list[Tensor]:
+def buffers_to_broadcast(module: Module) -> list[Tensor]:
     """Return the buffers of `module` to broadcast: all but those that it tells DDP to ignore."""
     ignored = ignored_by_ddp(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]

@@ -103,13 +103,13 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
         """Evaluate rank 0's buffers, which are also those saved, on all ranks. *Collective* over the world in a fit."""
         super().on_validation_start()
         if self._buffers is not None:
-            self._buffers.share()
+            self._buffers.broadcast()
 
     def on_train_end(self) -> None:
         """Leave rank 0's buffers in the module on all ranks. *Collective* over the world."""
         super().on_train_end()
         if self._buffers is not None:
-            self._buffers.share()
+            self._buffers.broadcast()
 
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
         """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""

@@ -258,7 +258,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self.model = run.train(self.optimizers)
         self._buffers = RankZeroBuffers(module, self._options.broadcast_buffers, self.dims)
         if run.trains:
-            self._buffers.share()
+            self._buffers.broadcast()
             self._attach_averages(run.weight_shards)
 
     @property

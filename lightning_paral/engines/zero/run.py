@@ -39,7 +39,7 @@ from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.engines.zero.training.gradients import PartitionedGradients
 from lightning_paral.engines.zero.training.joint_gradients import join_gradients
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
-from lightning_paral.model.buffers import shared_buffers
+from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
@@ -164,7 +164,7 @@ class ZeroRun(ZeroState):
             forward = self.module.to(self.device)
         if self._settings.dims.data_size > 1:
             full = [parameter for parameter in self.module.parameters() if not is_of_stage3(parameter)]
-            broadcast([*full, *shared_buffers(self.module)])
+            broadcast([*full, *buffers_to_broadcast(self.module)])
         return forward
 
     def redirection(self) -> RootHooksOnce:

@@ -33,7 +33,7 @@ from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.deepspeed.coordinator import share_coordinator
 from lightning_paral.compat.deepspeed.forward_stack import remove_from_forwards
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, engines_optimizer
-from lightning_paral.model.buffers import shared_buffers
+from lightning_paral.model.buffers import buffers_to_broadcast
 
 
 def build_training_engine(
@@ -144,7 +144,7 @@ def build_engines(
         forward: Any = build_inference_engine(module, config, device)
     else:
         forward = module.to(device)
-        broadcast([*module.parameters(), *shared_buffers(module)])
+        broadcast([*module.parameters(), *buffers_to_broadcast(module)])
     engines = []
     for parameters, optimizer in zip(trained, inner, strict=True):
         holder = _Holder(parameters)
