@@ -1,4 +1,4 @@
-"""Keep buffers equal: every rank has them in full and updates them by its own samples; rank 0's are used."""
+"""Keep buffers equal on all ranks: each rank updates its copy from its own samples, and rank 0's copy is broadcast."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +17,17 @@ from lightning_paral.distributed.mesh import ParallelDims
 class RankZeroBuffers:
     """Broadcasts rank 0's buffers before they are used.
 
-    As `torch.nn.parallel.DistributedDataParallel`, before the first micro-batch of each accumulation window; and at the
-    start of evaluation, which then evaluates what is saved. Always broadcasts all buffers: a version counter does not
-    show changes through `.data`, and ranks may change different buffers.
+    Like `torch.nn.parallel.DistributedDataParallel`, it broadcasts them before the first micro-batch of each
+    accumulation window. It also broadcasts them at the start of evaluation, so that evaluation uses the buffers that a
+    checkpoint saves. Each broadcast includes all buffers: version counters do not count writes through `.data`, and
+    ranks may write to different buffers.
 
-    The states of torchmetrics are no buffers of the module; each rank keeps its own.
+    The states of torchmetrics' metrics are not buffers of the module; each rank keeps its own.
 
     Args:
-        module: its buffers are looked up each time, so they may be replaced.
-        enabled: whether to broadcast at all. Nothing is broadcast if a single rank holds the buffers.
-        dims: which ranks hold the same buffers: those of a pipeline stage, whose first rank broadcasts.
+        module: the module that has the buffers. They are looked up for each broadcast, so they may be replaced.
+        enabled: whether to broadcast. Nothing is broadcast if only one rank holds the buffers.
+        dims: the ranks of the run. All ranks of a pipeline stage hold the same buffers; the first of them broadcasts.
     """
 
     def __init__(self, module: Module, enabled: bool, dims: ParallelDims) -> None:
@@ -38,7 +39,7 @@ class RankZeroBuffers:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside the block, treat steps as micro-batches that others of the same accumulation window follow."""
+        """Inside the block, treat each step as a micro-batch that is not the last of its accumulation window."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -46,7 +47,7 @@ class RankZeroBuffers:
             self._accumulating = before
 
     def before_training_step(self) -> None:
-        """Broadcast the buffers if an accumulation window begins. *Collective* over the world then."""
+        """Broadcast the buffers if an accumulation window begins. If so, *collective* over the world."""
         if self._due:
             self.broadcast()
         self._due = not self._accumulating
@@ -61,7 +62,7 @@ class RankZeroBuffers:
         """Broadcast the first rank's averages of the buffers, in place. *Collective* over the ranks that hold them.
 
         Args:
-            averaged: a module with an average for each buffer of this one, in the same order.
+            averaged: a module with the averages of the buffers, in the same order.
         """
         if self._enabled:
             shared = {id(buffer) for buffer in buffers_to_broadcast(self._module)}
@@ -70,7 +71,7 @@ class RankZeroBuffers:
 
 
 def _unshard_buffers(module: Module) -> None:
-    """Unshard buffers that were assigned values of sharded parameters, such as averages of weights."""
+    """Unshard buffers to which sharded tensors, such as averages of weights, have been assigned."""
     for part in module.modules():
         buffers = own_buffers(part)
         for name, buffer in buffers.items():
@@ -79,6 +80,6 @@ def _unshard_buffers(module: Module) -> None:
 
 
 def buffers_to_broadcast(module: Module) -> list[Tensor]:
-    """Return the buffers of `module` to broadcast: all but those that it tells DDP to ignore."""
+    """Return the buffers of `module`, except those that it tells DDP to ignore."""
     ignored = ignored_by_ddp(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]

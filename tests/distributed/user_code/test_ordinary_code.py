@@ -420,7 +420,7 @@ def test_what_no_rank_averages_is_not_trained(on_ranks, strategy: str) -> None:
     for message in on_ranks(2, _refusal_on_rank, TrainedBuffer, options):
         assert "SGD trains the buffer codes" in message
     for message in on_ranks(2, _refusal_on_rank, TrainedOutside, options):
-        assert "SGD trains a Parameter of shape [1, 16] that is no parameter of TrainedOutside" in message
+        assert "SGD trains a Parameter of shape [1, 16] that is not a parameter of TrainedOutside" in message
 
 
 def test_trained_buffer_trains_under_data_parallel_as_on_one_device() -> None:
