@@ -301,7 +301,7 @@ def test_caches_of_metrics() -> None:
     assert metric(3.0) == metrics.value_of_step(metric) == 3
     metrics.set_value_of_step(metric, torch.tensor(4.0))
     assert metrics.value_of_step(metric) == 4
-    assert metrics.states_of(metric) == {"mean_value": torch.tensor(3.0), "weight": torch.tensor(1.0)}
+    assert metric.metric_state == {"mean_value": torch.tensor(3.0), "weight": torch.tensor(1.0)}
 
 
 def test_device_of_a_module_alone_and_of_all_in_it() -> None:

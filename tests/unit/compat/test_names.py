@@ -64,7 +64,7 @@ def test_module_declares_what_it_uses(module: ModuleType) -> None:
 def test_a_name_that_is_gone_is_an_error_that_says_for_what_it_is_needed() -> None:
     entry = PrivateName(name="torch.nn.Module._gone", purpose="to show this", reason="none", seen="torch 2.11 to 2.13")
 
-    with pytest.raises(PrivateNameError, match=r"torch.nn.Module._gone to show this, and in torch .* no such name"):
+    with pytest.raises(PrivateNameError, match=r"torch.nn.Module._gone to show this, but in torch .* no such name"):
         entry.resolve()
 
 
