@@ -241,7 +241,7 @@ class ShardedAverages:
 
     def _broadcast_buffers(self) -> None:
         if self._rank_zero_buffers is not None and not self._swapped:
-            self._rank_zero_buffers.share_averages(self._inner.module)
+            self._rank_zero_buffers.broadcast_averages(self._inner.module)
 
 
 class ShardedSWAAverages(ShardedAverages):

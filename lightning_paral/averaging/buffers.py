@@ -19,7 +19,7 @@ def broadcast_when_swapped(buffers: RankZeroBuffers) -> Callable[[], None]:
     swap = swap_method()
 
     def swap_models(callback: Any, pl_module: LightningModule) -> None:
-        buffers.share_averages(averages_of(callback).module)
+        buffers.broadcast_averages(averages_of(callback).module)
         swap(callback, pl_module)
 
     return replace_methods(WeightAveraging, {SWAP: swap_models})

@@ -21,10 +21,10 @@ from lightning_paral.compat.lightning.averaging import (
     averaging_function_of,
     copy_method,
     options_of,
-    passed_on,
     replace_schedulers_late,
     set_averages,
     swap_method,
+    user_options_of,
 )
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.errors import ConfigurationError
@@ -241,7 +241,7 @@ def _check_callback(callback: Any) -> None:
     if isinstance(callback, StochasticWeightAveraging):
         check_elementwise(f"avg_fn of {cls.__name__}", averaging_function_of(callback), multi=False)
         return
-    options = passed_on(callback)
+    options = user_options_of(callback)
     unknown = sorted(options.keys() - {"avg_fn", "multi_avg_fn"})
     if unknown:
         raise ConfigurationError(

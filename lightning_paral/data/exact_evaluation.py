@@ -15,7 +15,7 @@ from lightning_paral.compat.lightning.evaluation import (
     PredictionLoop,
     Step,
     call_at_end_of_loader,
-    call_step_alone,
+    call_step_without_hooks,
     combined_loader_of,
     replace_evaluation_step,
     replace_predict_step,
@@ -128,7 +128,7 @@ class ExactEvaluationLoops:
                 "shard the dataset: shard_iterable=True."
             )
         with rollback_side_effects(trainer.lightning_module):
-            call_step_alone(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
+            call_step_without_hooks(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
 
 
 def sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:

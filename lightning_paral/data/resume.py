@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_paral.compat.lightning.loops import begin_training_data_anew, training_data_has_begun
+from lightning_paral.compat.lightning.loops import restart_training_data, training_data_has_started
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.sampler import RankBatchSampler
@@ -56,7 +56,7 @@ class DataPosition:
                 _restore_generators(source, position)
 
         fit_loop = self._trainer.fit_loop
-        if not training_data_has_begun(self._trainer):
+        if not training_data_has_started(self._trainer):
             return False
         self._seed.value = state["seed"]
         epoch = num_processed(fit_loop.epoch_progress)
@@ -68,7 +68,7 @@ class DataPosition:
             else:
                 restore()
             # The current iterator starts at the first batch, and its workers may already have loaded some batches.
-            begin_training_data_anew(self._trainer)
+            restart_training_data(self._trainer)
         if inside_epoch:
             # The new iterator drew a seed for its workers. Undo this: the saved states already include that draw.
             restore()

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.metrics import count_as_updated, set_computed, states_of
+from lightning_paral.compat.lightning.metrics import mark_updated, set_computed
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
 from lightning_paral.data.logged_keys import CheckedResults
 from lightning_paral.distributed.mesh import ParallelDims
@@ -99,7 +99,7 @@ class UnevenResults(CheckedResults):
             assert entry.metric_attribute is not None
             metric.value = attrgetter(entry.metric_attribute)(module)
             set_computed(metric, None)
-        count_as_updated(metric)  # prevents a warning: updates of other ranks will be merged into it
+        mark_updated(metric)  # prevents a warning: updates of other ranks will be merged into it
         metric.has_reset = False
         return metric
 
@@ -133,7 +133,7 @@ def _reduce(entries: list[_Entry]) -> Tensor:
 
 def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype of an item, and its shape without the first dimension, of each list state that has items."""
-    filled = {name: state[0] for name, state in states_of(metric).items() if isinstance(state, list) and state}
+    filled = {name: state[0] for name, state in metric.metric_state.items() if isinstance(state, list) and state}
     return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}
 
 

@@ -23,7 +23,7 @@ from lightning_paral.engines.ddp.run import DDPRun, averaged_closure
 from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -118,7 +118,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         if self.dims.data_size > 1:
-            check_averaged(self.optimizers, self.lightning_module)
+            check_optimizer_parameters(self.optimizers, self.lightning_module)
         if self._ddp is not None:
             self._ddp.add_optimizers(self.optimizers)
 

@@ -66,11 +66,11 @@ class SharedBuffers(StrategyDescription):
         super().on_validation_start()
         buffers = self._fit_buffers()
         if buffers is not None:
-            buffers.share()
+            buffers.broadcast()
 
     def on_train_end(self) -> None:
         """Give all ranks rank 0's buffers. *Collective* over the world."""
         super().on_train_end()
         buffers = self._fit_buffers()
         if buffers is not None:
-            buffers.share()
+            buffers.broadcast()

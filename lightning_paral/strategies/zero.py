@@ -34,8 +34,8 @@ from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explain_errors import explain, explained
-from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.explain_errors import explain, explain_errors
+from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.options import split_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
@@ -217,12 +217,12 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         run.check_size()
         with show_full_shapes(module):
             Strategy.setup_optimizers(self, module.trainer)
-        check_averaged(self.optimizers, module)
+        check_optimizer_parameters(self.optimizers, module)
         self.model = run.train(self.optimizers)
         if run.trains:
             buffers = self._fit_buffers()
             assert buffers is not None
-            buffers.share()
+            buffers.broadcast()
             self._attach_averages(run.weight_shards)
 
     @property
@@ -246,7 +246,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """
         assert self._run_state is not None
         self._run_state.check_fixed()
-        with explained(partial(explanation, stage=self.stage)):
+        with explain_errors(partial(explanation, stage=self.stage)):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -257,7 +257,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """
         assert self._run_state is not None
         self._run_state.check_fixed()
-        with explained(partial(explanation, stage=self.stage)):
+        with explain_errors(partial(explanation, stage=self.stage)):
             return super().backward(closure_loss, *args, **kwargs)
 
     # Sampler injection: `ParalStrategy`.

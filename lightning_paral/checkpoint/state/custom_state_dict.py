@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.state.load_hooks import run_own_load_hooks, without_load_hooks
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.compat.torch.state_dicts import loading_by, saving_by, versions_in
+from lightning_paral.compat.torch.state_dicts import load_submodules_by, save_submodules_by, versions_in
 from lightning_paral.errors import CheckpointError
 
 
@@ -47,7 +47,7 @@ def call_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dic
             elif isinstance(value, Tensor):
                 destination[name] = value.detach()
 
-    with saving_by(module, save):
+    with save_submodules_by(module, save):
         state = module.state_dict()
     if not isinstance(state, Mapping) or any(not isinstance(name, str) for name in state):
         raise CheckpointError(
@@ -98,5 +98,5 @@ def call_load_state_dict(
             own({name: value for name, value in state.items() if name not in done}, prefix, about, *rest)
         missing[:] = [name for name in missing if name not in done and name not in left_out]
 
-    with loading_by(module, load), torch.no_grad():
+    with load_submodules_by(module, load), torch.no_grad():
         module.load_state_dict(state_dict, strict=strict)

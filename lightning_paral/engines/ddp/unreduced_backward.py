@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.backward import at_end_of_backward
+from lightning_paral.compat.torch.backward import call_at_end_of_backward
 from lightning_paral.errors import ConfigurationError
 
 
@@ -46,7 +46,7 @@ class UnreducedBackwardGuard:
     def _begin(self, gradient: Tensor) -> None:
         self._drop_zeroed()
         self._is_reduced = True
-        at_end_of_backward(self._end)
+        call_at_end_of_backward(self._end)
 
     def _end(self) -> None:
         self._is_reduced = False

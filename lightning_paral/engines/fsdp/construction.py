@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.pretrained import was_loaded
+from lightning_paral.model.pretrained import is_pretrained
 
 
 @contextmanager
@@ -38,4 +38,4 @@ def recording(
 
 def has_mapped_weights(module: LightningModule) -> bool:
     """Return whether `configure_model` creates weights that `from_pretrained` memory-maps from files."""
-    return is_overridden("configure_model", module) and any(map(was_loaded, module.parameters()))
+    return is_overridden("configure_model", module) and any(map(is_pretrained, module.parameters()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.compat.torch.dtensor import adopt, local_of, set_local
+from lightning_paral.compat.torch.dtensor import copy_data_and_layout, local_of, set_local
 from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
 from lightning_paral.engines.fsdp.local_rows import own_rows
 from lightning_paral.engines.fsdp.view_writes import GatheredView
@@ -111,4 +111,4 @@ def _assign_to_dtensor(tensor: Any, value: Any) -> None:
             tensor.copy_(value)
         return
     _DATA.__set__(tensor, value)
-    adopt(tensor, value)
+    copy_data_and_layout(tensor, value)

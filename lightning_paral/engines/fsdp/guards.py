@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.torch.fsdp_param import is_form_of, places_of
+from lightning_paral.compat.torch.fsdp_param import is_param_of, owners_of
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensor_hooks import accumulated_hooks, gradient_hooks
+from lightning_paral.compat.torch.tensor_hooks import gradient_hooks, post_accumulate_grad_hooks
 from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED
 from lightning_paral.errors import ConfigurationError
 
@@ -40,7 +40,7 @@ def check_module(module: Module) -> None:
 def check_user_hooks(module: Module) -> None:
     """Raise a `ConfigurationError` if a parameter of `module` has hooks that FSDP2 would not call."""
     for name, parameter in module.named_parameters():
-        hooks_by_method = {"register_post_accumulate_grad_hook": accumulated_hooks(parameter)}
+        hooks_by_method = {"register_post_accumulate_grad_hook": post_accumulate_grad_hooks(parameter)}
         if isinstance(parameter, DTensor):
             hooks_by_method["register_hook"] = gradient_hooks(parameter)
         for method, hooks in hooks_by_method.items():
@@ -80,7 +80,7 @@ class RegistrationGuard:
     def __init__(self, root: Module, params: list[Any]) -> None:
         self._places: dict[tuple[Module, str], Any] = {}
         for param in params:
-            self._places.update(dict.fromkeys(places_of(param), param))
+            self._places.update(dict.fromkeys(owners_of(param), param))
         parts = {part: name for name, part in root.named_modules()}
         originals = (Module.register_parameter, Module.__delattr__)
 
@@ -103,7 +103,7 @@ class RegistrationGuard:
     def _check(self, module: Module, module_name: str, name: str, param: Parameter | None) -> None:
         place = self._places.get((module, name))
         # In modules that define `__setattr__`, FSDP2 itself registers parameters this way.
-        if param is None if place is None else is_form_of(param, place):
+        if param is None if place is None else is_param_of(param, place):
             return
         where = module_name or type(module).__name__
         raise ConfigurationError(

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.fsdp_param import gathered, name_of, places_of
+from lightning_paral.compat.torch.fsdp_param import name_of, owners_of, unsharded_param
 from lightning_paral.compat.torch.tensor_hooks import gradient_hooks
 from lightning_paral.engines.fsdp.guards import refuse_hook
 
@@ -44,7 +44,7 @@ class ParameterHooks:
 
     def attach(self, param: Any) -> None:
         """Attach the hooks of `param`, if any, to its unsharded parameter. Do nothing before it is first unsharded."""
-        unsharded: Tensor | None = gathered(param)
+        unsharded: Tensor | None = unsharded_param(param)
         original = self._originals[param]
         if unsharded is None or param in self._attached or not gradient_hooks(original):
             return
@@ -75,4 +75,4 @@ def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
         params: the `FSDPParam`s.
         original: returns the original parameter of a module by its name.
     """
-    return {param: original(*places_of(param)[0]) for param in params}
+    return {param: original(*owners_of(param)[0]) for param in params}

@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.backward import at_end_of_backward
+from lightning_paral.compat.torch.backward import call_at_end_of_backward
 from lightning_paral.compat.torch.fsdp_param import can_be_sharded
 
 _DATA: Any = Tensor.data
@@ -84,7 +84,7 @@ class AveragedGradients:
     def _queue_average(self, parameter: Tensor) -> None:
         if not self._queued:
             self._queued = True
-            at_end_of_backward(self._average)
+            call_at_end_of_backward(self._average)
 
     def _average(self) -> None:
         self._queued = False

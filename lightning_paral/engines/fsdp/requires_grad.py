@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.fsdp_param import gathered
+from lightning_paral.compat.torch.fsdp_param import unsharded_param
 from lightning_paral.compat.torch.fsdp_state import groups_of
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
@@ -48,7 +48,7 @@ class TrainedShards:
             return
         parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
         # With reshard_after_forward=False, an evaluation leaves parameters unsharded.
-        known = self._known.union(gathered(each) for part in parts for each in _sharded_params(part))
+        known = self._known.union(unsharded_param(each) for part in parts for each in _sharded_params(part))
         new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
         if new:
             raise ConfigurationError(
@@ -63,7 +63,7 @@ class TrainedShards:
     def copy_to_shards(self) -> None:
         """Copy `requires_grad` to the root's shards if the step has changed it on the unsharded parameters."""
         for number, each in enumerate(self._root_params):
-            now = gathered(each)
+            now = unsharded_param(each)
             if now is not None and now.requires_grad != self._at_start[number]:
                 self._at_start[number] = now.requires_grad
                 each.sharded_param.requires_grad_(now.requires_grad)

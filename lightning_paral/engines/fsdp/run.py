@@ -26,8 +26,8 @@ from lightning_paral.engines.fsdp.requires_grad import TrainedShards
 from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explain_errors import explain, explained
-from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.explain_errors import explain, explain_errors
+from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class FSDPRun:
         """
         check_optimizers(optimizers, self.module, self.sharded, self.device)
         if self.dims.data_size > 1:
-            check_averaged(optimizers, self.module)
+            check_optimizer_parameters(optimizers, self.module)
         _zero_gradients_of_shards(self.module, optimizers, self._undo)
 
     @property
@@ -193,7 +193,7 @@ class FSDPRun:
         explain(error, partial(explanation, units=self.units, in_step=False))
 
     def _explain_errors(self, *, in_step: bool) -> AbstractContextManager[None]:
-        return explained(partial(explanation, units=self.units, in_step=in_step))
+        return explain_errors(partial(explanation, units=self.units, in_step=in_step))
 
     def stop_watching(self) -> None:
         """Undo the changes of the fit to the module and to torch. Call it at the beginning of the teardown."""

@@ -158,7 +158,7 @@ class WatchedGroup:
             self._gradient_hooks.attach(param)
 
     def _watch(self, param: Any) -> UnshardedParameter:
-        unsharded: Any = fsdp_param.gathered(param)
+        unsharded: Any = fsdp_param.unsharded_param(param)
         unsharded.__class__ = UnshardedParameter
         unsharded._name, unsharded._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
         unsharded._sharded = lambda: param.sharded_param if self._in_hooks() else None
@@ -190,7 +190,7 @@ class WatchedGroup:
 def _copy_own_shard(param: Any, unsharded: UnshardedParameter) -> None:
     local = local_of(param.sharded_param)
     if local.numel() > 0:
-        local.copy_(fsdp_param.own_part(param, unsharded.detach()))
+        local.copy_(fsdp_param.local_shard_view(param, unsharded.detach()))
     if unsharded._assigned:  # FSDP2 reshards from its own memory, perhaps over fewer ranks
         unsharded._gathered.copy_(unsharded.detach())
 

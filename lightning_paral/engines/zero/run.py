@@ -43,7 +43,7 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     check_optimizers,
     make_engine_optimizer,
 )
-from lightning_paral.model.buffers import shared_buffers
+from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
@@ -168,7 +168,7 @@ class ZeroRun(ZeroState):
             forward = self.module.to(self.device)
         if self._settings.dims.data_size > 1:
             full = [parameter for parameter in self.module.parameters() if not is_stage3_parameter(parameter)]
-            broadcast([*full, *shared_buffers(self.module)])
+            broadcast([*full, *buffers_to_broadcast(self.module)])
         return forward
 
     def redirection(self) -> RootHooksOnce:

@@ -14,9 +14,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.compat.checks import check_instance
-from lightning_paral.compat.deepspeed.masters import find_masters_again, find_masters_in_round_robin
+from lightning_paral.compat.deepspeed.masters import link_round_robin_masters, relink_masters
 from lightning_paral.compat.deepspeed.overlap import overlaps, reduce_skipped_by_hooks
-from lightning_paral.compat.deepspeed.weight_dtype import dtype_as_given
+from lightning_paral.compat.deepspeed.weight_dtype import keep_given_dtype
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.zero.engine.checks import check_first_dtype, check_parameters
 from lightning_paral.engines.zero.engine.hooks import allow_any_output
@@ -31,9 +31,9 @@ from torch import Tensor
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.deepspeed.coordinator import share_coordinator
-from lightning_paral.compat.deepspeed.forward_stack import leave_out_of_forwards
+from lightning_paral.compat.deepspeed.forward_stack import remove_from_forwards
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, make_engine_optimizer
-from lightning_paral.model.buffers import shared_buffers
+from lightning_paral.model.buffers import buffers_to_broadcast
 
 
 def build_training_engine(
@@ -50,9 +50,9 @@ def build_training_engine(
         # DeepSpeed 0.19.8 replaces Adagrad by an optimizer with default options and without groups.
         inner.param_groups = optimizer.param_groups
         if engine.zero_optimization_stage() < 3:
-            find_masters_again(engine.optimizer)
+            relink_masters(engine.optimizer)
     if engine.zero_optimization_stage() < 3:
-        find_masters_in_round_robin(engine.optimizer)
+        link_round_robin_masters(engine.optimizer)
     if engine.zero_optimization_stage() == 1 and overlaps(engine.optimizer):
         reduce_skipped_by_hooks(engine.optimizer)
     return engine
@@ -89,7 +89,7 @@ def _initialize(
         check_first_dtype(module, optimizer, parameters, config["zero_optimization"]["stage"])
     for parameter in module.parameters():
         make_contiguous(parameter)
-    with view_scalars_as_bytes(), dtype_as_given():
+    with view_scalars_as_bytes(), keep_given_dtype():
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
             config=config,
@@ -148,14 +148,14 @@ def build_engines(
         forward: Any = build_inference_engine(module, config, device)
     else:
         forward = module.to(device)
-        broadcast([*module.parameters(), *shared_buffers(module)])
+        broadcast([*module.parameters(), *buffers_to_broadcast(module)])
     engines = []
     for parameters, optimizer in zip(trained, inner, strict=True):
         holder = _Holder(parameters)
         engine = build_training_engine(holder, optimizer, sized_config(holder), device)
         if is_partitioned:
             share_coordinator(forward, engine)
-            leave_out_of_forwards(holder)
+            remove_from_forwards(holder)
         engines.append(engine)
     return forward, engines
 

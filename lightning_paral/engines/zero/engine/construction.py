@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_paral.compat.deepspeed import zero_init
-from lightning_paral.compat.deepspeed.linear import linear_as_before
+from lightning_paral.compat.deepspeed.linear import preserve_linear
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.engines.zero.parameters.partition import (
     is_partitioned,
@@ -20,7 +20,7 @@ from lightning_paral.engines.zero.parameters.partition import (
     make_contiguous,
     view_scalars_as_bytes,
 )
-from lightning_paral.model.pretrained import is_loading, was_loaded
+from lightning_paral.model.pretrained import is_loading_pretrained, is_pretrained
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
         torch.empty(0)
     constructors = zero_init.plain_constructors()
     before = set() if module is None else set(module.parameters())
-    with linear_as_before():  # `zero.Init` replaces `F.linear` permanently
+    with preserve_linear():  # `zero.Init` replaces `F.linear` permanently
         # Do not override dtypes: the default dtype is already that of the weights, and others are chosen by user code.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
         init = _for_any_layout(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
@@ -80,11 +80,11 @@ def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor
     """
 
     def partition_unless_loading(partition: Callable[[Module], None], module: Module) -> None:
-        if not is_loading():
+        if not is_loading_pretrained():
             partition(module)
 
     zero_init.partition_modules_by(init, partition_unless_loading)
-    zero_init.choose_constructors(constructors, is_loading)
+    zero_init.choose_constructors(constructors, is_loading_pretrained)
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def warn_about_different_draws(parameters: dict[str, Parameter], device: torch.d
     drawn = [
         name
         for name, parameter in parameters.items()
-        if not is_stage3_parameter(parameter) and parameter.device.type == "cpu" and not was_loaded(parameter)
+        if not is_stage3_parameter(parameter) and parameter.device.type == "cpu" and not is_pretrained(parameter)
     ]
     if drawn:
         rank_zero_warn(

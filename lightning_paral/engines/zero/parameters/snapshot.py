@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_paral.compat.deepspeed import parameter_files
-from lightning_paral.compat.deepspeed.modules import is_of_engine, is_zero_attribute, restore_container
+from lightning_paral.compat.deepspeed.modules import is_engine_attribute, is_zero_attribute, restore_container
 from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed
 from lightning_paral.compat.torch import module_hooks
 from lightning_paral.compat.torch.modules import own_parameters
@@ -89,7 +89,7 @@ def _restore_module(part: Module, recorded: _Recorded, unpartition: bool) -> Non
         for key in set(installed) - recorded_keys:
             del installed[key]
     for name in set(vars(part)) - names:
-        if is_of_engine(name) or (unpartition and is_zero_attribute(name)):
+        if is_engine_attribute(name) or (unpartition and is_zero_attribute(name)):
             delattr(part, name)
     if unpartition:
         restore_container(part, container)

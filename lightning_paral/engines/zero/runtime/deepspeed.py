@@ -17,7 +17,7 @@ from lightning_paral.compat.deepspeed.backend import current_backend, make_backe
 from lightning_paral.compat.deepspeed.counters import read_counters, set_counters
 from lightning_paral.compat.deepspeed.forward_stack import forget_forwards
 from lightning_paral.compat.deepspeed.linear import restore_linear
-from lightning_paral.compat.deepspeed.operators import check_shared_memory_left_out, leave_out_shared_memory
+from lightning_paral.compat.deepspeed.operators import check_shared_memory_disabled, disable_shared_memory
 from lightning_paral.compat.deepspeed.process_groups import release_groups
 from lightning_paral.compat.deepspeed.remains import forget_autocast, forget_contexts, forget_modules
 from lightning_paral.errors import ConfigurationError
@@ -136,7 +136,7 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         from deepspeed.ops import op_builder  # noqa: F401
 
         check_names("deepspeed")
-    leave_out_shared_memory()
+    disable_shared_memory()
     leave_deepspeed()
     if dist.get_backend() == "gloo":
         from lightning_paral.engines.zero.runtime.gloo import GlooBackend
@@ -144,7 +144,7 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         use_backend(make_backend(GlooBackend, "gloo"))
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
-    check_shared_memory_left_out(current_backend())
+    check_shared_memory_disabled(current_backend())
     check_instance("deepspeed", current_backend())
     use_new_names(current_backend())
     _agree_on_counters()

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.compat.deepspeed.operators import is_for_cuda, loaded_by
+from lightning_paral.compat.deepspeed.operators import is_for_cuda, load_operators_by
 from lightning_paral.engines.zero.runtime import ninja
 from lightning_paral.engines.zero.runtime.deepspeed import restore_variables
 from lightning_paral.errors import ConfigurationError
@@ -86,7 +86,7 @@ _VARIABLES = ("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "TORCH_CUDA_A
 
 def keep_operators() -> AbstractContextManager[None]:
     """Return a context in which DeepSpeed loads its operators from `operator_folder`, and compiles missing ones."""
-    return loaded_by(_load)
+    return load_operators_by(_load)
 
 
 def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_paral.compat.deepspeed import subgroups
-from lightning_paral.compat.deepspeed.masters import master_run_of
+from lightning_paral.compat.deepspeed.masters import master_range_of
 from lightning_paral.engines.zero.parameters.partition import full_shape, local_flat_range
 
 
@@ -169,7 +169,7 @@ class Stage3Partition(Partition):
 
     def publish(self) -> None:
         """Update the weights that forward passes use from `flat`, which must be in memory."""
-        subgroups.compute_with_flat_weights(self._optimizer, self._index)
+        subgroups.copy_flat_weights_to_parameters(self._optimizer, self._index)
 
 
 def make_partitions(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[Partition]:
@@ -185,7 +185,7 @@ def make_partitions(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> lis
 def _flat_ranges(parameters: Sequence[Any]) -> dict[int, FlatRange]:
     ranges = {}
     for parameter in parameters:
-        start, numel, position = master_run_of(parameter)
+        start, numel, position = master_range_of(parameter)
         ranges[id(parameter)] = FlatRange(full_shape(parameter), start, numel, position)
     return ranges
 

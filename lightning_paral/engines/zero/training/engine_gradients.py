@@ -7,7 +7,7 @@ from torch.nn import Parameter
 
 from lightning_paral.compat.deepspeed import gradients
 from lightning_paral.compat.deepspeed.clipping import clip_next_step
-from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
+from lightning_paral.compat.deepspeed.copies import discard_offloaded_gradients, wait_for_copies, zero_gradient_on_host
 from lightning_paral.compat.deepspeed.offload import is_offloaded
 from lightning_paral.engines.zero.training.usage import NamedParameters
 
@@ -73,7 +73,7 @@ class EngineGradients:
         if self.stage < 3:
             gradients.forget_window(self._optimizer, offloaded=self.are_offloaded)
             if self.are_offloaded:
-                forget_copies(self._optimizer)
+                discard_offloaded_gradients(self._optimizer)
 
     def zero_stale(self, unused: NamedParameters) -> None:
         """Zero the gradients of `unused` parameters: stage 3 and offload would keep those of an earlier window."""

@@ -143,11 +143,11 @@ class PartitionedGradients:
         backward.end_shared_pass(self.engine)
         self._usage.end_pass()
         if not self._usage.was_reached:
-            backward.leave_unreached(self.engine)
+            backward.end_unreached_pass(self.engine)
             return
         if self._complete:
             self._refuse_more()
-        backward.reduce_reached(self.engine)
+        backward.end_reached_pass(self.engine)
         if self._num_passes == 0:
             self._adds_to_old = self._has_old
         self._num_passes += 1

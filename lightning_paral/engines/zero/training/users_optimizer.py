@@ -16,8 +16,8 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.checkpoint.state.optimizer import hyper_parameters, param_names
-from lightning_paral.compat.deepspeed.processor import processor_read_once
-from lightning_paral.compat.lightning.optimizers import is_none
+from lightning_paral.compat.deepspeed.processor import cache_cpu_info
+from lightning_paral.compat.lightning.optimizers import is_mock_optimizer
 from lightning_paral.compat.torch import step_hooks
 from lightning_paral.engines.zero.runtime.operators import load_operator
 from lightning_paral.engines.zero.training.elementwise import check_elementwise
@@ -116,7 +116,7 @@ def check_optimizers(optimizers: list[Any], module: LightningModule) -> list[Opt
         ConfigurationError: `configure_optimizers` returned an empty list, or an optimizer that ZeRO cannot shard.
     """
     name = type(module).__name__
-    if len(optimizers) == 1 and is_none(optimizers[0]):
+    if len(optimizers) == 1 and is_mock_optimizer(optimizers[0]):
         return None
     if not optimizers:
         raise ConfigurationError(
@@ -171,7 +171,7 @@ def make_engine_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) 
         options = {"fp32_optimizer_states": optimizer.fp32_optimizer_states}
         if type(optimizer) is DeepSpeedCPUAdam:
             options["adamw_mode"] = optimizer.adam_w_mode
-        with processor_read_once():
+        with cache_cpu_info():
             twin: Optimizer = type(optimizer)(users.trained_groups(), **options)
         return twin
     if offload:
@@ -207,7 +207,7 @@ def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
         group["lr"] = float(group["lr"])  # torch also accepts tensors
         group["betas"] = tuple(float(beta) for beta in group["betas"])
     load_operator("cpu_adam", "offload_optimizer")
-    with processor_read_once():
+    with cache_cpu_info():
         replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
     first = groups[0]
     rank_zero_info(
