@@ -6,7 +6,10 @@ class ParalError(Exception):
 
 
 class ConfigurationError(ParalError, ValueError):
-    """Bad input, found before training starts: what is wrong, what was given, what to do."""
+    """The user's code or options do not fit. The message says what is wrong, what was given and what to do.
+
+    It is raised as early as possible: when an object is constructed, when a run starts, or in the step that is wrong.
+    """
 
 
 class ProcessGroupError(ParalError, RuntimeError):

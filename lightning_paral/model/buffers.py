@@ -27,12 +27,14 @@ class RankZeroBuffers:
         module: its buffers are looked up each time, so they may be replaced.
         enabled: whether to broadcast at all. Nothing is broadcast if a single rank holds the buffers.
         dims: which ranks hold the same buffers: those of a pipeline stage, whose first rank broadcasts.
+        in_training: whether `before_training_step` broadcasts; `False` if the engine does that itself.
     """
 
-    def __init__(self, module: Module, enabled: bool, dims: ParallelDims) -> None:
+    def __init__(self, module: Module, enabled: bool, dims: ParallelDims, *, in_training: bool = True) -> None:
         self._module = module
         self._dims = dims
         self._enabled = enabled and dist.is_initialized() and len(dims.stage_ranks) > 1
+        self._in_training = in_training
         self._due = True
         self._accumulating = False
 
@@ -47,7 +49,7 @@ class RankZeroBuffers:
 
     def before_training_step(self) -> None:
         """Broadcast the buffers if an accumulation window begins. *Collective* over the world then."""
-        if self._due:
+        if self._due and self._in_training:
             self.share()
         self._due = not self._accumulating
 

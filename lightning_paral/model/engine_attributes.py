@@ -20,6 +20,11 @@ def describes_shards(name: str) -> bool:
     return is_zero_attribute(name)
 
 
+def is_left_partitioned(parameter: Tensor) -> bool:
+    """Return whether a failed run under ZeRO stage 3 left `parameter` partitioned, so that it lacks its values."""
+    return any(map(describes_shards, vars(parameter)))
+
+
 def class_without_engine(kind: type) -> type:
     """Return the class that a module of class `kind` had before `fully_shard` replaced it by a subclass."""
     return next(base for base in kind.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))

@@ -15,24 +15,39 @@ from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
-from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.option_types import as_timeout
-from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options
+from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options, pop_rank_options
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.launch import CheckedLaunch
 from lightning_paral.strategies.library_warnings import RESUMED_INSIDE_EPOCH, IgnoredWarnings
 from lightning_paral.strategies.run_data import RunData
+from lightning_paral.strategies.shared_buffers import SharedBuffers
 from lightning_paral.strategies.start_line import print_start_line
 
 
-class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrategy):
-    """Mixin, placed before the Lightning base: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
+class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, ParallelStrategy):
+    """Mixin, placed before a Lightning strategy: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
-    `CheckedLaunch` has what a strategy states about itself, and checks; `Collectives` has barrier, broadcast and
-    reduction, which do not hang after an exception. `teardown` and the methods of checkpoints are called in this order:
-    those of the strategy, of this class, of `CheckpointMixin`, of the Lightning base. No other class defines them.
+    The contract of a subclass (docs/guides/own-strategy.md shows a complete one):
+
+    - It *must* pass the keywords of `RankOptions` to `super().__init__`. Decorate its `__init__` with
+      `takes_rank_options`, and add its own options as keyword-only parameters. The decorator checks names and types,
+      and shows all options to `help`, YAML and the command line.
+    - It *must* wrap the module and reduce the gradients: override the methods of the Lightning base that do this, such
+      as `configure_ddp` and `post_backward`. All ranks must start with equal parameters.
+    - It *should* set `strategy_name`, and *must* set `forward_has_collectives = True` if a forward pass of the module
+      is collective. `StrategyDescription` documents all attributes that describe a strategy.
+    - It *must* override `dims` unless every rank holds a full replica, and `_sharded_state` if ranks hold shards.
+    - It *may* override `make_buffers`, or set `shares_buffers = False`, if the engine broadcasts buffers itself.
+    - A method that it overrides *must* call the same method of `super()`. The exception is `setup`, if the subclass
+      does everything that the Lightning base does there.
+    - If it offers `activation_checkpointing`, its `setup` *must* call `checkpoint_activations` in a fit, before the
+      module is wrapped.
+
+    Calls of `teardown` and of the checkpoint methods pass through these classes in this order: the subclass, this
+    class, `CheckpointMixin`, the Lightning base.
     """
 
     sampling: Sampling = Sampling()
@@ -40,13 +55,16 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
 
     _data: RunData
     _averages: RunAverages | None = None
-    _buffers: RankZeroBuffers | None = None
-    """Of a fit."""
     _ignored_warnings: IgnoredWarnings | None = None
     _undo_activation_checkpointing: Callable[[], None] | None = None
 
-    def _take_rank_options(self, given: RankOptions) -> dict[str, Any]:
-        """Keep the options that all strategies share, and return those that Lightning's constructors take."""
+    def __init__(self, **keywords: Any) -> None:
+        """Keep the options of `RankOptions`, and pass the other keywords to the constructor of the Lightning base."""
+        rank_options = self._keep_rank_options(pop_rank_options(keywords))
+        super().__init__(**keywords, **rank_options)
+
+    def _keep_rank_options(self, given: RankOptions) -> dict[str, Any]:
+        """Keep the options that all strategies with ranks take; return those that Lightning's constructors take."""
         options = RANK_DEFAULTS | given
         self.sampling = Sampling(
             split=options["split"], remainder=options["remainder"], shard_iterable=options["shard_iterable"]
@@ -99,22 +117,10 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
             closure_loss = closure_loss * weight
         return super().backward(closure_loss, *args, **kwargs)
 
-    def on_validation_start(self) -> None:
-        """Evaluate rank 0's buffers, which are also those saved, on all ranks. *Collective* over the world in a fit."""
-        super().on_validation_start()
-        if self._buffers is not None:
-            self._buffers.share()
-
-    def on_train_end(self) -> None:
-        """Leave rank 0's buffers in the module on all ranks. *Collective* over the world."""
-        super().on_train_end()
-        if self._buffers is not None:
-            self._buffers.share()
-
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
         """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, self._buffers, self.load_model_state_dict)
+            self._averages.attach(make_shards, self._buffers_of_fit(), self.load_model_state_dict)
 
     # Sampler injection
 
@@ -174,7 +180,7 @@ class ParalStrategy(CheckedLaunch, Collectives, CheckpointMixin, ParallelStrateg
 
     def teardown(self) -> None:
         """End the run. The process group stays for the next one, except after a failure with several ranks."""
-        self._buffers = None
+        self._end_buffers()
         if self._averages is not None:
             self._averages.end()
             self._averages = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
@@ -28,7 +28,7 @@ from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
-from lightning_paral.model.trainer_of import trainer_of
+from lightning_paral.model.engine_attributes import is_left_partitioned
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.full_reads import FullTensorReaders
@@ -51,12 +51,6 @@ class CheckpointMixin(FullTensorReaders, StrategyDescription):
     """What the checkpoint that was loaded last holds for this package only. Hooks see what they see under `ddp`."""
     _restores_after_setup: bool | None = None
     """Of one run, from `setup` on."""
-
-    @property
-    def _is_fit(self) -> bool:
-        """Whether the run, or the last one, is a fit."""
-        trainer = trainer_of(self.lightning_module)
-        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     @property
     def _saves_users_way(self) -> bool:
@@ -199,8 +193,9 @@ class CheckpointMixin(FullTensorReaders, StrategyDescription):
         return self._restores_after_setup
 
     def _module_is_sharded(self) -> bool:
-        """Whether ranks hold shards of the module before `setup`, or no values."""
-        return self._sharded_state.is_sharded
+        """Return whether this rank lacks values of the module before `setup`."""
+        assert self.lightning_module is not None
+        return self._sharded_state.is_sharded or any(map(is_left_partitioned, self.lightning_module.parameters()))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its weights, of which each rank reads only what it holds."""

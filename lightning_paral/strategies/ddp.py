@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_paral.averaging.buffers import broadcast_when_swapped
 from lightning_paral.comm import WireDtype
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
@@ -26,7 +25,7 @@ from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_averaged
 from lightning_paral.option_types import check_at_least
-from lightning_paral.options import pop_rank_options, takes_rank_options
+from lightning_paral.options import takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -84,7 +83,6 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         self._reduction = GradientReduction(
             all_reduce, wire_dtype, hook=ddp_comm_hook, state=ddp_comm_state, wrapper=ddp_comm_wrapper
         )
-        lightnings = self._take_rank_options(pop_rank_options(ddp_options))
         check_options(ddp_options)
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         check_at_least("ParalDDPStrategy", "model_averaging_period", model_averaging_period, 1)
@@ -98,11 +96,9 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
-            process_group_backend=lightnings["process_group_backend"],
-            timeout=lightnings["timeout"],
             start_method=start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            **ddp_options,  # type: ignore[misc, arg-type]  # without `RankOptions`
+            **ddp_options,
         )
         self.strategy_name = "paral_ddp_ring" if all_reduce == "ring" else "paral_ddp"
         # Of one run:
@@ -132,9 +128,13 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.dims.data_size)
         self._ddp = DDPRun(self, self._reduction, super().configure_ddp, self.dims, self.timeout, self._undo)
-        self._buffers = RankZeroBuffers(self.lightning_module, self._ddp.shares_buffers, self.dims)
-        if self._ddp.shares_buffers:
-            self._undo.callback(broadcast_when_swapped(self._buffers))
+        self._buffers_of_fit()
+
+    def make_buffers(self) -> RankZeroBuffers:
+        """Return the object that broadcasts the buffers for validation; in training steps, DDP broadcasts them."""
+        assert self.lightning_module is not None
+        assert self._ddp is not None
+        return RankZeroBuffers(self.lightning_module, self._ddp.shares_buffers, self.dims, in_training=False)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizers; let DDP find unused parameters if several take turns. *Collective* over the world.

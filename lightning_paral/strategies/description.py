@@ -1,8 +1,10 @@
 """What a strategy states about itself. A new strategy sets these attributes in its class or its constructor."""
 
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import ActivationCheckpointing, Form, UnitChoice
 
 
@@ -20,6 +22,9 @@ class StrategyDescription(ParallelStrategy):
 
     If so, ranks that have run out of evaluation data run padding batches until all ranks have.
     """
+
+    shares_buffers: bool = True
+    """Whether all ranks train and validate with rank 0's buffers, as under DDP."""
 
     _default_form: Form = "full"
     """The form of checkpoints where the user gives none.
@@ -47,3 +52,9 @@ class StrategyDescription(ParallelStrategy):
         The default is one replica per rank.
         """
         return ParallelDims(rank=self.global_rank, replicate=self.world_size)
+
+    @property
+    def _is_fit(self) -> bool:
+        """Whether the current run is a fit; between runs, whether the last one was."""
+        trainer = trainer_of(self.lightning_module)
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING

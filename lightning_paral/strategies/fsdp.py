@@ -26,7 +26,6 @@ from lightning_paral.engines.fsdp.precision import ReduceDtype, check_precision,
 from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
-from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.options import RankOptions, UnitChoice, takes_rank_options
 from lightning_paral.strategies.base import ParalStrategy
@@ -99,13 +98,14 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             reduce_dtype=reduce_dtype,
             broadcast_buffers=broadcast_buffers,
         )
-        super().__init__(**self._take_rank_options(shared))
+        super().__init__(**shared)
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
         self.strategy_name = "paral_fsdp_offload" if offload else "paral_fsdp"
+        self.shares_buffers = broadcast_buffers
         self._units, self._min_params = units, min_params
         self._has_printed_units = False
         # Of one run:
@@ -180,7 +180,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self.checkpoint_activations()
         self._shard(module)
         if is_fit:
-            self._buffers = RankZeroBuffers(module, self._options.broadcast_buffers, self.dims)
             self._engine.start_fit(self.timeout)
             self.setup_optimizers(trainer)
             self._engine.add_optimizers(self.optimizers)
@@ -201,8 +200,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients in backward passes inside this context, as the option `accumulate` says."""
-        assert self._buffers is not None
-        with self._engine.accumulating(), self._buffers.accumulating():
+        with self._engine.accumulating(), super().block_backward_sync():
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -216,8 +214,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step with the root's parameters unsharded. *Collective* over the world."""
-        assert self._buffers is not None
-        self._buffers.before_training_step()
         return self._engine.training_step(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,6 @@ from lightning_paral.engines.zero.runtime.operators import operators_kept
 from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
-from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explained
 from lightning_paral.model.foreign_parameters import check_averaged
@@ -119,6 +118,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self.stage = stage
         self.strategy_name = options.strategy_name
         self.forward_has_collectives = stage == 3
+        self.shares_buffers = broadcast_buffers
         self._averaging_obstacle = averaging_obstacle(options)
         # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
         DDPStrategy.__init__(
@@ -127,7 +127,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
-            **self._take_rank_options(shared),
+            **self._keep_rank_options(shared),
         )
         # What DeepSpeedStrategy reads.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
@@ -256,9 +256,10 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             Strategy.setup_optimizers(self, module.trainer)
         check_averaged(self.optimizers, module)
         self.model = run.train(self.optimizers)
-        self._buffers = RankZeroBuffers(module, self._options.broadcast_buffers, self.dims)
         if run.trains:
-            self._buffers.share()
+            buffers = self._buffers_of_fit()
+            assert buffers is not None
+            buffers.share()
             self._attach_averages(run.weight_shards)
 
     @property
@@ -266,23 +267,13 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """Accumulation is Lightning's."""
         return False
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate in backward passes inside this context, which `ZeROPrecision.backward` sees to."""
-        # Not `engine.no_sync`: it is refused from stage 2 on, where gradients are sharded as soon as they are there.
-        assert self._buffers is not None
-        with self._buffers.accumulating():
-            yield
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step through the engine.
 
         Raises:
             ConfigurationError: parameters were unfrozen or added since training began, or used while partitioned.
         """
-        assert self._buffers is not None
         assert self._run_state is not None
-        self._buffers.before_training_step()
         self._run_state.check_fixed()
         with explained(partial(explanation, stage=self.stage)):
             return super().training_step(*args, **kwargs)

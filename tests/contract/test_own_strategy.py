@@ -17,11 +17,13 @@ CASES = (StrategyCase(label="flat_all_reduce", world_sizes=(1, 2)),)
 """
 SUITES = (
     "tests/contract/test_parity.py",
+    "tests/contract/test_buffers.py",
     "tests/contract/test_sampling.py",
     "tests/distributed/checkpoint/test_matrix.py",
 )
 SOME = (
     "test_training_equals_one_process[flat_all_reduce-2-3]",
+    "test_validation_in_a_fit_equals_one_process_with_the_final_weights_and_buffers[flat_all_reduce-2]",
     "test_evaluation_equals_one_process[flat_all_reduce-batch-3]",
     "test_training_on_global_batches_is_the_same_run_at_any_world_size[flat_all_reduce]",
     "test_resuming_inside_an_epoch_equals_the_uninterrupted_run[flat_all_reduce-batch]",

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_names import explain_unknown_option, register_options
 from lightning_paral.option_types import check_type
-from lightning_paral.options import RankOptions
+from lightning_paral.options import RANK_DEFAULTS, RankOptions
 
 
 class DDPOptions(RankOptions, total=False):
@@ -70,10 +70,11 @@ def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
 
 def check_options(options: DDPOptions) -> None:
     """Raise a `ConfigurationError` for an option that neither we nor DDP know, or for a value of the wrong type."""
-    for option in options:
+    of_ddp = {option: value for option, value in options.items() if option not in RANK_DEFAULTS}
+    for option in of_ddp:
         if option not in _DDP_OPTIONS:
             raise ConfigurationError(explain_unknown_option("ParalDDPStrategy", option))
-    for option, value in options.items():
+    for option, value in of_ddp.items():
         check_type("ParalDDPStrategy", option, value, _TYPES.get(option, Any))
     bucket = options.get("bucket_cap_mb")
     if bucket is not None and not bucket > 0:
