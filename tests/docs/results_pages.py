@@ -11,8 +11,8 @@ ONE_PROCESS = "one process"
 STEPS = {"paral_ddp": "ddp_step", "paral_fsdp": "fsdp_step"} | {f"paral_zero{n}": f"zero{n}_step" for n in (1, 2, 3)}
 """The benchmark of a training step, by strategy."""
 SAVES = (
-    ("save", "sharded save", "gathering on rank 0 and torch.save"),
-    ("async_save=True", "async save", "the save above, until training continues"),
+    ("save", "sharded save", "gathering and torch.save"),
+    ("async_save=True", "async save", "the save above"),
 )
 """Label, ratio of the benchmark `checkpoint`, and what it is relative to."""
 SHOWN_STEPS = (1, 2, 5, 10, 20)
