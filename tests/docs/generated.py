@@ -1,4 +1,4 @@
-"""The parts of the documentation that are generated, and how."""
+"""The generated parts of the documentation, and the functions that render them."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 
 
 def filled(path: Path, blocks: dict[str, str]) -> str:
-    """Return a page with the text between `<!-- begin: NAME -->` and `<!-- end: NAME -->` made anew.
+    """Return a page with new text between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
 
     The text around the blocks is written by hand.
     """
@@ -44,16 +44,16 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "correctness.md": lambda: filled(DOCS / "correctness.md", blocks_of_correctness()),
     DOCS / "measurements.md": lambda: filled(DOCS / "measurements.md", blocks_of_measurements()),
 }
-"""By path: what renders the file."""
+"""The function that renders each file."""
 PLOTS: dict[Path, Callable[[], Plot]] = {
     DOCS / "assets" / "correctness.svg": correctness_plot,
     DOCS / "assets" / "measured.svg": measured_plot,
 }
-"""By path: what makes the plot. Only drawing it needs matplotlib."""
+"""The function that creates each plot. Only drawing it needs matplotlib."""
 
 
 def stale_files(*, redraw: bool = False) -> dict[Path, Callable[[], str]]:
-    """Return what renders the files that are not up to date.
+    """Return the functions that render the files that are not up to date.
 
     Args:
         redraw: whether to include all plots, even those whose data have not changed.

@@ -1,4 +1,4 @@
-"""What docs/correctness.md and docs/measurements.md show of the stored results, and their plots."""
+"""The generated parts of docs/correctness.md and docs/measurements.md, and their plots, from the stored results."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def blocks_of_measurements() -> dict[str, str]:
 
 
 def measured_plot() -> Plot:
-    """Return the plot of times next to hand-written code."""
+    """Return the plot of times relative to hand-written code."""
     found = load()
     steps = {name: found[benchmark]["ratios"]["step"] for name, benchmark in STEPS.items()}
     saves = [(label, found["checkpoint"]["ratios"][which], beside) for label, which, beside in SAVES]
@@ -89,7 +89,7 @@ def measured_plot() -> Plot:
 
 
 def _shown(record: dict[str, Any]) -> str:
-    """Return what a benchmark printed; for those measured before it was stored, the table made of it."""
+    """Return the output of a benchmark; for records without it, which are older, their table."""
     return f"```text\n{record['printed']}\n```" if "printed" in record else str(record["table"]).rstrip()
 
 
