@@ -129,7 +129,7 @@ def test_messages_that_the_guide_quotes_are_those_of_the_code() -> None:
     text = (DOCS / "guides" / "failures.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE)
     known = [message.text for message in messages()]
-    source = "\n".join(path.read_text() for path in (PACKAGE / "engines").rglob("*.py"))  # lines of the log, too
+    source = "\n".join(path.read_text() for path in (PACKAGE / "engines").rglob("*.py"))  # also lines of the log
 
     assert len(quoted) > 4
     for message in quoted:
