@@ -126,7 +126,7 @@ class LoaderDistributor:
         return self._strip_padding(distributed, mode)
 
     def _check_data_pipe(self, loader: Loader) -> None:
-        """Raise a `ConfigurationError` for a data pipe, which torch shards by global rank, if that is not the data rank."""
+        """Raise a `ConfigurationError` for a data pipe if ranks share a data rank: torch shards by global rank."""
         if isinstance(loader.dataset, IterDataPipe) and self._dims.data_size != self._dims.num_ranks:
             raise ConfigurationError(
                 f"torch divides the data pipe {type(loader.dataset).__name__} among all {self._dims.num_ranks} ranks, "
