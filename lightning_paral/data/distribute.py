@@ -115,7 +115,8 @@ class LoaderDistributor:
             )
         elif self._sampling.shard_iterable and not isinstance(loader.dataset, IterDataPipe):
             distributed, source = distribute_iterable(loader, shard, self._seed, index)
-        else:  # torch itself shards data pipes
+        else:
+            self._check_data_pipe(loader)
             group = self._dims.data_rank_group().group
             return self._strip_padding(synchronize_self_sharded(loader, shard, group), mode)
         seed_workers_by_data_rank(distributed, self._dims)
@@ -123,6 +124,14 @@ class LoaderDistributor:
         if training and not _resumes_itself(loader):
             self.position.sources.append(source)
         return self._strip_padding(distributed, mode)
+
+    def _check_data_pipe(self, loader: Loader) -> None:
+        """Raise a `ConfigurationError` for a data pipe if ranks share a data rank: torch shards by global rank."""
+        if isinstance(loader.dataset, IterDataPipe) and self._dims.data_size != self._dims.num_ranks:
+            raise ConfigurationError(
+                f"torch divides the data pipe {type(loader.dataset).__name__} among all {self._dims.num_ranks} ranks, "
+                f"but only {self._dims.data_size} of them draw different samples. Use an IterableDataset instead."
+            )
 
     def _strip_padding(self, loader: Loader, mode: RunningStage) -> Loader:
         """Remove padding batches if the step takes a `dataloader_iter` and therefore draws its batches itself."""

@@ -1,4 +1,4 @@
-"""An error is reported by one rank of a node, and by this process before its other processes are ended."""
+"""One rank of a node logs an error that several raise, and it does so before other processes are ended."""
 
 import atexit
 import os

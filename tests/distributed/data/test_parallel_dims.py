@@ -7,11 +7,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics import SumMetric
 
 from lightning_paral import ParalDDPStrategy
 from lightning_paral.data.loader import seed_workers_by_data_rank
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.errors import ConfigurationError
 from tests.contract.cases import BY_LABEL, variant
 from tests.contract.test_sampling import assert_evaluation_equals, mean_losses
 from tests.models.judged import evaluate, train
@@ -96,6 +98,21 @@ def test_ranks_that_all_compute_the_same_count_samples_once(on_ranks) -> None:
 def test_decisions_are_those_of_all_ranks(on_ranks, strategy: type[ParalDDPStrategy], num_ranks: int) -> None:
     for _, decisions, _ in on_ranks(num_ranks, fit, strategy, num_ranks):
         assert decisions == [True, False, True, False]
+
+
+def fit_data_pipe() -> str:
+    module = Recording()
+    loader = DataLoader(IterableWrapper([torch.ones(1)] * 4), batch_size=2)
+    try:
+        quiet_trainer(strategy=Together(), devices=2, max_epochs=1, limit_val_batches=0).fit(module, loader)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_data_pipes_are_refused_because_torch_shards_them_over_all_ranks(on_ranks) -> None:
+    for message in on_ranks(2, fit_data_pipe):
+        assert "among all 2 ranks, but only 1 of them" in message
 
 
 def test_workers_are_seeded_by_the_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:
