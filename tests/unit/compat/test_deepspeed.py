@@ -60,7 +60,7 @@ def test_a_renamed_global_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
 
-    with pytest.raises(PrivateNameError, match=r"TORCH_AUTOCAST_INITIALIZED to keep a later fp32 run .* no such name"):
+    with pytest.raises(PrivateNameError, match=r"TORCH_AUTOCAST_INITIALIZED to keep DeepSpeed from .* no such name"):
         checks.check_names.__wrapped__("deepspeed")
 
 
