@@ -24,13 +24,13 @@ NAMES = (
     PrivateName(
         name=f"{_STAGE2}.accumulated_grads_in_cpu",
         purpose="to zero the gradient sum of an earlier window if the parameter has no gradient in this window yet",
-        reason="the second and later backward passes of a window add to the sum, and nothing public clears it before",
+        reason="later backward passes of a window add to the sum, and no public function clears it before them",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_STAGE2}.grad_position",
-        purpose="to zero a gradient of an earlier window in host memory if the parameter has got no new one",
+        purpose="to zero a gradient of an earlier window in host memory if the parameter has no new one",
         reason="safe_set_full_grad allocates a tensor of the parameter's size on the device",
         seen="deepspeed 0.19.8",
         on_instances=True,

@@ -38,7 +38,7 @@ NAMES = (
     _attribute(
         _STAGE3,
         "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
-        "to zero a gradient of an earlier window if the parameter has got no new one",
+        "to zero a gradient of an earlier window if the parameter has no new one",
         "with offload, safe_set_local_grad writes to a tensor that DeepSpeed overwrites with this one later",
     ),
     PrivateName(
@@ -115,7 +115,7 @@ def clamp_gradients(optimizer: Any, stage: int, limit: float, *, offloaded: bool
     Args:
         optimizer: DeepSpeed's optimizer, which has the gradients of a complete accumulation window.
         stage: the stage of ZeRO.
-        limit: the limit for scaled gradients: multiplied by the loss scale.
+        limit: the limit, already multiplied by the loss scale, because the gradients are.
         offloaded: whether the optimizer runs on the host.
     """
     from deepspeed.utils import safe_get_local_grad, safe_set_local_grad

@@ -7,7 +7,7 @@ from lightning_paral.compat.torch.process_groups import is_alive
 
 _KEPT = "to destroy the process group that a run has left behind"
 _REASON = (
-    "deepspeed.comm.destroy_process_group destroys a given group, but no public name gives this one; without argument, "
+    "deepspeed.comm.destroy_process_group destroys a given group, but no public name gives this one; without a group, "
     "it destroys all groups, including torch's default group"
 )
 
