@@ -1,4 +1,4 @@
-"""The backend that runs DeepSpeed's collectives, kept in a module's global variable."""
+"""The backend that runs DeepSpeed's collectives, which is a module-level variable of DeepSpeed."""
 
 from typing import Any
 
@@ -9,27 +9,27 @@ NAMES = (
     PrivateName(
         name="deepspeed.comm.comm.cdb",
         purpose="to run DeepSpeed's collectives through our own backend, and to remove it after a run",
-        reason="init_distributed makes a TorchBackend once per process, and destroy_process_group destroys torch's "
-        "default group as well",
+        reason="init_distributed creates a TorchBackend, and no other backend, once per process; destroy_process_group "
+        "also destroys torch's default group",
         seen="deepspeed 0.19.8",
     ),
     PrivateName(
         name="deepspeed.comm.comm.default_pg_timeout",
-        purpose="to make a backend with the timeout that init_distributed uses",
-        reason="init_distributed takes its default timeout from here",
+        purpose="to create a backend with the timeout that init_distributed uses",
+        reason="no public name gives this timeout",
         seen="deepspeed 0.19.8",
     ),
     PrivateName(
         name="deepspeed.comm.torch.TorchBackend.all_gather_function",
-        purpose="to call the collective by the name that raises no warning",
-        reason="DeepSpeed uses the old name, which warns at every call from torch 2.13 on",
+        purpose="to call torch's collective under its current name, which raises no warning",
+        reason="DeepSpeed calls it under its old name, which warns at every call in torch 2.13",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name="deepspeed.comm.torch.TorchBackend.reduce_scatter_function",
-        purpose="to call the collective by the name that raises no warning",
-        reason="DeepSpeed uses the old name, which warns at every call from torch 2.13 on",
+        purpose="to call torch's collective under its current name, which raises no warning",
+        reason="DeepSpeed calls it under its old name, which warns at every call in torch 2.13",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -37,7 +37,7 @@ NAMES = (
         PrivateName(
             name=f"deepspeed.comm.torch.TorchBackend.{name}",
             purpose="to override it with an implementation for gloo",
-            reason="init_distributed makes a TorchBackend and accepts no other; a renamed method would not be reached",
+            reason="DeepSpeed has no public way to replace its collectives for gloo",
             seen="deepspeed 0.19.8",
         )
         for name in ("reduce", "reduce_scatter_tensor", "all_reduce", "all_gather_into_tensor")
@@ -52,24 +52,24 @@ def current_backend() -> Any:
     return deepspeed.comm.comm.cdb
 
 
-def make_backend(kind: Any, name: str) -> Any:
-    """Return a `TorchBackend` of class `kind` for torch's backend `name`, over the default process group."""
+def make_backend(cls: Any, name: str) -> Any:
+    """Return an instance of `cls`, a subclass of `TorchBackend`, for torch's backend `name` and the default group."""
     import deepspeed
 
-    return kind(name, deepspeed.comm.comm.default_pg_timeout, None)
+    return cls(name, deepspeed.comm.comm.default_pg_timeout, None)
 
 
 def use_backend(backend: Any) -> None:
-    """Run DeepSpeed's collectives through `backend`; `None` leaves DeepSpeed without one."""
+    """Make DeepSpeed run its collectives through `backend`; `None` removes the current backend."""
     import deepspeed
 
     deepspeed.comm.comm.cdb = backend
 
 
 def use_new_names(backend: Any) -> None:
-    """Let `backend` call single-tensor collectives by their current names in torch.
+    """Make `backend` call single-tensor collectives under their current names in torch.
 
-    The warning for the old names is attributed to torch's own file, so it cannot be filtered for DeepSpeed alone.
+    A filter could not ignore the warnings only for DeepSpeed, because torch attributes them to its own file.
     """
     backend.all_gather_function = all_gather_single
     backend.reduce_scatter_function = reduce_scatter_single

@@ -1,4 +1,4 @@
-"""Backward passes through several engines: what `engine.backward` does before and after the pass of one."""
+"""Parts of `engine.backward`, for backward passes that several engines share."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _REASON = (
-    "engine.backward runs the pass of one engine, and with loss.backward() hooks reduce gradients in an order that can "
+    "engine.backward runs a pass for one engine, and loss.backward() makes hooks reduce gradients in an order that can "
     "differ between ranks if a loss does not reach all engines"
 )
 
@@ -41,15 +41,15 @@ NAMES = (
         PrivateName(
             name=f"deepspeed.runtime.zero.{owner}.finalize_gradient_accumulation_boundary",
             purpose="to end an accumulation window after its last backward pass",
-            reason="the engine has to be told before the last pass",
+            reason="engine.set_gradient_accumulation_boundary must be called before the last pass",
             seen="deepspeed 0.19.8",
         )
         for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
     ),
     PrivateName(
         name="deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._offload_boundary_param_ids",
-        purpose="to hand over gradients with offload that an accumulation window's last backward pass did not reach",
-        reason="DeepSpeed hands over those of a last pass that is announced, or those of the whole window again",
+        purpose="to pass offloaded gradients to the optimizer that a window's last backward pass did not produce",
+        reason="DeepSpeed passes either those of the last pass only, or those of the whole window a second time",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -57,12 +57,12 @@ NAMES = (
 
 
 def begin_pass(optimizer: Any) -> None:
-    """Announce a backward pass: `engine.forward` does so as well, but several passes may follow one forward."""
+    """Tell `optimizer` that a backward pass begins. `engine.forward` also does, but several passes may follow it."""
     optimizer.clear_backward_seen_flag()
 
 
 def begin_shared_pass(engine: Any) -> None:
-    """Announce a backward pass that may reach this engine's parameters."""
+    """Tell the engine that a backward pass begins that may reach its parameters."""
     begin_pass(engine.optimizer)
     engine.optimizer.backward_prologue()
     engine.optimizer.enter_backward()
@@ -70,14 +70,15 @@ def begin_shared_pass(engine: Any) -> None:
 
 
 def end_window(optimizer: Any) -> None:
-    """End the accumulation window, at stages 2 and 3: no backward pass follows before the step. *Collective*."""
+    """End the accumulation window at stage 2 or 3, after the last backward pass before a step. *Collective*."""
     optimizer.finalize_gradient_accumulation_boundary()
 
 
 def end_window_for(optimizer: Any, stage: int, parameters: Iterable[Any]) -> None:
-    """End the window, at stages 2 and 3 with offload, for parameters that its announced last pass did not reach.
+    """Pass the offloaded gradients of `parameters` to the optimizer at the end of a window, at stage 2 or 3.
 
-    In that pass DeepSpeed hands over to the optimizer only the gradients that it reduces.
+    In the last backward pass of a window, DeepSpeed passes only the gradients of parameters that this pass reaches;
+    `parameters` are the others.
     """
     if stage == 3:
         name, missed = "_offload_boundary_param_ids", {parameter.ds_id for parameter in parameters}
@@ -90,7 +91,7 @@ def end_window_for(optimizer: Any, stage: int, parameters: Iterable[Any]) -> Non
 
 
 def end_shared_pass(engine: Any) -> None:
-    """Let the engine end backward passes on its own again."""
+    """Make the engine end backward passes on its own again."""
     engine._running_engine_backward = False
 
 
@@ -100,5 +101,5 @@ def end_unreached_pass(engine: Any) -> None:
 
 
 def end_reached_pass(engine: Any) -> None:
-    """Reduce the gradients of an engine that the backward pass reached. *Collective* over the world."""
+    """End a backward pass that reached this engine's parameters; reduce gradients. *Collective* over the world."""
     engine._backward_epilogue()

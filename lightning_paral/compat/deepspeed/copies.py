@@ -1,4 +1,4 @@
-"""Gradients on their way to the host, where stages 1 and 2 with offload keep them."""
+"""Gradients that stages 1 and 2 with offload copy to host memory."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 NAMES = (
     PrivateName(
         name=f"{_STAGE2}._wait_for_offload_copies",
-        purpose="to read or change gradients on the host only once they have arrived",
+        purpose="to read or change gradients in host memory only after they have been copied there",
         reason="copies to pinned memory are asynchronous, and no public function waits for them before the step",
         seen="deepspeed 0.19.8",
         parameters=("self",),
@@ -17,20 +17,20 @@ NAMES = (
     PrivateName(
         name=f"{_STAGE2}._offload_accumulated_param_ids",
         purpose="to discard the gradients of a window that ends without a step",
-        reason="only step empties it, so the next window would include these gradients",
+        reason="only DeepSpeed's step empties it, so the next window would include these gradients",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_STAGE2}.accumulated_grads_in_cpu",
-        purpose="to zero the sum of an earlier window's gradients if the parameter got none so far in this one",
-        reason="DeepSpeed adds to the sum from the second backward pass of a window on, to whatever it holds",
+        purpose="to zero the gradient sum of an earlier window if the parameter has no gradient in this window yet",
+        reason="later backward passes of a window add to the sum, and no public function clears it before them",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_STAGE2}.grad_position",
-        purpose="to zero gradients of an earlier window on the host if the parameter got no new one",
+        purpose="to zero a gradient of an earlier window in host memory if the parameter has no new one",
         reason="safe_set_full_grad allocates a tensor of the parameter's size on the device",
         seen="deepspeed 0.19.8",
         on_instances=True,
@@ -39,12 +39,12 @@ NAMES = (
 
 
 def wait_for_copies(optimizer: Any) -> None:
-    """Wait until the gradients of a stage-1 or stage-2 `optimizer` are on the host; return at once without offload."""
+    """Wait until the gradients of a stage-1 or stage-2 `optimizer` are in host memory, if it is offloaded."""
     optimizer._wait_for_offload_copies()
 
 
 def discard_offloaded_gradients(optimizer: Any) -> None:
-    """Discard gradients on the host, or being copied there, of a stage-1 or stage-2 `optimizer` with offload."""
+    """Discard the gradients of a stage-1 or stage-2 `optimizer` with offload, including those being copied."""
     optimizer._wait_for_offload_copies()
     optimizer._offload_accumulated_param_ids = set()
     for partition in optimizer.single_partition_of_fp32_groups:
@@ -52,12 +52,12 @@ def discard_offloaded_gradients(optimizer: Any) -> None:
 
 
 def zero_gradient_on_host(optimizer: Any, parameter: Any) -> None:
-    """Zero what a stage-1 or stage-2 `optimizer` with offload keeps of the gradient of `parameter`."""
+    """Zero the gradient of `parameter` that a stage-1 or stage-2 `optimizer` with offload has in host memory."""
     number = optimizer.get_param_id(parameter)
     optimizer._wait_for_offload_copies()
-    place = optimizer.grad_position.get(number)
-    if place is not None:  # else another rank has it
-        group, _, start, numel = place
+    position = optimizer.grad_position.get(number)
+    if position is not None:  # otherwise another rank has the gradient
+        group, _, start, numel = position
         optimizer.single_partition_of_fp32_groups[group].grad.narrow(0, start, numel).zero_()
     accumulated = optimizer.accumulated_grads_in_cpu.get(number)
     if accumulated is not None:

@@ -1,14 +1,14 @@
-"""The counters with which stage 3 numbers modules and parameters; they are never reset in a process."""
+"""The counters with which stage 3 numbers modules and parameters. DeepSpeed never resets them in a process."""
 
 from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
-_REASON = "DeepSpeed never resets it, and compares the numbers across ranks"
+_REASON = "DeepSpeed compares the numbers across ranks, and has no function that resets the counter"
 
 _COUNT = PrivateName(
     name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module",
-    purpose="to let ranks with different earlier runs number modules alike, by the mutable default of `count`",
+    purpose="to make all ranks number modules equally after different earlier runs (`count` has a mutable default)",
     reason=_REASON,
     seen="deepspeed 0.19.8",
     parameters=("self", "module", "count"),
@@ -17,7 +17,7 @@ NAMES = (
     _COUNT,
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.Init.param_id",
-        purpose="to let ranks with different earlier runs number parameters alike",
+        purpose="to make all ranks number parameters equally after different earlier runs",
         reason=_REASON,
         seen="deepspeed 0.19.8",
     ),
@@ -32,7 +32,7 @@ def read_counters() -> list[int]:
 
 
 def set_counters(values: list[int]) -> None:
-    """Give the next module and parameter the numbers `values`, in the order of `read_counters`."""
+    """Set the numbers of the next module and of the next parameter to `values`, as `read_counters` returned them."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     _num_modules()[0], Init.param_id = values
@@ -46,4 +46,4 @@ def _num_modules() -> list[int]:
         case ([int()],):
             count: list[int] = defaults[0]
             return count
-    raise _COUNT.error(f"its defaults are {defaults}, and not a list with one number")
+    raise _COUNT.error(f"its defaults are {defaults} instead of a list with one number")

@@ -8,7 +8,7 @@ NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK",
         purpose="to know which module uses another module's parameter, and to empty the list after a failure",
-        reason="register_external_parameter takes the module, and DeepSpeed pops a module only when forward returns",
+        reason="register_external_parameter needs the module, and DeepSpeed removes modules only when forward returns",
         seen="deepspeed 0.19.8",
     ),
 )
@@ -18,7 +18,7 @@ def innermost_forward() -> Module | None:
     """Return the module whose forward is running, or `None`."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    # Each engine leaves its module at the bottom of the stack.
+    # Each engine leaves its module at the bottom of the stack after forward.
     innermost: Module | None = FWD_MODULE_STACK[-1] if len(FWD_MODULE_STACK) > 1 else None
     return innermost
 

@@ -9,16 +9,16 @@ from lightning_paral.compat.private_name import PrivateName
 
 _KEPT = PrivateName(
     name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk",
-    purpose="to give torch its own `linear` back after a run",
-    reason="no public name returns torch's function",
+    purpose="to restore torch's own `linear` after a run",
+    reason="no public name gives torch's function after DeepSpeed has replaced it",
     seen="deepspeed 0.19.8",
     on_instances=True,
 )
 NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
-        purpose="to give torch its own `linear` back after a run; DeepSpeed keeps it as `linear_bk`",
-        reason="DeepSpeed documents that its function stays until it is reset by hand",
+        purpose="to restore torch's own `linear` after a run, which DeepSpeed keeps as `linear_bk`",
+        reason="DeepSpeed documents that users must restore it by hand, and has no function for this",
         seen="deepspeed 0.19.8",
         upstream="https://github.com/deepspeedai/DeepSpeed/issues/7913",
     ),
@@ -26,7 +26,7 @@ NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.linear.zero3_linear_wrap",
         purpose="to recognize DeepSpeed's `linear`",
-        reason="no public name says whether it has replaced torch's",
+        reason="no public name tells whether it has replaced torch's",
         seen="deepspeed 0.19.8",
     ),
 )
@@ -43,15 +43,15 @@ def preserve_linear() -> Iterator[None]:
 
 
 def restore_linear() -> None:
-    """Give torch its own `linear` back.
+    """Restore torch's own `torch.nn.functional.linear` if DeepSpeed has replaced it.
 
-    DeepSpeed's produces the gradients of weight and bias in another order: in a later run of stage 1 or 2, ranks that
-    have run stage 3 and ranks that have not would add up gradients of different parameters.
+    DeepSpeed's function produces the gradients of weight and bias in a different order. In a later run of stage 1 or 2,
+    ranks that have run stage 3 and ranks that have not would sum gradients of different parameters.
     """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
     if torch.nn.functional.linear is zero3_linear_wrap:
         if not hasattr(Patches, "linear_bk"):
-            raise _KEPT.error("torch's own is not there")
+            raise _KEPT.error("there is no such attribute")
         torch.nn.functional.linear = Patches.linear_bk

@@ -5,8 +5,8 @@ from typing import Any
 from lightning_paral.compat.private_name import PrivateName
 
 _REASON = (
-    "under fp16 autocast DeepSpeed's own scaler clips gradients before it unscales them, never lowers the scale, and "
-    "after raising it unscales by the new one gradients scaled by the old one; no option leaves it out"
+    "under fp16 autocast, DeepSpeed's own scaler clips gradients before it unscales them, never lowers the scale, and "
+    "uses a raised scale to unscale gradients that have the old scale; no option turns it off"
 )
 
 _OPTIMIZERS = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
@@ -26,8 +26,8 @@ NAMES = (
     *(
         PrivateName(
             name=f"deepspeed.runtime.{name}",
-            purpose="to know how losses are scaled, and gradients with them",
-            reason="the engine's own functions scale the loss of one engine, and do not say by what",
+            purpose="to know the scale of losses and gradients",
+            reason="the engine's public functions scale a loss, but do not return the scale",
             seen="deepspeed 0.19.8",
         )
         for name in (
@@ -39,11 +39,11 @@ NAMES = (
 
 
 def scale_by(optimizer: Any, scale: Any) -> None:
-    """Let DeepSpeed's `optimizer` scale losses by `scale` in place of its own loss scaler.
+    """Make DeepSpeed's `optimizer` scale losses with `scale` instead of its own loss scaler.
 
     Args:
-        optimizer: DeepSpeed's.
-        scale: has `cur_scale`, `loss_scale`, `dynamic`, `scale_loss(loss)` and `update_scale(overflow)`.
+        optimizer: DeepSpeed's optimizer.
+        scale: an object with `cur_scale`, `loss_scale`, `dynamic`, `scale_loss(loss)` and `update_scale(overflow)`.
     """
     optimizer.torch_autocast_gradscaler = None
     optimizer.loss_scaler = scale

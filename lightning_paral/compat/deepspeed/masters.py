@@ -1,4 +1,4 @@
-"""fp32 master weights at stages 1 and 2: the flat range of a parameter that each covers, and its optimizer state."""
+"""fp32 master weights at stages 1 and 2: this rank's flat range of each parameter, and its optimizer state."""
 
 from typing import Any, NamedTuple
 
@@ -17,30 +17,30 @@ NAMES = (
     ),
     PrivateName(
         name=f"{_OPTIMIZER}._link_all_hp_params",
-        purpose="to find masters again after their order or the optimizer's groups have changed",
-        reason="deepspeed.utils.link_hp_params takes the layout, which only this method knows",
+        purpose="to link parameters to their masters again after the optimizer's groups or their order have changed",
+        reason="deepspeed.utils.link_hp_params needs the layout of the masters, which only this method knows",
         seen="deepspeed 0.19.8",
         parameters=("self",),
     ),
     PrivateName(
         name=f"{_OPTIMIZER}.round_robin_bit16_padding",
-        purpose="to make DeepSpeed look for masters where they are, by declaring padding between them",
-        reason="with round_robin_gradients DeepSpeed looks for them in the order of the parameters, not in their own, "
-        "and would read and save those of other parameters",
+        purpose="to make DeepSpeed link parameters to the right masters, by declaring that there is padding",
+        reason="with round_robin_gradients and without padding, DeepSpeed expects masters in the wrong order, so it "
+        "reads and saves those of different parameters",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_OPTIMIZER}.round_robin_gradients",
-        purpose="to know whether DeepSpeed looks for masters in another order than theirs",
-        reason="the user's configuration may set it, and DeepSpeed may decline",
+        purpose="to know whether the masters are in a different order than the parameters",
+        reason="DeepSpeed may ignore this option of the user's configuration",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
     PrivateName(
         name=f"{_OPTIMIZER}._hp_optimizer_states_linked",
-        purpose="to let DeepSpeed link masters to the states that the next step creates",
-        reason="DeepSpeed links them once, and a checkpoint may have replaced the states since",
+        purpose="to make DeepSpeed link masters to the states that the next step creates",
+        reason="DeepSpeed links them only once, but a loaded checkpoint replaces the states",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -62,11 +62,13 @@ NAMES = (
 
 
 class MasterRange(NamedTuple):
-    """The flat range of a parameter that this rank updates, and where it begins in the flat master."""
+    """The flat range of a parameter that this rank updates."""
 
     start: int
+    """The offset of the range in the flattened parameter."""
     numel: int
     position: int
+    """The offset of the range in the flat master."""
 
 
 def master_range_of(parameter: Any) -> MasterRange:
@@ -79,14 +81,14 @@ def master_range_of(parameter: Any) -> MasterRange:
 
 
 def relink_masters(optimizer: Any) -> None:
-    """Find the masters again after the groups of the running optimizer have been replaced."""
+    """Link parameters to their masters again after the groups of `optimizer` have been replaced."""
     optimizer._link_all_hp_params()
 
 
 def link_round_robin_masters(optimizer: Any) -> None:
-    """Find the masters where `round_robin_gradients`, if it is on, has put them.
+    """Link parameters to their masters in the order of `round_robin_gradients`, if that option is on.
 
-    DeepSpeed does so only if there is padding.
+    DeepSpeed uses this order only if there is padding.
     """
     if not optimizer.round_robin_gradients:
         return
@@ -97,7 +99,7 @@ def link_round_robin_masters(optimizer: Any) -> None:
 
 
 def link_states(optimizer: Any) -> None:
-    """Let the functions of `deepspeed.utils` find the optimizer's current states."""
+    """Link masters to the optimizer's current states, so that the functions of `deepspeed.utils` find them."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
@@ -105,5 +107,5 @@ def link_states(optimizer: Any) -> None:
 
 
 def link_states_of_next_step(optimizer: Any) -> None:
-    """Let DeepSpeed find the states after the next step, which creates them."""
+    """Make DeepSpeed link masters to their states after the next step, which creates the states."""
     optimizer._hp_optimizer_states_linked = False

@@ -1,4 +1,4 @@
-"""What DeepSpeed sets on the modules of a stage-3 engine, and the dictionaries that it replaces."""
+"""Attributes that DeepSpeed sets on the modules of a stage-3 engine, and dictionaries that it replaces."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.compat.torch.modules import own_parameters
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
-_OF_THE_ENGINE = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
-_LEFT = "to restore modules after a run: what is left on them would call the ended engine, or keep its memory"
-_DESTROY = "engine.destroy removes only its hooks"
+_ENGINE_ATTRIBUTES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
+_LEFT = "to remove it from modules after a run, because it would call the destroyed engine or keep its memory"
+_DESTROY = "engine.destroy removes only the engine's hooks"
 
 NAMES = (
     PrivateName(
         name=f"{_OFFLOAD}.ZeROOrderedDict._in_forward",
-        purpose="to end a forward that a failure has interrupted",
-        reason="DeepSpeed ends it only when the forward returns",
+        purpose="to mark a forward that an exception has interrupted as ended",
+        reason="DeepSpeed does so only when the forward returns",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -28,7 +28,7 @@ NAMES = (
             seen="deepspeed 0.19.8",
             on_instances=True,
         )
-        for name in _OF_THE_ENGINE
+        for name in _ENGINE_ATTRIBUTES
     ),
     PrivateName(
         name=f"{_OFFLOAD}._inject_parameters._original_parameters",
@@ -51,27 +51,27 @@ NAMES = (
 
 
 def end_forward(module: Module) -> None:
-    """Mark the forward of `module` itself as ended."""
+    """Mark the forward of `module` as ended, but not those of its submodules."""
     parameters: Any = own_parameters(module)
     if hasattr(parameters, "_in_forward"):
         parameters._in_forward = False
 
 
 def is_engine_attribute(name: str) -> bool:
-    """Whether an attribute of a module belongs to the engine and calls it."""
-    return name in _OF_THE_ENGINE
+    """Return whether `name` is an attribute of modules that belongs to the engine and calls it."""
+    return name in _ENGINE_ATTRIBUTES
 
 
 def is_zero_attribute(name: str) -> bool:
-    """Whether an attribute of a module belongs to its parameters as sharded by stage 3."""
+    """Return whether `name` is an attribute that stage 3 sets on parameters that it shards, or on their modules."""
     return name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters"))
 
 
-def restore_container(module: Module, kind: type) -> None:
-    """Keep the parameters of `module` in a dictionary of class `kind` again."""
+def restore_container(module: Module, cls: type) -> None:
+    """Replace DeepSpeed's dictionary of the parameters of `module` with a dictionary of class `cls`."""
     current: Any = own_parameters(module)
-    if type(current) is not kind:
-        # DeepSpeed's dictionary gathers a parameter when it is read by key.
-        plain = kind(current.items())
+    if type(current) is not cls:
+        # Copy the items, because DeepSpeed's dictionary gathers a parameter that is read by key.
+        plain = cls(current.items())
         del module._parameters
         module._parameters = plain

@@ -1,4 +1,4 @@
-"""Whether an optimizer of DeepSpeed's runs on the host."""
+"""The attributes that tell whether one of DeepSpeed's optimizers runs on the host."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ NAMES = tuple(
     PrivateName(
         name=f"deepspeed.runtime.zero.{name}",
         purpose="to find gradients where DeepSpeed keeps them",
-        reason="the configuration says what was asked for, not what each optimizer does",
+        reason="the configuration gives the offload that was requested, but not that of each optimizer",
         seen="deepspeed 0.19.8",
         on_instances=True,
     )
@@ -20,5 +20,5 @@ NAMES = tuple(
 
 
 def is_offloaded(optimizer: Any, stage: int) -> bool:
-    """Whether `optimizer`, of ZeRO's `stage`, runs on the host."""
+    """Return whether `optimizer`, of ZeRO's `stage`, runs on the host."""
     return bool(optimizer.offload_optimizer if stage == 3 else optimizer.cpu_offload)

@@ -1,8 +1,8 @@
-"""Replace how DeepSpeed loads operators, and leave some of them out.
+"""Replace the function that loads DeepSpeed's operators, and disable some operators.
 
-DeepSpeed 0.19.8 compiles a missing operator silently, in whichever process asks for it, into torch's cache. That cache
-does not distinguish versions, and waits forever for the lock of a process that was killed. All operators go through
-`OpBuilder.jit_load`, also those that users' code asks for.
+DeepSpeed 0.19.8 compiles a missing operator silently, in any process that needs it, and stores it in torch's cache.
+That cache does not distinguish versions, and a process waits forever for the lock of a process that was killed. All
+operators are loaded by `OpBuilder.jit_load`, including those that users' code loads.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from lightning_paral.compat.private_name import PrivateName
 _COMPATIBLE = PrivateName(
     name="deepspeed.ops.__compatible_ops__",
     purpose="to keep DeepSpeed from compiling shared-memory collectives, which only its inference uses",
-    reason="no option or environment variable leaves them out",
+    reason="no option or environment variable disables them",
     seen="deepspeed 0.19.8",
     upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
 )
@@ -29,7 +29,7 @@ NAMES = (
     ),
     PrivateName(
         name="deepspeed.ops.op_builder.cpu.AsyncIOBuilder",
-        purpose="to compile the NVMe operator on a CUDA machine without the CUDA toolkit",
+        purpose="to compile the NVMe operator on a node that has GPUs but no CUDA toolkit",
         reason="deepspeed.ops.op_builder exports only the builder of the current accelerator",
         seen="deepspeed 0.19.8",
     ),
@@ -42,14 +42,14 @@ NAMES = (
     PrivateName(
         name="deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops",
         purpose="to let DeepSpeed find operators loaded from our folder",
-        reason="only OpBuilder.jit_load, which is replaced, adds them",
+        reason="only DeepSpeed's OpBuilder.jit_load, which we replace, adds operators to it",
         seen="deepspeed 0.19.8",
     ),
     _COMPATIBLE,
     PrivateName(
         name="deepspeed.comm.torch.TorchBackend.shm_comm_op",
-        purpose="to check that shared-memory collectives were left out",
-        reason="no public name says so",
+        purpose="to check that shared-memory collectives are disabled",
+        reason="no public name tells whether a backend has compiled them",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -60,7 +60,7 @@ _SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
 
 @contextmanager
 def load_operators_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Load operators that are not installed by `load(builder, compile_and_load)` inside this context."""
+    """Inside this context, call `load(builder, compile_and_load)` to load an operator that is not installed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     plain = OpBuilder.jit_load
@@ -85,8 +85,8 @@ def load_operators_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator
 def _without_cuda(builder: Any) -> Any:
     """Return the CPU builder in place of the CUDA builder of `async_io`, which compiles the same sources.
 
-    The sources do not use CUDA, but the CUDA builder needs the CUDA toolkit: without one, as with torch's wheels, it
-    fails with a TypeError. It also links the driver's library, whose stub toolkits keep in another folder.
+    The sources do not use CUDA, but the CUDA builder needs the CUDA toolkit: without it, for example with torch's
+    wheels, it fails with a TypeError. It also links the CUDA driver's library without the folder of the toolkit's stub.
     """
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
@@ -94,14 +94,14 @@ def _without_cuda(builder: Any) -> Any:
 
 
 def is_for_cuda(builder: Any) -> bool:
-    """Whether `builder` compiles with the CUDA toolkit."""
+    """Return whether `builder` compiles with the CUDA toolkit."""
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
     return isinstance(builder, CUDAOpBuilder)
 
 
 def disable_shared_memory() -> None:
-    """Keep backends made from now on from compiling shared-memory collectives."""
+    """Keep backends that are created after this call from compiling shared-memory collectives."""
     import deepspeed
 
     for name in _SHARED_MEMORY:
@@ -109,6 +109,6 @@ def disable_shared_memory() -> None:
 
 
 def check_shared_memory_disabled(backend: Any) -> None:
-    """Raise a `PrivateNameError` if `backend` has compiled them nevertheless."""
+    """Raise a `PrivateNameError` if `backend` has compiled shared-memory collectives."""
     if backend.shm_comm_op is not None:
-        raise _COMPATIBLE.error("it no longer leaves them out")
+        raise _COMPATIBLE.error("it no longer disables them")

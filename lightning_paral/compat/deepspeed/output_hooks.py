@@ -1,4 +1,4 @@
-"""The hooks with which stage 3 looks for parameters among the outputs of modules."""
+"""The hooks in which stage 3 looks for parameters among the outputs of modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from lightning_paral.compat.torch.module_hooks import forward_hooks
 _HOOK = PrivateName(
     name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
     "._post_forward_module_hook",
-    purpose="to let modules return what they like, by showing this hook only the tensors",
-    reason="it calls vars() of every output, which numbers and strings do not have, and startswith on keys of "
-    "dictionaries",
+    purpose="to let modules return objects of any type, by passing only the tensors to this hook",
+    reason="DeepSpeed has no option to skip it; it calls vars() on every output, which fails for numbers and strings, "
+    "and startswith on keys of dictionaries",
     seen="deepspeed 0.19.8",
     upstream="https://github.com/deepspeedai/DeepSpeed/issues/7442",
     on_instances=True,
@@ -22,22 +22,22 @@ NAMES = (_HOOK,)
 
 
 def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
-    """Show DeepSpeed's hooks on `module` and its submodules `view(output)` in place of the output.
+    """Pass `view(output)` instead of the output to DeepSpeed's hooks on `module` and its submodules.
 
     Args:
         module: the module of a stage-3 engine.
-        view: called with what a module returned.
+        view: called with the output of a module; returns the object to pass.
     """
     root_has_one, *_ = [_replace(part, view) for part in module.modules()]
     if not root_has_one:
-        raise _HOOK.error(f"the engine has put no hook of that name on {type(module).__name__}")
+        raise _HOOK.error(f"the engine has registered no hook of that name on {type(module).__name__}")
 
 
 def _replace(part: Module, view: Callable[[Any], Any]) -> bool:
     hooks = forward_hooks(part)
     found = [key for key, hook in hooks.items() if _looks_for_parameters(hook)]
     for key in found:
-        hooks[key] = _seeing(hooks[key], view)
+        hooks[key] = _with_view(hooks[key], view)
     return bool(found)
 
 
@@ -47,7 +47,7 @@ def _looks_for_parameters(hook: Any) -> bool:
     return any(getattr(function, "__name__", "") == "_post_forward_module_hook" for function in functions)
 
 
-def _seeing(hook: Callable[..., Any], view: Callable[[Any], Any]) -> Callable[..., Any]:
+def _with_view(hook: Callable[..., Any], view: Callable[[Any], Any]) -> Callable[..., Any]:
     def run(module: Module, inputs: Any, output: Any) -> None:
         hook(module, inputs, view(output))
 

@@ -1,8 +1,9 @@
 """Reduce the gradients that DeepSpeed omits at stage 1 when reduction overlaps the backward pass.
 
 With `overlap_comm`, `reduce_gradients` of DeepSpeed 0.19.8 assumes that hooks have reduced every gradient during the
-last backward pass of a window. Hooks do not reduce gradients that only an earlier pass produced, and reduce none if the
-last pass was not announced as such: the optimizer would step on this rank's local gradients, without an error.
+last backward pass of a window. But hooks do not reduce gradients that only an earlier pass produced, and they reduce
+none at all if DeepSpeed was not told that the pass is the last. The optimizer would then use local gradients, without
+an error.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 _STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _PURPOSE = "to reduce at stage 1 the gradients that hooks have not reduced"
-_REASON = "the engine uses it to reduce, and no option makes it include them"
+_REASON = "no option makes the engine reduce them, so we use the methods and attributes with which it reduces"
 
 
 def _attribute(name: str) -> PrivateName:
@@ -38,12 +39,12 @@ NAMES = (
 
 
 def overlaps(optimizer: Any) -> bool:
-    """Whether reduction overlaps the backward pass of `optimizer`, which is one of stages 1 and 2."""
+    """Return whether `optimizer`, of stage 1 or 2, reduces gradients during the backward pass."""
     return bool(optimizer.overlap_comm)
 
 
 def reduce_skipped_by_hooks(optimizer: Any) -> None:
-    """Include every gradient in the reduction that ends a window of `optimizer`.
+    """Make `optimizer` reduce the gradients that hooks have not reduced, at the end of each window.
 
     Args:
         optimizer: a `deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer` of stage 1 with `overlap_comm`.

@@ -9,7 +9,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper"
 _READ = "to read and write this rank's shard of a parameter without an fp32 master"
-_REASON = "safe_get_local_fp32_param and the like read masters only, and deepspeed.zero gathers full parameters"
+_REASON = "safe_get_local_fp32_param reads only masters, and the functions of deepspeed.zero gather full parameters"
 
 NAMES = (
     PrivateName(
@@ -35,7 +35,7 @@ NAMES = (
     PrivateName(
         name=f"{_SWAPPER}.AsyncPartitionedParameterSwapper.swap_folder",
         purpose="to keep files that hold the only copy of a parameter",
-        reason="no public name says where they are",
+        reason="no public name gives their folder",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),
@@ -43,25 +43,25 @@ NAMES = (
 
 
 def has_file(parameter: Any) -> bool:
-    """Whether this rank's shard of `parameter` has a file."""
+    """Return whether this rank's shard of `parameter` has a file on NVMe."""
     return getattr(parameter, "nvme_swapper", None) is not None
 
 
 def is_in_file_only(parameter: Any) -> bool:
-    """Whether it is in the file only, and not in memory."""
+    """Return whether this rank's shard of `parameter` is only in its file, and not in memory."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     return has_file(parameter) and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
 def folder_of(parameter: Any) -> Path:
-    """Return the folder of the file of a parameter that has one."""
+    """Return the folder that contains the file of `parameter`, which must have one."""
     return Path(parameter.nvme_swapper.swap_folder)
 
 
 @contextmanager
 def in_memory(parameter: Any, *, write: bool) -> Iterator[None]:
-    """Hold this rank's shard of `parameter` in memory inside this context; with `write`, write changes back."""
+    """Keep this rank's shard of `parameter` in memory inside this context; if `write`, write changes to its file."""
     swapped = is_in_file_only(parameter)
     if swapped:
         parameter.nvme_swapper.swap_in([parameter], async_op=False)

@@ -1,17 +1,17 @@
-"""What DeepSpeed sets on parameters that it shards at stage 3."""
+"""Attributes that DeepSpeed sets on parameters that it shards at stage 3."""
 
 from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
 _INIT = "deepspeed.runtime.zero.partition_parameters.Init"
-_GIVEN = ("is_external_param", "nvme_swapper")
+_UNPREFIXED = ("is_external_param", "nvme_swapper")
 
 _ALL_GATHER = PrivateName(
     name=f"{_INIT}.all_gather",
-    purpose="to let parameters that an earlier run has sharded gather in this run's process group, and to notice "
+    purpose="to gather parameters that an earlier run has sharded, but in this run's process group, and to detect "
     "when DeepSpeed gathers one",
-    reason="DeepSpeed shards a parameter once, for one process group, and has no hook for gathering",
+    reason="DeepSpeed sets the process group once, when it shards a parameter, and has no hook for gathering",
     seen="deepspeed 0.19.8",
     on_instances=True,
 )
@@ -22,26 +22,26 @@ NAMES = (
         for purpose, reason, names in (
             (
                 "to know this rank's shard of a parameter, its full shape, and whether it is gathered",
-                "no public name says where a shard begins, and the functions of deepspeed.zero gather full parameters",
+                "no public name gives the offset of a shard, and functions of deepspeed.zero gather full parameters",
                 (
                     *("ds_id", "ds_status", "ds_tensor", "ds_shape", "ds_numel"),
                     *("ds_zero_partition_rank", "ds_zero_partition_world_size"),
                 ),
             ),
             (
-                "to let parameters that an earlier run has sharded gather in this run's process group",
-                "DeepSpeed shards a parameter once, for one process group",
+                "to gather parameters that an earlier run has sharded, but in this run's process group",
+                "DeepSpeed sets the process group once, when it shards a parameter",
                 ("ds_process_group", "ds_active_sub_modules"),
             ),
             (
-                "to notice when DeepSpeed gathers and releases parameters",
-                "DeepSpeed has no hook for it",
+                "to detect when DeepSpeed gathers and releases parameters",
+                "DeepSpeed has no hook for gathering and releasing",
                 ("all_gather_coalesced", "partition"),
             ),
             (
                 "to restore parameters as they were before the run",
-                "engine.destroy leaves its attributes on them",
-                _GIVEN,
+                "engine.destroy does not remove these attributes",
+                _UNPREFIXED,
             ),
         )
         for name in names
@@ -50,24 +50,24 @@ NAMES = (
 
 
 def join_group(parameter: Any, group: Any) -> None:
-    """Let a sharded `parameter` gather in `group`, even if a failure has left it in use."""
+    """Set the process group of a sharded `parameter`, even if an exception has left it marked as in use."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     parameter.ds_process_group = group
     parameter.ds_active_sub_modules.clear()
-    # Its methods are closures over the `zero.Init` that made it.
+    # The parameter's methods are closures over the `zero.Init` that sharded it.
     cells = [cell.cell_contents for cell in parameter.all_gather.__closure__ or ()]
-    makers = [each for each in cells if isinstance(each, Init)]
-    if not makers:
-        raise _ALL_GATHER.error("it is no closure over the zero.Init that made the parameter")
-    for maker in makers:
-        maker.ds_process_group = group
+    inits = [each for each in cells if isinstance(each, Init)]
+    if not inits:
+        raise _ALL_GATHER.error("it is not a closure over the zero.Init that sharded the parameter")
+    for init in inits:
+        init.ds_process_group = group
 
 
 def is_from_deepspeed(name: str, value: Any) -> bool:
-    """Whether DeepSpeed, and not user code, has set an attribute of a parameter that was built sharded."""
+    """Return whether DeepSpeed, and not user code, has set attribute `name` of a sharded parameter to `value`."""
     return (
         name.startswith(("ds_", "_ds_"))
-        or name in _GIVEN
+        or name in _UNPREFIXED
         or str(getattr(value, "__module__", "")).startswith("deepspeed")
     )

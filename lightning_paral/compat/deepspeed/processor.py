@@ -1,4 +1,4 @@
-"""What DeepSpeed reads about the processor."""
+"""The information that DeepSpeed reads about the processor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ from typing import Any
 
 @contextmanager
 def cache_cpu_info() -> Iterator[None]:
-    """Let DeepSpeed's CPU optimizers read the processor's vendor only once per process, inside this context.
+    """Inside this context, make DeepSpeed's CPU optimizers read the processor's vendor only once per process.
 
-    `DeepSpeedCPUAdam` (0.19.8) asks `cpuinfo` for it at every construction, which starts a process and takes a second.
+    Each `DeepSpeedCPUAdam` (0.19.8) reads it with `cpuinfo`, which starts a process and takes a second.
     """
     import cpuinfo
 

@@ -1,17 +1,17 @@
-"""What a run leaves in DeepSpeed's module-level variables and in a class's cache, which would affect the next run."""
+"""State that a run leaves in DeepSpeed's module-level variables and in a cache, which would affect the next run."""
 
 from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName
 
-_FAILED = "to leave a `zero.Init` context that a failure has left open"
+_FAILED = "to end a `zero.Init` context that an exception has left open"
 _NEVER_RESET = "DeepSpeed resets it only at the end of the context"
 
 _CACHE = PrivateName(
     name="deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
     "._PartitionedParameterCoordinator__params_to_release",
     purpose="to empty its cache, which would keep every stage-3 module and its engine alive",
-    reason="it is a class-wide cache behind a decorator, and engine.destroy does not empty it",
+    reason="engine.destroy does not empty the cache, and no other public function does",
     seen="deepspeed 0.19.8",
 )
 NAMES = (
@@ -29,14 +29,14 @@ NAMES = (
     ),
     PrivateName(
         name="deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED",
-        purpose="to keep a later fp32 run from being taken for one under autocast",
-        reason="DeepSpeed never resets it",
+        purpose="to keep DeepSpeed from treating a later fp32 run as one under autocast",
+        reason="DeepSpeed never resets it, and has no public function for this",
         seen="deepspeed 0.19.8",
     ),
     PrivateName(
         name="deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_DTYPE",
-        purpose="to keep a later fp32 run from being taken for one under autocast",
-        reason="DeepSpeed never resets it",
+        purpose="to keep DeepSpeed from treating a later fp32 run as one under autocast",
+        reason="DeepSpeed never resets it, and has no public function for this",
         seen="deepspeed 0.19.8",
     ),
     _CACHE,
@@ -44,7 +44,7 @@ NAMES = (
 
 
 def forget_contexts() -> None:
-    """Mark every `zero.Init` context as left."""
+    """Mark every `zero.Init` context as ended."""
     from deepspeed.runtime.zero import partition_parameters
 
     partition_parameters.zero_init_context = 0
@@ -67,6 +67,6 @@ def forget_modules() -> None:
     within = [decorated, *(cell.cell_contents for cell in getattr(decorated, "__closure__", None) or ())]
     caches = [each for each in within if hasattr(each, "cache_clear")]
     if not caches:
-        raise _CACHE.error("there is no cache behind its decorators")
+        raise _CACHE.error("its decorators have no cache")
     for cache in caches:
         cache.cache_clear()

@@ -1,4 +1,4 @@
-"""Options that DeepSpeed has removed and now refuses, read from its source without importing it."""
+"""Options that DeepSpeed has removed and now rejects, read from its source without importing it."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="deepspeed.runtime.config._REMOVED_TOP_LEVEL_CONFIG_KEYS",
-        purpose="to tell removed options from valid and from misspelled ones",
+        purpose="to distinguish removed options from valid and from misspelled ones",
         reason="DeepSpeed publishes no list of its options",
         seen="deepspeed 0.19.8",
     ),

@@ -30,8 +30,8 @@ NAMES = (
     ),
     PrivateName(
         name=f"{_OPTIMIZER}._reassign_or_swap_out_partitioned_parameters",
-        purpose="to use weights in forward after they have been written",
-        reason="DeepSpeed does so only in its own step",
+        purpose="to make forward use weights that have been written",
+        reason="DeepSpeed updates the weights used in forward only in its own step",
         seen="deepspeed 0.19.8",
     ),
     *(
@@ -53,21 +53,21 @@ NAMES = (
 
 
 def flat_weights(optimizer: Any, index: int) -> Tensor:
-    """Return the flat fp32 weights of a sub-group, an empty tensor while they are on NVMe."""
+    """Return the flat fp32 weights of a sub-group. The tensor is empty while they are on NVMe."""
     flat: Tensor = optimizer.fp32_partitioned_groups_flat[index]
     return flat
 
 
 def stepping_optimizer(optimizer: Any, index: int) -> Any:
-    """Return the optimizer that updates a sub-group: some sub-groups may not be offloaded."""
+    """Return the optimizer that updates a sub-group: a different one if the sub-group is not offloaded."""
     on_device = optimizer.offload_optimizer and optimizer.subgroup_to_device[index] != "cpu"
     return optimizer.backup_optimizer if on_device else optimizer.optimizer
 
 
 def position_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """Return where this rank's shard of `parameter` begins in its sub-group, and its length with padding."""
-    _, position, share = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    return position, share
+    """Return the offset of this rank's shard of `parameter` in its sub-group, and its length with padding."""
+    _, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    return offset, length
 
 
 def copy_flat_weights_to_parameters(optimizer: Any, index: int) -> None:
@@ -76,7 +76,7 @@ def copy_flat_weights_to_parameters(optimizer: Any, index: int) -> None:
 
 
 def is_on_nvme(optimizer: Any, index: int) -> bool:
-    """Whether the fp32 weights and state of a sub-group are on NVMe between steps."""
+    """Return whether the fp32 weights and state of a sub-group are on NVMe between steps."""
     return bool(optimizer._swappable_optimizer_subgroup(index))
 
 

@@ -11,9 +11,9 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._set_dtype",
-        purpose="to keep the weights' dtype in files on NVMe",
-        reason="if the accelerator does not support fp16, as on some CPUs, DeepSpeed ignores the dtype and uses bf16, "
-        "for want of a pair of parentheses",
+        purpose="to keep the dtype of weights in files on NVMe",
+        reason="if the accelerator does not support fp16, as on some CPUs, a missing pair of parentheses in DeepSpeed "
+        "makes it ignore the dtype and use bf16",
         seen="deepspeed 0.19.8",
         parameters=("self", "ds_config", "dtype"),
     ),
@@ -22,7 +22,7 @@ NAMES = (
 
 @contextmanager
 def keep_given_dtype() -> Iterator[None]:
-    """Make DeepSpeed keep the dtype that it is given, inside this context."""
+    """Inside this context, make DeepSpeed use the dtype that it is given."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
     choose = Patches._set_dtype

@@ -29,14 +29,14 @@ NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.Init._convert_to_zero_parameters",
         purpose="to shard single parameters that were built in full",
-        reason="zero.Init(module=...) shards whole modules, with a context of its own",
+        reason="zero.Init(module=...) shards all parameters of a module, in a context of its own",
         seen="deepspeed 0.19.8",
         parameters=("self", "param_list"),
     ),
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.Init.unpatch_init_and_builtins",
-        purpose="to keep what decorators did to constructors of classes that were defined inside zero.Init",
-        reason="it restores the constructors that these classes had before any decorator",
+        purpose="to keep decorated constructors of classes that are defined inside zero.Init",
+        reason="DeepSpeed restores the constructors that these classes had before they were decorated",
         seen="deepspeed 0.19.8",
         parameters=("self",),
     ),
@@ -47,56 +47,56 @@ CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "ra
 
 
 def partition_parameters_by(init: Any, partition: Callable[[Callable[[Parameter], None], Parameter], None]) -> None:
-    """Let `init` shard each parameter by `partition(as_deepspeed_does, parameter)`."""
-    as_deepspeed_does = init._zero_init_param
-    init._zero_init_param = lambda parameter: partition(as_deepspeed_does, parameter)
+    """Make `init` shard each parameter with `partition(plain, parameter)`, where `plain` is DeepSpeed's own method."""
+    plain = init._zero_init_param
+    init._zero_init_param = lambda parameter: partition(plain, parameter)
 
 
 def partition_modules_by(init: Any, partition: Callable[[Callable[[Module], None], Module], None]) -> None:
-    """Let `init` shard the parameters of each newly built module by `partition(as_deepspeed_does, module)`."""
-    as_deepspeed_does = init._post_init_method
-    init._post_init_method = lambda module: partition(as_deepspeed_does, module)
+    """Make `init` shard each new module with `partition(plain, module)`, where `plain` is DeepSpeed's own method."""
+    plain = init._post_init_method
+    init._post_init_method = lambda module: partition(plain, module)
 
 
 def keep_decorated_constructors(init: Any) -> None:
-    """Let classes that are defined inside `init` keep constructors that decorators made, when `init` ends.
+    """When `init` ends, keep the decorated constructors of classes that were defined inside it.
 
-    Such are the experts of Transformers, whose modules are first imported while the model is built.
+    Examples are the classes of experts in Transformers: their modules are first imported while the model is built.
     """
     unpatch = init.unpatch_init_and_builtins
 
-    def unpatch_but_for_decorated() -> None:
+    def unpatch_undecorated() -> None:
         patched_code = vars(torch.nn.Linear)["__init__"].__code__
         decorated: dict[Any, Any] = {}
-        for kind in _subclasses(Module):
-            constructor, before = vars(kind).get("__init__"), vars(kind).get("_old_init")
+        for cls in _subclasses(Module):
+            constructor, before = vars(cls).get("__init__"), vars(cls).get("_old_init")
             if before is not None and constructor is not before and _code_of(constructor) is not patched_code:
-                decorated[kind] = constructor
+                decorated[cls] = constructor
         unpatch()
-        for kind, constructor in decorated.items():
-            _call_unpatched(constructor, patched_code)
-            kind.__init__ = constructor
+        for cls, constructor in decorated.items():
+            _unpatch_closure(constructor, patched_code)
+            cls.__init__ = constructor
 
-    init.unpatch_init_and_builtins = unpatch_but_for_decorated
-
-
-_MOST_DECORATORS = 10
-"""Functions may hold each other in a circle."""
+    init.unpatch_init_and_builtins = unpatch_undecorated
 
 
-def _call_unpatched(function: Any, patched_code: CodeType, depth: int = 0) -> None:
-    """Replace patched constructors in the closure of `function`, and of functions there, by what they wrap."""
+_MAX_DEPTH = 10
+"""How many nested closures are searched. A limit is needed because functions can refer to each other in a cycle."""
+
+
+def _unpatch_closure(function: Any, patched_code: CodeType, depth: int = 0) -> None:
+    """In the closure of `function`, and of functions there, replace patched constructors with the original ones."""
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty
             inner = cell.cell_contents
             if _code_of(inner) is patched_code:
                 cell.cell_contents = inner.__wrapped__
-            elif isinstance(inner, FunctionType) and depth < _MOST_DECORATORS:
-                _call_unpatched(inner, patched_code, depth + 1)
+            elif isinstance(inner, FunctionType) and depth < _MAX_DEPTH:
+                _unpatch_closure(inner, patched_code, depth + 1)
 
 
-def _subclasses(kind: type[Module]) -> Iterator[type[Module]]:
-    for each in kind.__subclasses__():
+def _subclasses(cls: type[Module]) -> Iterator[type[Module]]:
+    for each in cls.__subclasses__():
         yield each
         yield from _subclasses(each)
 
@@ -106,7 +106,7 @@ def _code_of(function: Any) -> Any:
 
 
 def partition_full(init: Any, parameter: Parameter) -> None:
-    """Shard a full parameter. *Collective* over the world; rank 0's values are used."""
+    """Shard a full parameter, with the values of rank 0. *Collective* over the world."""
     init._convert_to_zero_parameters([parameter])
 
 
@@ -119,8 +119,8 @@ def choose_constructors(plain: dict[str, Callable[..., Tensor]], use_plain: Call
     """Call torch's own constructors if `use_plain()`, else those of `zero.Init`, until the current `zero.Init` ends.
 
     Args:
-        plain: what `plain_constructors` returned before `zero.Init` was entered.
-        use_plain: called at every construction.
+        plain: the constructors that `plain_constructors` returned before `zero.Init` was entered.
+        use_plain: called at every construction; returns whether to use the constructor in `plain`.
     """
     for name, own in plain.items():
         setattr(torch, name, _either(use_plain, own, getattr(torch, name)))

@@ -32,9 +32,8 @@ def set_device(module: Module, device: torch.device) -> None:
     if isinstance(module, _DeviceDtypeModuleMixin):
         if "_device" not in module.__dict__:
             _DEVICE.replace_on(module, device)  # raises a PrivateNameError
-        module.__dict__["_device"] = (
-            device  # not by Module.__setattr__, which is too slow for each replica in each step
-        )
+        # `Module.__setattr__` would be too slow: this runs for each replica in each step.
+        module.__dict__["_device"] = device
 
 
 def set_device_everywhere(root: Module, device: torch.device) -> None:

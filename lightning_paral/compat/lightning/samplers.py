@@ -16,8 +16,8 @@ _SEEN = "lightning 2.6.1 to 2.6.6"
 _PREPARE = PrivateName(
     name="lightning.pytorch.trainer.connectors.data_connector._DataConnector._prepare_dataloader",
     parameters=("self", "dataloader", "shuffle", "mode"),
-    purpose="to distribute samples over ranks in place of a DistributedSampler",
-    reason="Strategy.process_dataloader runs after Lightning has injected its sampler",
+    purpose="to distribute samples over ranks ourselves instead of with Lightning's DistributedSampler",
+    reason="the public Strategy.process_dataloader runs after Lightning has injected its sampler",
     seen=_SEEN,
 )
 NAMES = (
@@ -25,8 +25,8 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.Trainer._data_connector",
         on_instances=True,
-        purpose="to distribute samples over ranks in place of a DistributedSampler",
-        reason="Strategy.process_dataloader runs after Lightning has injected its sampler",
+        purpose="to distribute samples over ranks ourselves instead of with Lightning's DistributedSampler",
+        reason="the public Strategy.process_dataloader runs after Lightning has injected its sampler",
         seen=_SEEN,
     ),
     PrivateName(
@@ -46,14 +46,14 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
         parameters=("batch_sampler",),
-        purpose="to tell callbacks that write predictions the indices of each batch",
+        purpose="to pass the indices of each batch to callbacks that write predictions",
         reason="the prediction loop reads indices only from a batch sampler of this class",
         seen=_SEEN,
     ),
 )
 
 Preparation = Callable[[object, bool, RunningStage], object]
-"""Takes a loader, whether it shuffles, and the running stage; returns the loader to use."""
+"""Takes a loader, whether to shuffle it, and the running stage; returns the loader to use."""
 
 
 def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack) -> Preparation:

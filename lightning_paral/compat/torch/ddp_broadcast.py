@@ -30,7 +30,7 @@ _SUPPORTED = {
 def broadcast_any_dtype(module: Module) -> Callable[[], None]:
     """Make DDP broadcast tensors of `module` whose dtypes backends do not support; return a function that undoes it.
 
-    In torch 2.13, gloo does not support float8, uint16 and int16 ("Invalid scalar type"), and NCCL not all of them.
+    In torch 2.13, gloo does not support float8, uint16 and int16 ("Invalid scalar type"), and NCCL only some of them.
     """
     if all(tensor.dtype in _SUPPORTED for tensor in (*module.parameters(), *module.buffers())):
         return lambda: None
