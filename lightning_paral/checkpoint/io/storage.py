@@ -27,6 +27,7 @@ _AHEAD_BYTES = 2**23
 _NUM_REQUESTS = 4
 _MAX_NAME = 4096
 
+# The extra of this package for each scheme.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
 COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
