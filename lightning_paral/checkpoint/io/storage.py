@@ -27,15 +27,7 @@ _AHEAD_BYTES = 2**23
 _NUM_REQUESTS = 4
 _MAX_NAME = 4096
 
-_EXTRAS_BY_SCHEME = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "abfs": "azure",
-    "abfss": "azure",
-    "az": "azure",
-}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
 COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
 """Matches the paths of local copies of files at URLs, see `get_file`."""
@@ -52,7 +44,7 @@ def file_system(url: str) -> tuple[Any, str]:
         fs.invalidate_cache()  # it caches listings and sizes, which other ranks may have changed
         return fs, path
     except (ImportError, ValueError) as error:
-        extra = _EXTRAS_BY_SCHEME.get(url.split("://")[0])
+        extra = _EXTRAS.get(url.split("://")[0])
         remedy = f"Run pip install 'lightning_paral[{extra}]'." if extra else "Use a scheme that fsspec supports."
         raise CheckpointError(f"{url} cannot be accessed: {error}. {remedy}") from error
 

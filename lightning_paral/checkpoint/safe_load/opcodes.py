@@ -61,7 +61,6 @@ class Rules(Protocol):
         """Return a stand-in for an object that is stored outside the pickle."""
 
 
-_MARK = object()
 _UINT8, _UINT16, _INT32 = Struct("<B"), Struct("<H"), Struct("<i")
 _UINT32, _UINT64, _FLOAT = Struct("<I"), Struct("<Q"), Struct(">d")
 
