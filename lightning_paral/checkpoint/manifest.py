@@ -89,6 +89,7 @@ class Manifest:
             raise CheckpointError(f"{name} is damaged or hostile: it is not a manifest ({error}).") from error
 
     def _checked(self) -> "Manifest":
+        """Return `self`. Raise a `ValueError` if a field is invalid."""
         numbers = (self.world_size, self.epoch, self.global_step, self.format)
         if self.form not in ("full", "sharded") or not all(type(number) is int for number in numbers):
             raise ValueError("a field has the wrong type")

@@ -19,6 +19,7 @@ _SYSTEM_FILE = re.compile(r"\.DS_Store|\._.*|\.nfs[0-9a-f]+|Thumbs\.db|desktop\.
 _DCP_FILE = re.compile(
     r"(\.metadata|meta\.pt)(-[0-9a-f]{12})?|\.metadata\.tmp|manifest\.json|__\d+_\d+([0-9a-f]{12})?\.distcp"
 )
+"""Files of a Distributed Checkpoint. At a URL, their names contain the id of the save."""
 _DCP_REQUIRED_FILE = re.compile(r"\.metadata(-[0-9a-f]{12})?|__\d+_\d+([0-9a-f]{12})?\.distcp")
 """Files that identify a folder as a Distributed Checkpoint."""
 
@@ -91,6 +92,7 @@ def check_replaceable_at(fs: Any, path: str, url: str, *, folder: bool) -> None:
 
 
 def _check(target: object, found: PathContents) -> None:
+    """Raise a `CheckpointError` unless `found`, which is at `target`, is empty or a checkpoint without other files."""
     if found.is_empty or (found.is_checkpoint and not found.foreign):
         return
     if found.is_checkpoint:

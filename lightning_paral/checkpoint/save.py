@@ -1,4 +1,13 @@
-"""Save a checkpoint: plan which rank writes what, write next to the target, agree on success, commit by a rename."""
+"""Save a checkpoint: plan which rank writes what, write next to the target, agree on success, commit by a rename.
+
+The steps of a save, with the files to read:
+
+1. `state/weights.py`, `sharded_state.py`: the strategy collects this rank's shards before it calls this module.
+2. `save_plan.py`, `shards.py`: decide which elements this rank writes.
+3. `formats/sharded.py` or `formats/full.py`: write them, into a new folder or file next to the target.
+4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
+5. `io/atomic.py`: rename the new folder or file to the target.
+"""
 
 import io
 import logging
@@ -186,11 +195,7 @@ class SaveJob:
                 warn_about_refused_types(file)
 
     def _upload(self, ranks: RankGroup) -> int:
-        """Write a local file and copy it to the URL, where ranks could not write at different offsets of one file.
-
-        Returns:
-            int: the size of the file in bytes.
-        """
+        """Write a local file, because ranks cannot write parts of a file at a URL, and upload it. Return its size."""
         what = f"Saving {self.path}"
         folder = ranks.run_on_rank_0(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
         try:
@@ -204,15 +209,12 @@ class SaveJob:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
-        """Write the files of a sharded checkpoint, the manifest last.
+        """Write the files of a sharded checkpoint, the manifest last. Return the size of all files in bytes.
 
         Args:
             folder: the folder to write to.
             ranks: the ranks that save together.
             save_id: a part of the file names that makes them differ from those of other saves, for URLs.
-
-        Returns:
-            int: the size of all files in bytes.
         """
         what = f"Saving {self.path}"
 

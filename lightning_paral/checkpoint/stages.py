@@ -30,7 +30,8 @@ def merge_stages(
     this group. The names of frozen parameters that were not saved are collected from all stages.
 
     Args:
-        tree: the checkpoint of this rank, with optimizer states keyed by FQN (`optimizer_0`). It is not changed.
+        tree: the checkpoint of this rank, with an entry `optimizer_0`, ... for each optimizer, keyed by FQN. It is not
+            changed.
         items: the tensors that are saved.
         ranks: the ranks that save together.
         stages: the pipeline stage of each of `ranks`.
@@ -58,6 +59,7 @@ def merge_stages(
 
 
 def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict[str, Any]:
+    """Return a copy of the entries of `tree` that are merged, with placeholders at `paths`."""
     state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
     if PACKAGE_STATE_KEY in tree:
         state[PACKAGE_STATE_KEY] = {"frozen": tree[PACKAGE_STATE_KEY].get("frozen", [])}
@@ -66,6 +68,7 @@ def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict
 
 
 def _with_placeholders(tree: dict[str, Any], paths: Sequence[TreePath]) -> dict[str, Any]:
+    """Return a copy of the merged `tree` with placeholders at those of `paths` that have no tensor."""
     present = {path for path, _ in tensors_in(tree)}
     copied: dict[str, Any] = replace_at(tree, {})
     for path in paths:
@@ -82,6 +85,7 @@ def _is_optimizer_key(key: str) -> bool:
 
 
 def _merge_entries(key: str, first: Any, second: Any) -> Any:
+    """Return the merged value of `key`. Where both stages have an entry, the value is that of `first`."""
     if key in WEIGHT_KEYS:
         weights = _with_missing(first, second)
         if (versions := versions_in(second)) is not None:
@@ -99,12 +103,14 @@ def _merge_entries(key: str, first: Any, second: Any) -> Any:
 
 
 def _pair(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
+    """Return the elements of two lists in pairs, with an empty dict where the shorter list has none."""
     empty: dict[str, Any] = {}
     return list(zip_longest(first, second, fillvalue=empty))
 
 
 def _with_missing(first: Any, second: Mapping[str, Any]) -> Any:
-    merged = copy(first)  # of the same type
+    """Return a copy of the mapping `first`, of the same type, with the entries that only `second` has."""
+    merged = copy(first)
     merged.update({key: value for key, value in second.items() if key not in first})
     return merged
 
@@ -118,7 +124,7 @@ def restore_int_keys(tree: dict[str, Any], items: Iterable[WriteItem]) -> dict[s
     """Return `tree` with optimizer states in Lightning's format, and change the paths of `items` to match.
 
     Args:
-        tree: a checkpoint with optimizer states keyed by FQN (`optimizer_0`).
+        tree: a checkpoint with an entry `optimizer_0`, ... for each optimizer, keyed by FQN.
         items: the tensors that are saved; changed in place.
     """
     restored = {key: value for key, value in tree.items() if not _is_optimizer_key(key) and key != OTHER_ENTRIES_KEY}

@@ -32,8 +32,11 @@ class Contents:
     """What to write to the folder."""
 
     pairs: Pairs
+    """The weights."""
     config: str
+    """The text of `config.json`."""
     generation_config: str | None
+    """The text of `generation_config.json`; `None` writes no such file."""
     checked: bool
     """Whether the weights were compared with those that `transformers` expects for the config."""
 
@@ -101,7 +104,7 @@ def _model_from_checkpoint(
         raise ConfigurationError(
             "The checkpoint does not describe a Hugging Face model: the module did not contain one, or the checkpoint "
             "was not saved by a strategy of this package. Pass the config of the model: --config FOLDER_OR_FILE "
-            f"--strip-prefix PREFIX. The prefixes in the checkpoint, with the number of names of each, are: "
+            "--strip-prefix PREFIX. The prefixes in the checkpoint, with the number of names of each, are: "
             f"{prefixes(weights) or 'none'}."
         )
     names = ", ".join(f"--strip-prefix {model.prefix}" for model in recorded)

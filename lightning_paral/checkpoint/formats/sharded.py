@@ -40,7 +40,9 @@ from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo, fla
 from lightning_paral.errors import CheckpointError
 
 METADATA = ".metadata"
+"""Name of the file with the location of each value, in the format of Distributed Checkpoint."""
 META = "meta.pt"
+"""Name of the file with everything except weights and optimizer state."""
 _ALIGNMENT = 64
 # Lists may have elements that no path sets, such as empty dicts, which torch drops. The number of such gaps is limited,
 # because a hostile path with a large index would otherwise create a huge list.
@@ -168,11 +170,12 @@ def make_metadata(items: list[WriteItem], written: list[WrittenFile]) -> bytes:
         for path in (item.path, *item.aliases):
             key = _key(path)
             paths[key] = path
-            where = [ChunkStorageMetadata(torch.Size(b.chunk.offsets), torch.Size(b.chunk.sizes)) for _, b in found]
-            state[key] = TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), where)
-            for number, (name, b) in enumerate(found):
-                index = MetadataIndex(key, b.chunk.offsets, number)
-                storage[index] = StorageInfo(name, b.offset, b.length)
+            bounds = [(torch.Size(chunk.chunk.offsets), torch.Size(chunk.chunk.sizes)) for _, chunk in found]
+            about = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in bounds]
+            state[key] = TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), about)
+            for number, (name, chunk) in enumerate(found):
+                index = MetadataIndex(key, chunk.chunk.offsets, number)
+                storage[index] = StorageInfo(name, chunk.offset, chunk.length)
     metadata = Metadata(
         state_dict_metadata=state,
         planner_data=paths,

@@ -18,6 +18,7 @@ from lightning_paral.checkpoint.ownership import check_replaceable, inspect_path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# `target` is the reversed name of the target, see `_sibling`.
 _SAVE_NAME = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{16})", re.DOTALL)
 
 
@@ -76,6 +77,7 @@ class AtomicPath:
         if self.path.is_dir():
             _sync_folder(self.path)
         is_folder = self.target.is_dir() and not self.target.is_symlink()
+        # A rename cannot replace a folder that has files, nor a file by a folder.
         if not is_folder and not (self.path.is_dir() and os.path.lexists(self.target)):
             os.replace(self.path, self.target)
         elif not exchange(self.path, self.target):
@@ -155,9 +157,9 @@ def _replaced_versions(target: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files of dead saves in `folder`.
+    """Remove the files of killed saves in `folder`.
 
-    If a dead save had renamed a checkpoint and not replaced it, the checkpoint gets its name back.
+    If a killed save had renamed a checkpoint and not replaced it, the checkpoint gets its name back.
     """
     found = _match_save_names(os.listdir(folder))
     for name, save in {(match["target"], match["save"]) for match in found}:

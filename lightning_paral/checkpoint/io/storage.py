@@ -45,11 +45,7 @@ def file_system(url: str) -> tuple[Any, str]:
         return fs, path
     except (ImportError, ValueError) as error:
         extra = _EXTRAS.get(url.split("://")[0])
-        remedy = (
-            f"Install the extra: pip install 'lightning_paral[{extra}]'."
-            if extra
-            else "Use a scheme that fsspec supports, or install the package that supports this one."
-        )
+        remedy = f"Run pip install 'lightning_paral[{extra}]'." if extra else "Use a scheme that fsspec supports."
         raise CheckpointError(f"{url} cannot be accessed: {error}. {remedy}") from error
 
 
@@ -70,9 +66,7 @@ def check_name(folder: object, file: str) -> None:
         CheckpointError: the name is invalid, or leads out of `folder`.
     """
     if "\0" in file or not file or file.startswith("/") or ".." in file.split("/") or len(file) > _MAX_NAME:
-        raise CheckpointError(
-            f"{folder} refers to the file {file[:100]!r}, which is not in its folder. The checkpoint is hostile."
-        )
+        raise CheckpointError(f"{folder} is hostile: it refers to the file {file[:100]!r}, which is outside of it.")
 
 
 class LocalStorage:

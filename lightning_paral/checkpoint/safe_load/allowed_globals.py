@@ -47,10 +47,8 @@ def python_globals() -> list[Any]:
     """Return the types to allow in addition to those of torch, as `torch.serialization.safe_globals` takes them."""
     kinds = (bytes, frozenset, range, slice, Decimal, Namespace, PosixPath, PurePosixPath)
     times = (date, datetime, time, timedelta, timezone)
-    paths: list[Any] = [
-        (PosixPath, "pathlib._local.PosixPath"),
-        (PosixPath, "pathlib.PosixPath"),
-    ]  # Python 3.13, and others
+    # `pathlib._local` is where Python 3.13 defines them
+    paths: list[Any] = [(PosixPath, "pathlib._local.PosixPath"), (PosixPath, "pathlib.PosixPath")]
     paths += [(PurePosixPath, "pathlib._local.PurePosixPath"), (PurePosixPath, "pathlib.PurePosixPath")]
     makes = {"_reconstruct": numpy.empty(0).__reduce__()[0], "scalar": numpy.float64().__reduce__()[0]}
     of_numpy = [numpy.ndarray, numpy.dtype, *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__)]

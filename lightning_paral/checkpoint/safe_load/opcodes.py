@@ -12,7 +12,7 @@ from typing import Any, Protocol
 _MAX_KEY_DEPTH = 4
 _BYTES_PER_CONTAINER = 4
 FREE_CONTAINERS = 1000
-"""Number of containers that a pickle of any size may have. Each `_BYTES_PER_CONTAINER` bytes allow one more."""
+"""Number of containers that a pickle of any size may have; each `_BYTES_PER_CONTAINER` bytes allow one more."""
 _LARGE_INT = 2**61 - 1  # the hashes of larger integers can collide, so that a dict of them takes quadratic time
 
 
@@ -61,7 +61,6 @@ class Rules(Protocol):
         """Return a stand-in for an object that is stored outside the pickle."""
 
 
-_MARK = object()
 _UINT8, _UINT16, _INT32 = Struct("<B"), Struct("<H"), Struct("<i")
 _UINT32, _UINT64, _FLOAT = Struct("<I"), Struct("<Q"), Struct(">d")
 
@@ -70,8 +69,7 @@ def interpret(data: bytes, rules: Rules) -> Any:
     """Return the object in the pickle `data`: plain data, `Named`, `Made`, and stand-ins returned by `rules`.
 
     Raises:
-        PickleError: the pickle is damaged, contains something that `rules` do not allow, or is too expensive for its
-            size.
+        PickleError: the pickle is damaged, contains something that `rules` do not allow, or is too costly for its size.
     """
     machine = _Machine(data, rules)
     try:

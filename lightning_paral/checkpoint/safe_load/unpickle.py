@@ -17,10 +17,10 @@ from lightning_paral.checkpoint.safe_load.archive import Archive, Read, open_reg
 from lightning_paral.checkpoint.safe_load.opcodes import FREE_CONTAINERS, Made, PickleError, RefusedError, interpret
 from lightning_paral.errors import CheckpointError
 
-_NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")
+_NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")  # the global that torch names in its errors
 _LOCK = RLock()  # torch has one set of allowed types per process
 _MAX_DEPTH = 100
-_EXPANSION = 64
+_EXPANSION = 64  # steps that a traversal may take per byte of the pickle
 _CONTAINERS = (dict, list, tuple, Made)
 
 
@@ -102,12 +102,12 @@ def _top(archive: Archive | None) -> str:
 
 
 def _children(value: Any) -> Any:
-    kind = type(value)
-    if kind is dict:
+    cls = type(value)
+    if cls is dict:
         return value.values()
-    if kind in (list, tuple):
+    if cls in (list, tuple):
         return value
-    if kind is Made:
+    if cls is Made:
         return (*value.args, value.state, *value.items.values())
     return ()
 

@@ -23,10 +23,10 @@ Names = list[list[str]]
 
 
 class EndedOptimizers:
-    """Keeps the parameter names of the optimizers of past fits.
+    """Prepares optimizers for the time after a run, and keeps the names of their parameters.
 
-    A later evaluation may shard the module again and replace its parameters, after which the names could not be looked
-    up in the module.
+    The names are kept because a later evaluation may shard the module again and replace its parameters. They can then
+    no longer be looked up in the module.
     """
 
     def __init__(self) -> None:

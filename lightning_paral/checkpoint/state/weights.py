@@ -113,7 +113,7 @@ def load_weights(
 
     Raises:
         CheckpointError: names or shapes do not match. The module is unchanged.
-        RuntimeError: the same, if `module` overrides `load_state_dict`.
+        RuntimeError: names or shapes do not match, and `module` overrides `load_state_dict`.
     """
     if overrides_load_state_dict(module):
         call_load_state_dict(module, state_dict, strict=strict, left_out=left_out, into=into)
