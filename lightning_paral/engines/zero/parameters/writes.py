@@ -22,8 +22,8 @@ from lightning_paral.engines.zero.parameters.watched import Partitioned, plain_d
 from lightning_paral.errors import ConfigurationError
 
 _NUM_KEPT_COPIES = 4
-"""How many full copies of stage-3 parameters are kept after user code has accessed them, because it mostly accesses the
-same ones next. The number is the same on all ranks, because gathering is collective."""
+"""The number of full copies of stage-3 parameters that are kept, because user code often accesses the same parameters
+again. It is the same on all ranks, because gathering is collective."""
 
 _NOT_DIFFERENTIABLE = {Tensor.detach, torch.detach, Tensor.detach_}
 
@@ -54,7 +54,7 @@ class _Copy:
     def is_used_elsewhere(self) -> bool:
         """Whether user code still has a reference to the tensor, or a view of it."""
         storage = use_count(self.values)
-        # Without user code there are 2: this object and the argument of `getrefcount`; of the storage, see `use_count`.
+        # 2 without user code: of the tensor, this object and the argument; of the storage, see `use_count`.
         return bool(sys.getrefcount(self.values) > 2 or storage > 2)
 
 

@@ -1,7 +1,7 @@
-"""This rank's shards of the weights under ZeRO, for averages of them: flat ranges of parameters.
+"""Averages of weights under ZeRO: each rank averages its flat ranges of the parameters.
 
-At stages 1 and 2 every rank computes with full weights. It averages the ranges that it updates. The ranks exchange
-these averages for an evaluation with them, or to make them the weights.
+At stages 1 and 2 every rank computes with full weights, but averages only the ranges that it updates. The ranks
+all-gather the averages before an evaluation with them, and when they become the weights.
 """
 
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ from lightning_paral.engines.zero.parameters.writes import Writes
 if TYPE_CHECKING:
     from lightning_paral.engines.zero.state.zero_state import ZeroState
 
-_GATHERED_NUMEL = 2**24
-"""The approximate number of elements gathered at a time."""
+_BUCKET_NUMEL = 2**24
+"""The approximate number of elements per all-gather."""
 
 
 class ZeroWeightShards(WeightShards):
@@ -74,7 +74,7 @@ class ZeroWeightShards(WeightShards):
         full = [number for number, parameter in enumerate(self._parameters) if not is_partitioned(parameter)]
         for bucket in self._buckets(full):
             self._gather(bucket)
-        # Values that user code writes to borrowed weights are dropped after the evaluation: keep them out of masters.
+        # User code may write to borrowed weights. These values must not reach the master copies.
         self._writes.set_write_back(write_partitions if borrowed else self._state.write_full_values)
         self._writes.mark_unwritten()
 
@@ -90,7 +90,7 @@ class ZeroWeightShards(WeightShards):
             for number in same_type:
                 bucket.append(number)
                 numel += full_numel(self._parameters[number])
-                if numel >= _GATHERED_NUMEL:
+                if numel >= _BUCKET_NUMEL:
                     yield bucket
                     bucket, numel = [], 0
             if bucket:
@@ -114,7 +114,7 @@ class ZeroWeightShards(WeightShards):
                 position += numel
 
     def keep(self) -> None:
-        """Copy the flat ranges into the master copies."""
+        """Make the current values the weights of the module, also in its master copies."""
         self._state.write_flat_ranges(list(zip(self._parameters, self.current(), strict=True)))
 
     def as_saved(self, number: int, average: Tensor) -> Tensor:

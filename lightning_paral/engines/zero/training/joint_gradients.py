@@ -66,7 +66,7 @@ class JointGradients:
     def norm(self) -> Tensor:
         """Return the 2-norm of the gradients of all optimizers before clipping: a scalar, fp32. *Collective*.
 
-        Optimizers without gradients do not count.
+        Optimizers without gradients are skipped.
 
         Raises:
             GradientsNotReadyError: no optimizer has gradients.
