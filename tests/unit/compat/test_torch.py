@@ -1,4 +1,4 @@
-"""Canaries: torch still behaves as `lightning_paral.compat.torch` relies on, beyond having the names.
+"""Canaries: torch still behaves as `lightning_paral.compat.torch` expects.
 
 A failure means that torch has changed; its message says what would break.
 """
@@ -61,7 +61,7 @@ from tests.unit.compat.renaming import rename
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """Make a process group of this process alone."""
+    """Make a process group with a single rank."""
     before = dist.group.WORLD
     assert before is None, "another test has left a process group"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

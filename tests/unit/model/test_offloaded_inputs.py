@@ -1,4 +1,4 @@
-"""Inputs of units are offloaded between forward and backward: what is copied, how often, and for how long."""
+"""Inputs of units are offloaded between forward and backward, each once, and freed in time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ def test_gradients_equal_those_without_offloading(batch: Tensor) -> None:
     for _ in range(2):
         net(offloaded, batch).square().sum().backward()
         torch.testing.assert_close(gradients(net), expected, rtol=0.0, atol=0.0)
-    first, second = net(offloaded, batch), net(offloaded, batch * 0 + batch)  # two graphs at once
+    first, second = net(offloaded, batch), net(offloaded, batch * 0 + batch)  # two graphs at the same time
     first.square().sum().backward(retain_graph=True)
     torch.testing.assert_close(gradients(net), expected, rtol=0.0, atol=0.0)
     second.square().sum().backward()
@@ -102,7 +102,7 @@ def test_each_tensor_is_copied_once_and_back_only_if_it_was_freed(batch: Tensor)
     out.square().sum().backward()
     back = offloaded.copies[to_host:]
 
-    assert to_host == DEPTH + 1  # and the mask, but no parameter and nothing small
+    assert to_host == DEPTH + 1  # includes the mask, but no parameter and no small tensor
     assert {way for way, _ in offloaded.copies[:to_host]} == {"to host"}
     assert {way for way, _ in back} == {"back"}
     assert len(back) == DEPTH - 2 + 1
@@ -130,7 +130,7 @@ def test_no_copy_stays_after_backward_or_without_one(batch: Tensor) -> None:
     net, offloaded = Net(), offloaded_here()
     net(offloaded, batch).square().sum().backward()
     assert all(storage() is None for storage in net.inputs)
-    net(offloaded, batch)  # evaluated with gradients, and forgotten
+    net(offloaded, batch)  # a forward pass with gradients but no backward pass
     assert all(storage() is None for storage in net.inputs)
 
 

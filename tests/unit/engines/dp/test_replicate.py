@@ -16,7 +16,7 @@ def replicate(module: nn.Module, num: int = 1, device: torch.device = CPU) -> Re
 
 
 class Parts(nn.Module):
-    """Every way in which modules hold parameters, buffers and functions."""
+    """Holds parameters, buffers and functions in every way that modules do."""
 
     def __init__(self) -> None:
         super().__init__()

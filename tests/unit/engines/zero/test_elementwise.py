@@ -1,4 +1,4 @@
-"""Which optimizers ZeRO may show flattened parts of parameters is found by trying them."""
+"""ZeRO finds by a trial whether an optimizer is elementwise, so that it may update flat shards."""
 
 from typing import Any
 
