@@ -381,7 +381,7 @@ def test_logged_values_and_metrics_equal_those_of_one_process(tmp_path: Path) ->
     assert len(found[3]) > 20
 
 
-def test_predictions_come_back_in_order() -> None:
+def test_predictions_are_returned_in_order() -> None:
     class Predicting(Scores):
         def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             return {"sum": batch[0].sum(dim=1), "texts": [f"{value:.4f}" for value in batch[1].tolist()]}
