@@ -149,7 +149,7 @@ def test_low_precision_reaches_every_replica(precision: str) -> None:
     assert_same_weights(weights, expected, tolerance=3e-2 if true else 3e-3)
 
 
-def test_modes_of_the_step_are_those_of_one_process_in_every_replica() -> None:
+def test_every_replica_runs_the_step_in_the_modes_of_one_process() -> None:
     seen: set[tuple[str, bool, bool, bool]] = set()
 
     class Watched(Scores):

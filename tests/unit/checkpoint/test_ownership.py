@@ -304,12 +304,12 @@ def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> lis
     return sorted(os.listdir(folder))
 
 
-def test_a_users_checkpoint_io_removes_what_it_saved(tmp_path: Path) -> None:
+def test_users_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
     found = fit(tmp_path / "ours", "paral_ddp", [Elsewhere()])
     assert found == fit(tmp_path / "theirs", "ddp", [Elsewhere()]) == ["epoch=2-step=3.ckpt.elsewhere"]
 
 
-def test_async_checkpoint_io_removes_what_it_saved(tmp_path: Path) -> None:
+def test_async_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     assert fit(tmp_path, "paral_ddp", [AsyncCheckpointIO(Elsewhere())]) == ["epoch=2-step=3.ckpt.elsewhere"]

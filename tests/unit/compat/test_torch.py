@@ -118,7 +118,7 @@ def test_typed_storages_are_found_without_a_warning(recwarn: pytest.WarningsReco
     assert not recwarn.list
 
 
-def test_a_callback_queued_in_a_hook_runs_once_after_the_whole_backward_pass() -> None:
+def test_callback_queued_in_a_hook_runs_once_after_the_backward_pass() -> None:
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen = []
     loss = (first * second).sum()
@@ -159,7 +159,7 @@ def test_modes_see_operations_unless_they_are_suspended() -> None:
     assert not any("zeros" in name for name in names), "suspended modes see operations: the tape records itself"
 
 
-def test_schemas_tell_arguments_and_what_is_written() -> None:
+def test_schemas_tell_arguments_and_mutations() -> None:
     schema = dispatch.schema_of(torch.ops.aten.add_.Tensor)
 
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]

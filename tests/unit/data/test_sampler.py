@@ -163,7 +163,7 @@ class Bucketing:
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
-def test_sampler_that_depends_on_the_generators_only_is_drawn_alike(split) -> None:
+def test_ranks_draw_equally_from_samplers_that_depend_on_generators_only(split) -> None:
     samplers = [sampler_of(rank, 3, split, "pad", Bucketing(1000)) for rank in range(3)]
     samples = []
     for rank, sampler in enumerate(samplers):

@@ -109,7 +109,7 @@ def test_each_tensor_is_copied_once_and_back_only_if_it_was_freed(batch: Tensor)
     assert len({value for _, value in back}) == len(back)
 
 
-def test_inputs_leave_the_device_two_units_later_and_come_back_one_before_they_are_used(batch: Tensor) -> None:
+def test_inputs_are_offloaded_two_units_later_and_fetched_one_unit_before_use(batch: Tensor) -> None:
     net, offloaded = Net(), offloaded_here()
     seen: list[tuple[int, int, list[bool]]] = []
     net.note = lambda number: seen.append((number, len(offloaded.copies), [s() is not None for s in net.inputs]))
