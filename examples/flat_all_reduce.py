@@ -1,8 +1,7 @@
 """A strategy of your own: a full replica per rank, and one all-reduce of all gradients after each backward pass.
 
 `import flat_all_reduce`, then `Trainer(strategy="flat_all_reduce", devices=2)`. The process group, the batches of each
-rank, exact evaluation and checkpoints come from `ParalStrategy`. To test the strategy, add a row to the table of cases
-(tests/contract/cases.py), which all suites read.
+rank, shared buffers, exact evaluation and checkpoints come from `ParalStrategy`.
 """
 
 from typing import Unpack
@@ -18,11 +17,19 @@ from lightning_paral.strategies.base import ParalStrategy
 
 
 class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
-    """One process per device, each with a full replica that is not wrapped."""
+    """One process per device, each with a full replica that is not wrapped.
+
+    Args:
+        bucket_numel: elements per all-reduce. `None`: all gradients in one.
+        options: options of every strategy with ranks; see `RankOptions`.
+    """
+
+    strategy_name = "flat_all_reduce"
 
     @takes_rank_options
-    def __init__(self, **options: Unpack[RankOptions]) -> None:
-        super().__init__(**self._take_rank_options(options))
+    def __init__(self, *, bucket_numel: int | None = None, **options: Unpack[RankOptions]) -> None:
+        super().__init__(**options)
+        self.bucket_numel = bucket_numel
 
     # Process group: `ParalStrategy`.
 
@@ -40,19 +47,20 @@ class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
         assert self.lightning_module is not None
         gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(self.dims.data_size)
-        dist.all_reduce(flat)
+        for bucket in flat.split(self.bucket_numel or flat.numel()):
+            dist.all_reduce(bucket)
         for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
 
     # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `ParalStrategy`, which writes one file if ranks hold full replicas.
+    # Checkpoint: `ParalStrategy`, which writes one file, as every rank holds a full replica.
 
 
 register_strategies(
     RegisteredStrategy(
         name="flat_all_reduce",
         strategy=FlatAllReduceStrategy,
-        description="A replica per rank; one all-reduce averages all gradients after the backward pass",
+        description="A full model per rank; one all-reduce averages all gradients after the backward pass",
     )
 )

@@ -1,1 +1,1 @@
-"""Averages of weights (EMA, SWA), sharded as the weights are: each rank averages its own shards."""
+"""Averages of weights (EMA, SWA) that are sharded like the weights: each rank averages its own shards."""

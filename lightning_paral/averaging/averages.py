@@ -1,4 +1,4 @@
-"""Sharded averages of weights, in place of the full copy of the module that Lightning's callbacks keep."""
+"""Sharded averages of weights, which replace the full copy of the module that Lightning's callbacks keep."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,16 +18,16 @@ from lightning_paral.model.buffers import RankZeroBuffers
 
 
 class ShardedAverages:
-    """Averages this rank's shards of the weights; replaces the `AveragedModel` of a callback, which it uses inside.
+    """Averages this rank's shards of the weights. A callback uses it like an `AveragedModel` of the full module.
 
-    Created before the module is sharded; `attach` passes the shards. After `end` it refers to the module itself, whose
-    weights are the averages then, unless the fit ended early and they were lost.
+    It is created before the module is sharded, and `attach` gives it the shards. After `end`, it refers to the module
+    itself, whose weights are now the averages. If the fit ended before `become_weights`, the averages are lost.
 
     Args:
         module: the LightningModule.
         save_frozen: whether checkpoints hold frozen parameters.
-        device: device of the averages; `None` for that of the shards.
-        options: options of `AveragedModel`.
+        device: device of the averages; `None` for the device of the shards.
+        options: options of the `AveragedModel` that averages the shards.
     """
 
     prefix = "module."
@@ -42,7 +42,7 @@ class ShardedAverages:
         self._options = options
         self._shards: WeightShards | None = None
         self._inner = AveragedModel(Module(), **options)
-        self._buffers_of_rank_zero: RankZeroBuffers | None = None
+        self._rank_zero_buffers: RankZeroBuffers | None = None
         self._swapped = False
         self._became_weights = False
         self._state_to_read: Mapping[str, Any] | None = None
@@ -52,13 +52,13 @@ class ShardedAverages:
 
         Args:
             shards: this rank's shards of the weights.
-            buffers: broadcasts averages of buffers, as it does buffers; `None` if the ranks keep their own.
+            buffers: broadcasts rank 0's averages of buffers, as it does its buffers; `None` if each rank keeps its own.
         """
         inner = AveragedModel(_ShardModule(shards.current(), self._module), self._device, **self._options)
         if self._device is None:
             inner.n_averaged = inner.n_averaged.cpu()
         inner.n_averaged.copy_(self._inner.n_averaged)
-        self._inner, self._shards, self._buffers_of_rank_zero = inner, shards, buffers
+        self._inner, self._shards, self._rank_zero_buffers = inner, shards, buffers
         state, self._state_to_read = self._state_to_read, None
         if state is not None:
             self.load_state_dict(state)
@@ -74,7 +74,7 @@ class ShardedAverages:
         return not self._became_weights
 
     def end(self) -> None:
-        """Release the shards and their averages, at the end of the fit."""
+        """Release the shards and their averages. Call it at the end of the fit."""
         self._shards = None
         for name, _ in list(self._inner.module.named_parameters(recurse=False)):
             delattr(self._inner.module, name)
@@ -88,12 +88,12 @@ class ShardedAverages:
 
     @property
     def module(self) -> Module:
-        """The averages as a module: that of the shards during a fit, the LightningModule itself after it."""
+        """A module whose parameters are the averages: of shards during a fit; after it, the LightningModule itself."""
         return self._inner.module if self.has_shards else self._module
 
     def update_parameters(self, module: Module) -> None:
-        """Update the averages with the current weights. Not collective."""
-        self._inner.update_parameters(_ShardView(self._attached().current(), module))  # type: ignore[arg-type]
+        """Update the averages with the current weights. No collective."""
+        self._inner.update_parameters(_ShardView(self._require_shards().current(), module))  # type: ignore[arg-type]
 
     def to(self, device: Any) -> "ShardedAverages":
         """Move the averages to another device."""
@@ -102,72 +102,78 @@ class ShardedAverages:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by name, as tensors of full shape that hold this rank's shard.
+        """Return the averages by name, as tensors of the full shape that hold this rank's shard.
 
         Raises:
-            ConfigurationError: the fit ended before averages became the module's weights.
+            ConfigurationError: the averages were lost, because the fit ended before they became the module's weights.
         """
-        state = {self.prefix + name: value for name, value in self._weights().items()}
+        state = {self.prefix + name: value for name, value in self._state_without_prefix().items()}
         return state | ({"n_averaged": self.n_averaged} if self.prefix else {})
 
-    def _weights(self) -> dict[str, Any]:
+    def _state_without_prefix(self) -> dict[str, Any]:
         if self._shards is None:
             if self.was_lost:
                 raise ConfigurationError(
-                    "The averages of weights are gone: they were kept as shards, and the fit ended before they became "
-                    "the module's weights. Save them during the fit, with ModelCheckpoint(save_on_exception=True)."
+                    "The averages of weights were lost: they were sharded, and the fit ended before they became the "
+                    "module's weights. Save them during the fit, with ModelCheckpoint(save_on_exception=True)."
                 )
             return self._with_averaged_buffers(self._module.state_dict())
         if self._swapped:
-            return self._named(self._shards, self._shards.current())
-        return self._with_averaged_buffers(self._named(self._shards, list(self._inner.module.parameters())))
+            return self._state_with(self._shards, self._shards.current())
+        return self._with_averaged_buffers(self._state_with(self._shards, list(self._inner.module.parameters())))
 
     @torch.no_grad()
-    def complete(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the module's `weights` for a checkpoint.
+    def weights_to_save(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the module's weights for a checkpoint.
 
-        During an evaluation the module holds the averages. Then they are replaced by the weights, which are kept here.
+        During an evaluation, the module holds the averages, and this object holds the weights.
+
+        Args:
+            weights: the module's `state_dict`. During an evaluation, the averages in it are replaced by the weights.
         """
         shards = self._shards
         if shards is None or not self._swapped:
             return weights
-        kept = self._with_averaged_buffers(self._named(shards, list(self._inner.module.parameters())))
-        numbers = self._numbers()
+        swapped_out = self._with_averaged_buffers(self._state_with(shards, list(self._inner.module.parameters())))
+        numbers = self._index_by_id()
         named = self._module.named_parameters(remove_duplicate=False)
         have_masters = {name for name, parameter in named if shards.has_master(numbers[id(parameter)])}
-        return {name: value if name in have_masters else kept.get(name, value) for name, value in weights.items()}
+        return {
+            name: value if name in have_masters else swapped_out.get(name, value) for name, value in weights.items()
+        }
 
-    def _numbers(self) -> dict[int, int]:
-        """Return the index of each of the module's parameters in `WeightShards`, by its `id`."""
+    def _index_by_id(self) -> dict[int, int]:
+        """Return the index in `WeightShards` of each parameter of the module, by the `id` of the parameter."""
         return {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
 
-    def _named(self, shards: WeightShards, values: list[Tensor]) -> dict[str, Any]:
-        """Return the module's `state_dict`, with `values` for the parameters."""
-        numbers = self._numbers()
+    def _state_with(self, shards: WeightShards, values: list[Tensor]) -> dict[str, Any]:
+        """Return the module's `state_dict` with `values`, this rank's shards, as its parameters."""
+        numbers = self._index_by_id()
 
-        def held(parameter: Parameter) -> Tensor:
+        def local_shard(parameter: Parameter) -> Tensor:
             number = numbers[id(parameter)]
             return shards.as_saved(number, values[number].detach())
 
-        return sharded_state_dict(self._module, held, self._save_frozen)
+        return sharded_state_dict(self._module, local_shard, self._save_frozen)
 
     def _with_averaged_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
-        buffers = {_memory_of(own): average for own, average in self._buffers()}
+        """Replace the buffers in `state` by their averages, in place, and return it."""
+        buffers = {_memory_key(own): average for own, average in self._buffers()}
         for name, value in state.items():
             if isinstance(value, Tensor) and not is_sharded(value) and value.numel():
-                state[name] = buffers.get(_memory_of(value), value)
+                state[name] = buffers.get(_memory_key(value), value)
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages from `state`, of which this rank reads its shards; before `attach`, postpone this."""
+        """Load this rank's shards of the averages in `state`. Before `attach`, postpone this until then."""
         if self._shards is None:
             self._state_to_read = state
             return
         if "n_averaged" in state and self.prefix:
             self.n_averaged.copy_(state["n_averaged"])
         named = dict(self._module.named_parameters(remove_duplicate=False))
-        numbers = self._numbers()
+        numbers = self._index_by_id()
         averages = list(self._inner.module.parameters())
         read = set()
         for name, parameter in named.items():
@@ -185,13 +191,13 @@ class ShardedAverages:
     @torch.no_grad()
     def take_current(self) -> None:
         """Set the averages to the current weights and buffers."""
-        for average, current in self._pairs(self._attached()):
+        for average, current in self._pairs(self._require_shards()):
             average.copy_(current)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange averages and weights, buffers included, for an evaluation and after it. *Collective*."""
-        shards = self._attached()
+        """Exchange weights and buffers with their averages. Call it before and after an evaluation. *Collective*."""
+        shards = self._require_shards()
         shards.prepare()
         self._broadcast_buffers()
         for average, current in self._pairs(shards):
@@ -203,8 +209,8 @@ class ShardedAverages:
 
     @torch.no_grad()
     def become_weights(self, *, buffers: bool) -> None:
-        """Set the weights of the module, and with `buffers` also its buffers, to the averages. *Collective*."""
-        shards = self._attached()
+        """Set the weights of the module to the averages, and its buffers as well if `buffers`. *Collective*."""
+        shards = self._require_shards()
         shards.prepare()
         if buffers:
             self._broadcast_buffers()
@@ -216,11 +222,11 @@ class ShardedAverages:
 
     def current_view(self) -> Any:
         """Return an object whose `parameters()` are the current shards."""
-        return _ShardView(self._attached().current(), self._module)
+        return _ShardView(self._require_shards().current(), self._module)
 
-    def _attached(self) -> WeightShards:
+    def _require_shards(self) -> WeightShards:
         if self._shards is None:
-            raise ConfigurationError("Averages of weights exist during trainer.fit only, from the strategy's setup on.")
+            raise ConfigurationError("Averages of weights exist only during trainer.fit, after the strategy's setup.")
         return self._shards
 
     def _pairs(self, shards: WeightShards, *, buffers: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
@@ -234,8 +240,8 @@ class ShardedAverages:
         yield from zip(self._module.buffers(), self._inner.module.buffers(), strict=True)
 
     def _broadcast_buffers(self) -> None:
-        if self._buffers_of_rank_zero is not None and not self._swapped:
-            self._buffers_of_rank_zero.share_averages(self._inner.module)
+        if self._rank_zero_buffers is not None and not self._swapped:
+            self._rank_zero_buffers.broadcast_averages(self._inner.module)
 
 
 class ShardedSWAAverages(ShardedAverages):
@@ -260,7 +266,7 @@ class _ShardModule(Module):
 
 
 class _ShardView:
-    """The view of a module that averaging needs: the shards as parameters, and the buffers."""
+    """What averaging functions read of a module: the shards as its parameters, and its buffers."""
 
     def __init__(self, shards: list[Tensor], module: Module) -> None:
         self._shards = shards
@@ -273,5 +279,5 @@ class _ShardView:
         return self._module.buffers()
 
 
-def _memory_of(tensor: Tensor) -> tuple[int, torch.Size]:
+def _memory_key(tensor: Tensor) -> tuple[int, torch.Size]:
     return tensor.data_ptr(), tensor.shape

@@ -1,4 +1,4 @@
-"""Averages of buffers: each rank averages its own; rank 0's are saved and evaluated on all ranks."""
+"""Averages of buffers: each rank averages its own, and rank 0's averages are saved and evaluated."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def broadcast_when_swapped(buffers: RankZeroBuffers) -> Callable[[], None]:
     swap = swap_method()
 
     def swap_models(callback: Any, pl_module: LightningModule) -> None:
-        buffers.share_averages(averages_of(callback).module)
+        buffers.broadcast_averages(averages_of(callback).module)
         swap(callback, pl_module)
 
     return replace_methods(WeightAveraging, {SWAP: swap_models})

@@ -1,4 +1,4 @@
-"""Make Lightning's averaging callbacks, and subclasses of them, average shards of the weights."""
+"""Make Lightning's averaging callbacks, and their subclasses, average shards of the weights."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,10 +21,10 @@ from lightning_paral.compat.lightning.averaging import (
     averaging_function_of,
     copy_method,
     options_of,
-    passed_on,
     replace_schedulers_late,
     set_averages,
     swap_method,
+    user_options_of,
 )
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.errors import ConfigurationError
@@ -38,13 +38,13 @@ _FULL_WEIGHT_METHODS = {
 
 
 class AveragingCallbacks:
-    """Adapts the callbacks of a run that average weights, from before their `setup` until the run ends.
+    """Adapts the callbacks that average weights, from before their `setup` until the run ends.
 
     Lightning's `setup` copies the module before it is sharded, and its other methods use full parameters. Until the
-    fit ends, these methods of the two classes are replaced by ones that keep `ShardedAverages` in place of the copy.
+    fit ends, these methods of the two classes are replaced by methods that use `ShardedAverages` instead of a copy.
 
     Args:
-        trainer: the trainer that has the callbacks.
+        trainer: the trainer whose callbacks are adapted.
         save_frozen: whether checkpoints hold frozen parameters.
         obstacle: why this strategy cannot average weights; `None` if it can.
 
@@ -64,17 +64,17 @@ class AveragingCallbacks:
         if trainer.state.fn != TrainerFn.FITTING:
             # Nothing is averaged, but `StochasticWeightAveraging.setup` would copy the weights, or refuse the strategy.
             self._callbacks = []
-            self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
+            self._undo.callback(replace_methods(StochasticWeightAveraging, self._swa_methods()))
             return
         if obstacle is not None:
             raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
         for callback in self._callbacks:
-            _check(callback)
-        self._undo.callback(replace_methods(WeightAveraging, self._of_weight_averaging()))
-        self._undo.callback(replace_methods(StochasticWeightAveraging, self._of_swa()))
+            _check_callback(callback)
+        self._undo.callback(replace_methods(WeightAveraging, self._weight_averaging_methods()))
+        self._undo.callback(replace_methods(StochasticWeightAveraging, self._swa_methods()))
 
     def attach(self, make_shards: Callable[[], WeightShards], buffers: RankZeroBuffers | None) -> None:
-        """Start averaging. Call it when the module is sharded. *Collective* if there are averaging callbacks.
+        """Start averaging. Call it once the module is sharded. *Collective* if there are averaging callbacks.
 
         Raises:
             ConfigurationError: a callback keeps a full copy of the module.
@@ -94,20 +94,20 @@ class AveragingCallbacks:
     @property
     def are_in_state_dict(self) -> bool:
         """Whether checkpoints hold averages in `state_dict`, and the weights under another key."""
-        return bool(self._of_weights)
+        return bool(self._weight_averages)
 
     @property
     def have_shards(self) -> bool:
-        """Whether the averages have their shards: the module has been sharded."""
-        return all(averages.has_shards for averages in self._of_weights)
+        """Whether `attach` has given the averages their shards."""
+        return all(averages.has_shards for averages in self._weight_averages)
 
     def take_current(self) -> None:
         """Set the averages that checkpoints hold in `state_dict` to the current weights."""
-        for averages in self._of_weights:
+        for averages in self._weight_averages:
             averages.take_current()
 
     @property
-    def _of_weights(self) -> list[ShardedAverages]:
+    def _weight_averages(self) -> list[ShardedAverages]:
         found: list[Any] = [averages_of(each) for each in self._callbacks if isinstance(each, WeightAveraging)]
         return [averages for averages in found if isinstance(averages, ShardedAverages)]
 
@@ -121,22 +121,22 @@ class AveragingCallbacks:
                 if averages.was_lost and isinstance(callback, WeightAveraging):
                     rank_zero_warn(
                         f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
-                        "module. They were kept as shards and are gone; checkpoints of the fit have them."
+                        "module. They were sharded and are lost; checkpoints of the fit contain them."
                     )
                     set_averages(callback, None)
         self._callbacks = []
 
-    def _is_of(self, trainer: Trainer) -> bool:
+    def _is_own_trainer(self, trainer: Trainer) -> bool:
         return trainer is self._trainer
 
-    def _of_weight_averaging(self) -> dict[str, Any]:
+    def _weight_averaging_methods(self) -> dict[str, Any]:
         theirs = WeightAveraging
         set_up, swap, copy, save, load = (
             theirs.setup, swap_method(), copy_method(), theirs.on_save_checkpoint, theirs.on_load_checkpoint,
         )  # fmt: skip
 
         def setup(callback: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            if not self._is_of(trainer):
+            if not self._is_own_trainer(trainer):
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
                 set_averages(callback, ShardedAverages(pl_module, self._save_frozen, **options_of(callback)))
@@ -158,11 +158,11 @@ class AveragingCallbacks:
         def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
             averages = averages_of(callback)
             if isinstance(averages, ShardedAverages):
-                checkpoint["state_dict"] = averages.complete(checkpoint["state_dict"])
+                checkpoint["state_dict"] = averages.weights_to_save(checkpoint["state_dict"])
             save(callback, trainer, module, checkpoint)
 
         def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            # The strategy passes the loaded weights to the averages when it loads those of the module.
+            # The strategy sets the averages to the loaded weights when it loads the weights of the module.
             averages = averages_of(callback)
             if not isinstance(averages, ShardedAverages):
                 load(callback, trainer, module, checkpoint)
@@ -183,17 +183,17 @@ class AveragingCallbacks:
             "on_load_checkpoint": on_load_checkpoint,
         }
 
-    def _of_swa(self) -> dict[str, Any]:
+    def _swa_methods(self) -> dict[str, Any]:
         theirs = StochasticWeightAveraging
         set_up, update, transfer, load = (
             theirs.setup, theirs.update_parameters, theirs.transfer_weights, theirs.load_state_dict,
         )  # fmt: skip
 
         def setup(callback: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            if not self._is_of(trainer):
+            if not self._is_own_trainer(trainer):
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
-                # On the device of the shards until the first update, as Lightning's copy.
+                # Until the first update on the device of the shards, like Lightning's copy.
                 set_averages(callback, ShardedSWAAverages(pl_module, self._save_frozen))
 
         def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
@@ -229,25 +229,25 @@ def forget_ended(callbacks: list[Any]) -> None:
             set_averages(callback, None)
 
 
-def _check(callback: Any) -> None:
-    kind = type(callback)
+def _check_callback(callback: Any) -> None:
+    cls = type(callback)
     for base, names in _FULL_WEIGHT_METHODS.items():
         for name in names if isinstance(callback, base) else ():
-            if getattr(kind, name) is not getattr(base, name):
+            if getattr(cls, name) is not getattr(base, name):
                 raise ConfigurationError(
-                    f"{kind.__name__} defines {name} itself. That method needs full weights, but ranks hold shards of "
-                    "them. Keep the method of Lightning's class, or use paral_ddp."
+                    f"{cls.__name__} overrides {name}. That method needs full weights, but ranks hold shards of "
+                    "them. Remove the override, or use paral_ddp."
                 )
     if isinstance(callback, StochasticWeightAveraging):
-        check_elementwise(f"avg_fn of {kind.__name__}", averaging_function_of(callback), multi=False)
+        check_elementwise(f"avg_fn of {cls.__name__}", averaging_function_of(callback), multi=False)
         return
-    options = passed_on(callback)
+    options = user_options_of(callback)
     unknown = sorted(options.keys() - {"avg_fn", "multi_avg_fn"})
     if unknown:
         raise ConfigurationError(
-            f"{kind.__name__} passes {', '.join(unknown)} on to AveragedModel. Under a strategy that shards weights it "
-            "can pass avg_fn and multi_avg_fn only. Leave out the others, or use paral_ddp."
+            f"{cls.__name__} passes {', '.join(unknown)} to AveragedModel. Under a strategy that shards weights, it "
+            "can pass only avg_fn and multi_avg_fn. Leave out the others, or use paral_ddp."
         )
     for name in ("avg_fn", "multi_avg_fn"):
         if options.get(name) is not None:
-            check_elementwise(f"{name} of {kind.__name__}", options[name], multi=name == "multi_avg_fn")
+            check_elementwise(f"{name} of {cls.__name__}", options[name], multi=name == "multi_avg_fn")

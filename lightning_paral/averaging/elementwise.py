@@ -1,6 +1,6 @@
-"""Check that an averaging function is elementwise: only then can it average shards of weights.
+"""Check that an averaging function is elementwise, since only such a function can average shards of weights.
 
-The function is tried on small tensors, in full and in two parts; both have to give the same values.
+The function is called with small full tensors, and with two shards of each. Both must give the same averages.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_paral.errors import ConfigurationError
 
 _SHAPES = ((6, 5), (7,))
-_CUTS = (11, 3)
+_SPLIT_AT = (11, 3)
 _TOLERANCE = 1e-5
 _NUM_UPDATES = 3
 
@@ -23,39 +23,41 @@ def check_elementwise(name: str, function: Callable[..., Any], *, multi: bool) -
     """Raise a `ConfigurationError` unless an averaging function is elementwise.
 
     Args:
-        name: name of the argument and the callback, for the error.
+        name: name of the argument and of the callback, for the error message.
         function: `avg_fn` or `multi_avg_fn` of `torch.optim.swa_utils.AveragedModel`; its state is restored.
         multi: whether it is a `multi_avg_fn`.
     """
-    remedy = "Give one that is elementwise, as those of torch.optim.swa_utils are, or use paral_ddp."
+    remedy = "Give an elementwise function, such as those of torch.optim.swa_utils, or use paral_ddp."
     try:
-        with _restoring(function):
-            full = _averaged(function, multi, None)
-        parts = []
-        for part in (0, 1):
-            with _restoring(function):
-                parts.append(_averaged(function, multi, part))
+        with _restoring_state(function):
+            full = _run_trial(function, multi, None)
+        shards = []
+        for shard in (0, 1):
+            with _restoring_state(function):
+                shards.append(_run_trial(function, multi, shard))
     except Exception as error:
         raise ConfigurationError(
-            f"{name} cannot average flat parts of parameters ({type(error).__name__}: {error}), and ranks hold nothing "
-            f"else. {remedy}"
+            f"{name} cannot average flat shards of parameters ({type(error).__name__}: {error}), but ranks hold only "
+            f"shards. {remedy}"
         ) from error
-    for ours, first, second in zip(full, *parts, strict=True):
+    for ours, first, second in zip(full, *shards, strict=True):
         difference = (ours.reshape(-1) - torch.cat([first.reshape(-1), second.reshape(-1)])).abs().max()
         if not difference <= _TOLERANCE:
             raise ConfigurationError(
-                f"{name} is not elementwise: averages of parts of a parameter differ from the average of all of it (by "
-                f"{float(difference):.1e} in a trial), and ranks hold parts. {remedy}"
+                f"{name} is not elementwise: averages of shards of a parameter differ from the average of the full "
+                f"parameter (by {float(difference):.1e} in a trial), but ranks hold shards. {remedy}"
             )
 
 
-def _averaged(function: Callable[..., Any], multi: bool, part: int | None) -> list[Tensor]:
-    """Return averages of random tensors, or, with `part`, of one of two flat parts of each."""
+def _run_trial(function: Callable[..., Any], multi: bool, shard: int | None) -> list[Tensor]:
+    """Return averages of random tensors, or, if `shard` is 0 or 1, of the first or second flat shard of each."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> list[Tensor]:
         drawn = [torch.randn(shape, generator=generator) for shape in _SHAPES]
-        return drawn if part is None else [_cut(each, cut)[part] for each, cut in zip(drawn, _CUTS, strict=True)]
+        if shard is None:
+            return drawn
+        return [_split(each, index)[shard] for each, index in zip(drawn, _SPLIT_AT, strict=True)]
 
     averages = draw()
     for number in range(1, _NUM_UPDATES + 1):
@@ -67,18 +69,18 @@ def _averaged(function: Callable[..., Any], multi: bool, part: int | None) -> li
     return averages
 
 
-def _cut(tensor: Tensor, cut: int) -> tuple[Tensor, Tensor]:
+def _split(tensor: Tensor, index: int) -> tuple[Tensor, Tensor]:
     flat = tensor.reshape(-1)
-    return flat[:cut].clone(), flat[cut:].clone()
+    return flat[:index].clone(), flat[index:].clone()
 
 
 @contextmanager
-def _restoring(function: Any) -> Iterator[None]:
-    """Restore the state of `function` on exit: attributes of it or of its object, and its closure."""
+def _restoring_state(function: Any) -> Iterator[None]:
+    """Restore the state of `function` on exit: its closure and its attributes, or those of the object of a method."""
     owner = getattr(function, "__self__", function)
-    attributes = {key: _copied(value) for key, value in getattr(owner, "__dict__", {}).items()}
+    attributes = {key: _copy_value(value) for key, value in getattr(owner, "__dict__", {}).items()}
     cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-    contents = [_copied(cell.cell_contents) for cell in cells]
+    contents = [_copy_value(cell.cell_contents) for cell in cells]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -90,7 +92,7 @@ def _restoring(function: Any) -> Iterator[None]:
             cell.cell_contents = content
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if isinstance(value, int | float | str | bytes | bool | type(None)) or callable(value):
         return value
     return deepcopy(value) if isinstance(value, Tensor | dict | list | set | tuple) else copy(value)

@@ -1,4 +1,4 @@
-"""Averages of weights during one run: callbacks found before the module is sharded, then attached to its shards."""
+"""Averages of weights during one run: find the callbacks before the module is sharded, then attach its shards."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,17 +11,17 @@ from lightning_paral.checkpoint.tree import CURRENT_KEY
 from lightning_paral.model.buffers import RankZeroBuffers
 
 LoadWeights = Callable[[Mapping[str, Any], bool], None]
-"""`Strategy.load_model_state_dict`, called with a checkpoint and whether it has to match the module exactly."""
+"""`Strategy.load_model_state_dict`. Takes a checkpoint, and whether its keys must match the module exactly."""
 
 
 class RunAverages:
     """The averages of weights that callbacks keep during one run of a strategy that shards the weights.
 
-    The strategy creates it before callbacks are set up, calls `attach` when the module is sharded, `load` whenever a
-    checkpoint is loaded, and `end` in its teardown.
+    The strategy creates it before callbacks are set up, and calls `attach` once the module is sharded, `load` whenever
+    it loads a checkpoint, and `end` in its teardown.
 
     Args:
-        trainer: whose callbacks may average weights.
+        trainer: the trainer whose callbacks may average weights.
         save_frozen: whether checkpoints include frozen parameters.
         obstacle: why this strategy cannot average weights; `None` if it can.
 
@@ -41,7 +41,7 @@ class RunAverages:
 
         Args:
             make_shards: returns this rank's shards; called only if there are averaging callbacks.
-            buffers: broadcasts averages of buffers, as it does buffers; `None` if the ranks keep their own.
+            buffers: broadcasts rank 0's averages of buffers, as it does its buffers; `None` if each rank keeps its own.
             load_weights: loads the weights of a checkpoint that was loaded before this call.
 
         Raises:
@@ -53,9 +53,9 @@ class RunAverages:
             self.load(*pending, load_weights)
 
     def load(self, checkpoint: Mapping[str, Any], strict: bool, load_weights: LoadWeights) -> None:
-        """Make the weights that were just loaded the averages, and load the weights saved next to them.
+        """Set the averages to the module's weights, which were just loaded from the averages in `checkpoint`.
 
-        Before `attach`, this is postponed until then.
+        Then load the weights, which the checkpoint holds under another key. Before `attach`, postpone this until then.
         """
         if self._is_loading_weights or not self._callbacks.are_in_state_dict:
             return

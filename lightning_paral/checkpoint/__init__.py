@@ -1,1 +1,1 @@
-"""One checkpoint for every strategy and world size: what ranks hold, how it is written, committed and read."""
+"""One checkpoint for every strategy and world size: the shards of the ranks, and how they are saved and loaded."""

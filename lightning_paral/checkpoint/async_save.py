@@ -1,4 +1,4 @@
-"""Save in the background: one save at a time, in a thread, over a process group of its own."""
+"""Save in the background: one save at a time, in a thread, with a separate process group."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,11 +12,11 @@ from lightning_paral.distributed.agreement import RankGroup, all_ranks
 
 
 class BackgroundSaver:
-    """Writes staged saves in a thread. Its construction makes a gloo group: *Collective* over the world.
+    """Writes staged saves in a thread. The constructor creates a gloo group: *Collective* over the world.
 
     Args:
-        timeout: how long to wait for other ranks.
-        pin: whether to stage in pinned memory, for tensors on CUDA.
+        timeout: the timeout of the gloo group.
+        pin: whether to stage tensors in pinned memory; useful if they are on CUDA.
     """
 
     def __init__(self, timeout: timedelta, *, pin: bool = False) -> None:
@@ -24,10 +24,10 @@ class BackgroundSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.staging = Staging(pin=pin)
         self._save: Future[None] | None = None
-        self._later: list[Future[None]] = []
+        self._actions: list[Future[None]] = []
 
     def start(self, write: Callable[[RankGroup], None]) -> None:
-        """Wait for the previous save, then call `write` in the thread.
+        """Wait for the previous save, then call `write` in the thread, with all ranks over the gloo group.
 
         Raises:
             CheckpointError: the previous save failed.
@@ -36,26 +36,26 @@ class BackgroundSaver:
         self._save = self._thread.submit(write, all_ranks(self._group))
 
     def after(self, action: Callable[[], None]) -> None:
-        """Call `action` in the thread once the current save has succeeded; never if it fails."""
+        """Call `action` in the thread after the current save. If the save fails, `action` is not called."""
         save = self._save
 
-        def act() -> None:
+        def act_on_success() -> None:
             if save is None or save.exception() is None:
                 action()
 
-        self._later.append(self._thread.submit(act))
+        self._actions.append(self._thread.submit(act_on_success))
 
     def wait(self) -> None:
-        """Wait for the current save, and for the actions after it.
+        """Wait for the current save and for the actions registered by `after`.
 
         Raises:
             CheckpointError: the save failed.
         """
         save, self._save = self._save, None
-        later, self._later = self._later, []
+        actions, self._actions = self._actions, []
         if save is not None:
             save.result()
-        for action in later:
+        for action in actions:
             action.result()
 
     def close(self) -> None:

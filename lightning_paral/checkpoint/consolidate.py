@@ -1,4 +1,4 @@
-"""Convert any checkpoint to one Lightning file, one tensor at a time: in constant memory."""
+"""Convert any checkpoint to one Lightning file, in small slices, so that memory use is constant."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,21 +27,21 @@ Progress = Callable[[int], None]
 """Called with the number of bytes written since the last call."""
 
 STEP_BYTES = 2**22
-"""Bytes that are read and written at a time."""
+"""Number of bytes that are read and written at a time."""
 
 
 def select(checkpoint: dict[str, Any], *, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the entries of `checkpoint` that are to be written, tensors unread, with casts marked by `Cast`.
+    """Return the entries of `checkpoint` to write. No tensor is read; those to be cast are wrapped in `Cast`.
 
     Args:
-        checkpoint: as Lightning dumps it.
-        weights_only: leave out optimizer states and other states of training.
-        dtype: of floating-point weights in the output; `None` keeps theirs.
+        checkpoint: a checkpoint in Lightning's format.
+        weights_only: whether to leave out optimizer states and other training state.
+        dtype: the dtype of floating-point weights in the output; `None` keeps their dtypes.
     """
     kept = dict(checkpoint)
     if weights_only:
-        of_training = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
-        kept = {key: value for key, value in kept.items() if key not in of_training}
+        training_keys = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
+        kept = {key: value for key, value in kept.items() if key not in training_keys}
     if dtype is not None:
         kept["state_dict"] = type(kept["state_dict"])(
             (name, Cast(value, dtype) if isinstance(value, Tensor) and value.is_floating_point() else value)
@@ -63,21 +63,27 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise CheckpointError(
-            f"The output will have {needed_bytes / 1e9:.2f} GB, and {free_bytes / 1e9:.2f} GB are free in {folder}. "
-            "Make room, or write elsewhere."
+            f"The output needs {needed_bytes / 1e9:.2f} GB, but only {free_bytes / 1e9:.2f} GB are free in {folder}. "
+            "Free some space, or write elsewhere."
         )
 
 
 def size_of(checkpoint: dict[str, Any]) -> int:
-    """Return the number of bytes of all tensors in `checkpoint`, tied ones once."""
+    """Return the total size of the tensors in `checkpoint` in bytes. Tied tensors count once."""
     return sum(item.nbytes for item, _ in items_of(checkpoint))
 
 
 def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], progress: Progress) -> None:
-    """Write an ordinary Lightning file with a manifest to `out`, atomically.
+    """Write `checkpoint` to `out`, atomically, as an ordinary Lightning file with a manifest.
+
+    Args:
+        checkpoint: the entries to write, as returned by `select`.
+        out: the path of the file.
+        about: the fields of the manifest except `files`.
+        progress: called after each write.
 
     Raises:
-        CheckpointError: the disk is too full.
+        CheckpointError: the disk does not have enough free space.
     """
     pairs = items_of(checkpoint)
     check_free_space(out.parent, sum(item.nbytes for item, _ in pairs))
@@ -110,7 +116,7 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
 
 
 def items_of(checkpoint: dict[str, Any]) -> list[tuple[WriteItem, Tensor]]:
-    """Return weights and optimizer states, tied ones once, with their values."""
+    """Return the tensors of weights and optimizer states, each with its values. Tied tensors occur once."""
     found: dict[Any, tuple[WriteItem, Tensor]] = {}
     large = {key: checkpoint[key] for key in (*WEIGHT_KEYS, "optimizer_states") if key in checkpoint}
     for path, value in _tensors_and_casts(large):
@@ -134,7 +140,7 @@ def _tensors_and_casts(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[
 
 
 def _storage_key(tensor: Tensor) -> Any:
-    """Return a key that tied tensors share, whether they are stored in a folder or mapped from a file."""
+    """Return a key that is equal for tied tensors, both for `LazyTensor` and for tensors mapped from a file."""
     if isinstance(tensor, LazyTensor):
         locations = [stored.location for stored in tensor.chunks]
         return tuple(locations) if locations and None not in locations else id(tensor)
@@ -142,18 +148,21 @@ def _storage_key(tensor: Tensor) -> Any:
 
 
 def check_outside(out: Path, checkpoint: str | Path) -> None:
-    """Raise a `ConfigurationError` if `out` is, or is in, the folder of `checkpoint` or of another checkpoint."""
+    """Raise a `ConfigurationError` if `out` is the folder of a checkpoint, such as `checkpoint`, or is inside one."""
     target = out.resolve()
     source = Path(checkpoint).resolve()
     for folder in (target, *target.parents):
         if (folder == source and source.exists()) or _is_checkpoint(folder):
-            raise ConfigurationError(f"{out} is in the checkpoint {folder}, which must not change. Write elsewhere.")
+            raise ConfigurationError(
+                f"{out} is inside the checkpoint {folder}, which must not be modified. Write elsewhere."
+            )
 
 
 def _is_checkpoint(folder: Path) -> bool:
     with suppress(OSError, ValueError):
-        of_torch = (folder / METADATA).is_file()
-        if of_torch and ((folder / FILE_NAME).is_file() or (folder / META).is_file() or any(folder.glob("*.distcp"))):
+        has_metadata = (folder / METADATA).is_file()
+        others = (folder / FILE_NAME).is_file() or (folder / META).is_file() or any(folder.glob("*.distcp"))
+        if has_metadata and others:
             return True
         return find_folder(folder) is not None
     return False

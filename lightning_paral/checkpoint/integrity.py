@@ -20,7 +20,7 @@ from lightning_paral.errors import CheckpointError
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is damaged or incomplete; `faults` lists where."""
+    """A checkpoint is damaged or incomplete. `faults` has a description of each fault."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -28,28 +28,28 @@ class DamagedError(CheckpointError):
 
 
 def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
-    """Check the checkpoint at `path` in this process, and return its manifest; `None` if it is of another tool.
+    """Check the checkpoint at `path` in this process, and return its manifest; `None` if another tool saved it.
 
-    Of a checkpoint without a manifest this checks that it opens, that chunks cover every tensor, and that each chunk
-    can be read.
+    For a checkpoint without a manifest, check that it can be opened, that chunks cover every tensor, and that each
+    chunk can be read.
 
     Args:
-        path: file, folder or URL.
-        weights_only: `False` trusts the checkpoint, and runs code that it holds.
+        path: the path of a file or folder, or a URL.
+        weights_only: `False` trusts the checkpoint and runs code in it.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it cannot be read.
-        DamagedError: it differs from what was written.
+        CheckpointError: there is no checkpoint at `path`, or it cannot be read.
+        DamagedError: the checkpoint differs from what was written.
     """
 
-    def read(here: str | Path) -> Manifest | None:
-        manifest = read_manifest(here)
-        faults = [] if manifest is None else list(find_faults(here, manifest, RankGroup()))
-        with explain_read_errors(here):
+    def read(location: str | Path) -> Manifest | None:
+        manifest = read_manifest(location)
+        faults = [] if manifest is None else list(find_faults(location, manifest, RankGroup()))
+        with explain_read_errors(location):
             if not faults:
-                checkpoint = open_checkpoint(here, weights_only=weights_only, manifest=manifest)
-                # Behind a URL, do not fetch again what the checksums have just covered.
-                faults = list(_faults_of_tensors(checkpoint, read=manifest is None or not is_remote(here)))
+                checkpoint = open_checkpoint(location, weights_only=weights_only, manifest=manifest)
+                # For a URL, do not fetch data again whose checksums have just been verified.
+                faults = list(_faults_of_tensors(checkpoint, read=manifest is None or not is_remote(location)))
         if faults:
             raise DamagedError(faults)
         return manifest
@@ -72,39 +72,40 @@ def verify(path: str | Path) -> list[str]:
 
 
 def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:
-    """Check the blocks of all files that are this rank's to check.
+    """Verify this rank's range of the blocks of all files.
 
     Raises:
-        CheckpointError: files are damaged, truncated or missing; names them.
+        CheckpointError: files are damaged, truncated or missing. The message names them.
     """
     faults = list(find_faults(path, manifest, ranks))
     if faults:
-        raise CheckpointError(f"The checkpoint is damaged, nothing was loaded: {'; '.join(faults[:5])}.")
+        raise CheckpointError(f"The checkpoint is damaged, and nothing was loaded: {'; '.join(faults[:5])}.")
 
 
 def find_faults(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Iterator[str]:
-    """Yield the faults of the files in this rank's range of the blocks of all files.
+    """Yield a description of each fault in this rank's range of the blocks of all files.
 
-    The ranks divide all blocks evenly, in the order of the ranks that wrote them. At the same world size a rank checks
-    what it reads next, so each host fetches it from a shared disk once.
+    The blocks of all files, in the order of the ranks that wrote them, are divided evenly among the ranks. At an
+    unchanged world size, a rank verifies roughly the blocks that it loads afterwards, so each node fetches a block from
+    a shared disk once.
     """
     folder, names = _locate(path, manifest)
-    files = sorted(manifest.files, key=lambda file: (len(file), file))  # `__10_0` after `__9_0`
+    files = sorted(manifest.files, key=lambda file: (len(file), file))  # puts `__10_0` after `__9_0`
     num_blocks = sum(max(1, len(manifest.files[file].blocks)) for file in files)
-    local = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
+    of_rank = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
     first = 0
     for file in files:
         record, name = manifest.files[file], names[file]
-        of_file = range(first, first + max(1, len(record.blocks)))  # an empty file counts as one: it has to exist
-        first = of_file.stop
-        mine = range(max(of_file.start, local.start), min(of_file.stop, local.stop))
-        if mine:
-            has_fixed_size = manifest.form != "full"  # after a single file's recorded bytes comes its manifest
-            yield from _faults_of_file(folder, name, record, [block - of_file.start for block in mine], has_fixed_size)
+        blocks = range(first, first + max(1, len(record.blocks)))  # an empty file counts as one block: it must exist
+        first = blocks.stop
+        common = range(max(blocks.start, of_rank.start), min(blocks.stop, of_rank.stop))
+        if common:
+            has_fixed_size = manifest.form != "full"  # in a full checkpoint, the manifest follows the recorded bytes
+            yield from _faults_of_file(folder, name, record, [block - blocks.start for block in common], has_fixed_size)
 
 
 def _locate(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]]:
-    """Return the folder of a checkpoint, and the names of its files there by their names in the manifest."""
+    """Return the folder of a checkpoint, and a dict that maps names in the manifest to names in that folder."""
     if manifest.form == "full":
         if not is_remote(path):
             path = os.path.realpath(path)
@@ -115,6 +116,7 @@ def _locate(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str
 def _faults_of_file(
     folder: Folder, file: str, record: FileRecord, blocks: list[int], has_fixed_size: bool
 ) -> Iterator[str]:
+    """Yield a description of each fault in the given blocks of a file, or one if the file has the wrong size."""
     name, size = folder.name(file), folder.size(file)
     if size is None:
         yield f"{name} is missing"
@@ -123,8 +125,8 @@ def _faults_of_file(
     elif record.blocks:
         expected = [record.blocks[number] for number in blocks]
         found = folder.checksums(file, [(offset, length) for offset, length, _ in expected])
-        for (offset, length, total), own in zip(expected, found, strict=True):
-            if own != total:
+        for (offset, length, expected_sum), found_sum in zip(expected, found, strict=True):
+            if found_sum != expected_sum:
                 yield f"{name} is damaged between bytes {offset} and {offset + length}"
 
 
@@ -132,6 +134,7 @@ def _faults_of_file(
 
 
 def _faults_of_tensors(checkpoint: dict[str, Any], *, read: bool) -> Iterator[str]:
+    """Yield a description of each tensor whose chunks do not cover it or, with `read`, cannot be read."""
     for name, tensor in named_tensors(checkpoint):
         if not isinstance(tensor, LazyTensor):
             continue
@@ -154,13 +157,13 @@ def _read_error(stored: StoredChunk) -> str:
 
 
 def named_tensors(checkpoint: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return the weights with their names, then optimizer states with parameter name and key; tied ones once."""
+    """Return all weights and optimizer states, each with a name such as `optimizer_0.layer.weight.exp_avg`."""
     found = {f"state_dict.{name}": value for name, value in checkpoint.get("state_dict", {}).items()}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
         names: dict[Any, str] = {}
         for group in state.get("param_groups", []):
             names.update(zip(group["params"], group.get("param_names", ()), strict=False))
-        for key, of_parameter in state.get("state", {}).items():
-            for (kind, *_), value in tensors_in(of_parameter):
-                found[f"optimizer_{number}.{names.get(key, key)}.{kind}"] = value
+        for key, parameter_state in state.get("state", {}).items():
+            for (state_key, *_), value in tensors_in(parameter_state):
+                found[f"optimizer_{number}.{names.get(key, key)}.{state_key}"] = value
     return [(name, value) for name, value in found.items() if isinstance(value, Tensor)]

@@ -1,11 +1,14 @@
-"""Chunks of a tensor, and flat ranges: how the elements of a tensor are divided among ranks and files."""
+"""Chunks and flat ranges: how the elements of a tensor are divided among ranks and files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 _MAX_COMPARED = 500_000
-"""Pairs of chunks of one tensor; comparing them takes about a second. 4,096 ranks in a square need 130,000."""
+"""Limit for the pairs of chunks that are compared for one tensor, which takes about a second.
+
+4,096 ranks that shard a tensor in both of two dimensions need 130,000.
+"""
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for the chunk of a 0-dimensional tensor."""
+        """The number of elements; 1 for the chunk of a 0-dimensional tensor."""
         return prod(self.sizes)
 
     @property
@@ -26,17 +29,17 @@ class Chunk:
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def relative_to(self, outer: "Chunk") -> "Chunk":
-        """Return this chunk with offsets relative to the first element of `outer`."""
+        """Return this chunk with its offsets relative to those of `outer`."""
         return Chunk(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
 def full_chunk(shape: Sequence[int]) -> Chunk:
-    """Return the chunk of all elements."""
+    """Return the chunk that contains all elements of a tensor."""
     return Chunk((0,) * len(shape), tuple(shape))
 
 
 def intersection(first: Chunk, second: Chunk) -> Chunk | None:
-    """Return the chunk that both have in common; `None` if they do not overlap."""
+    """Return the chunk of the elements that are in both chunks; `None` if there are none."""
     starts = [max(a, b) for a, b in zip(first.offsets, second.offsets, strict=True)]
     stops = [
         min(a + m, b + n) for a, m, b, n in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
@@ -48,7 +51,7 @@ def intersection(first: Chunk, second: Chunk) -> Chunk | None:
 def chunks_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
     """Return the elements `[start, stop)` of a flattened row-major tensor as chunks, in memory order.
 
-    There are at most `2 * len(shape) - 1` of them, each contiguous in memory.
+    There are at most `2 * len(shape) - 1` chunks, and each is contiguous in memory.
     """
     if start >= stop:
         return []
@@ -81,35 +84,47 @@ def flat_range_of(shape: Sequence[int], chunk: Chunk) -> tuple[int, int] | None:
 
 
 def balanced_range(rank: int, world_size: int, nbytes: int, position: int, itemsize: int) -> tuple[int, int]:
-    """Return the elements `[start, stop)` of a tensor that `rank` writes, if all ranks hold the same tensors.
+    """Return the flat range `[start, stop)` of a tensor that `rank` writes, if all ranks hold the same tensors.
 
-    The tensors form one sequence of `nbytes` bytes, which is cut into `world_size` equal ranges at element boundaries.
-    This tensor begins at byte `position` of it. Clip the result to the number of its elements.
+    The bytes of all tensors are concatenated and divided into `world_size` equal ranges, at element boundaries.
+
+    Args:
+        rank: the rank, from 0 to `world_size - 1`.
+        world_size: the number of ranks.
+        nbytes: the total size of the tensors in bytes.
+        position: the byte at which this tensor begins in the concatenation.
+        itemsize: the size of an element of this tensor in bytes.
+
+    Returns:
+        tuple[int, int]: the range. It may be empty, and may exceed the tensor: clip it to the number of elements.
     """
     low, high = nbytes * rank // world_size, nbytes * (rank + 1) // world_size
     return max(0, -((position - low) // itemsize)), max(0, -((position - high) // itemsize))
 
 
 def coverage_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
-    """Describe why `chunks` do not cover a tensor exactly once: out of bounds, overlap or gap; `None` if they do."""
+    """Describe why `chunks` do not cover a tensor exactly once; return `None` if they do.
+
+    The fault is a chunk that is out of bounds, an overlap, or missing elements.
+    """
     everything = full_chunk(shape)
     for chunk in chunks:
         if len(chunk.sizes) != len(shape) or (chunk.numel and intersection(chunk, everything) != chunk):
-            return f"chunk {chunk.offsets}+{chunk.sizes} lies outside of shape {tuple(shape)}"
+            return f"chunk {chunk.offsets}+{chunk.sizes} is outside of shape {tuple(shape)}"
     filled = [chunk for chunk in chunks if chunk.numel]
-    # Few chunks overlap along the dimension that is cut most often.
-    most = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}), default=0)
-    filled.sort(key=lambda chunk: chunk.offsets[most : most + 1])
+    # Sorting along the dimension with the most different offsets leaves the fewest pairs to compare.
+    axis = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}), default=0)
+    filled.sort(key=lambda chunk: chunk.offsets[axis : axis + 1])
     compared = 0
     for number, chunk in enumerate(filled):
         for following in range(number + 1, len(filled)):
             other = filled[following]
-            if shape and other.offsets[most] >= chunk.offsets[most] + chunk.sizes[most]:
-                break  # sorted by this offset: no later chunk overlaps either
+            if shape and other.offsets[axis] >= chunk.offsets[axis] + chunk.sizes[axis]:
+                break  # chunks are sorted by this offset, so no later one overlaps either
             if intersection(chunk, other) is not None:
                 return f"chunks {chunk.offsets}+{chunk.sizes} and {other.offsets}+{other.sizes} overlap"
             compared += 1
             if compared > _MAX_COMPARED:
-                return f"its {len(filled)} chunks are cut so that they cannot be checked"
+                return f"its {len(filled)} chunks are cut so irregularly that they cannot be checked"
     missing = prod(shape) - sum(chunk.numel for chunk in filled)
     return f"{missing} of {prod(shape)} elements are in no chunk" if missing else None

@@ -1,4 +1,4 @@
-"""Tensors stored in a checkpoint: read when they are used, and only the elements that are needed."""
+"""Tensors of a checkpoint that are read when they are used, and only as far as they are needed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from lightning_paral.errors import CheckpointError
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of a tensor, stored in one file."""
+    """A chunk of a tensor that is stored in one file."""
 
     chunk: Chunk
 
     read: Callable[[], Tensor]
-    """Returns its elements, shape `chunk.sizes`; memory-mapped where the file is local."""
+    """Returns the elements, in shape `chunk.sizes`; memory-mapped if the file is local."""
 
     location: tuple[str, int] | None = None
-    """The name of the file and the offset in it, which chunks of tied tensors share."""
+    """The name of the file and the offset in bytes. Chunks of tied tensors have the same location."""
 
 
 class LazyTensor(Tensor):
-    """A tensor of a checkpoint with shape and dtype but no memory, stored in chunks.
+    """A tensor of a checkpoint that has a shape and a dtype but no memory, and is stored in chunks.
 
-    Any operation reads the full tensor and works on the values; renaming and deleting entries of a `state_dict` reads
-    nothing.
+    Any operation reads the full tensor and is applied to the values. Renaming and deleting entries of a `state_dict`
+    does not read anything.
     """
 
     chunks: list[StoredChunk]
@@ -41,7 +41,7 @@ class LazyTensor(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, chunks: list[StoredChunk], device: torch.device | None = None
     ) -> "LazyTensor":
-        """Make the tensor without reading it. It is read to `device`; `None` is the host."""
+        """Create the tensor without reading it. It will be read to `device`; `None` means the host."""
         stored = without_memory(cls, shape, dtype, device)
         stored.chunks = chunks
         return stored
@@ -56,10 +56,10 @@ class LazyTensor(Tensor):
         return materialize(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def requires_grad_(self, *_: Any) -> Tensor:
-        """Raise a `CheckpointError`: as a parameter, the tensor could not be changed."""
+        """Raise a `CheckpointError`, because a parameter without memory could not be updated."""
         raise CheckpointError(
-            "`load_state_dict(..., assign=True)` was given tensors of a sharded checkpoint that were not read yet. "
-            "Leave out `assign`, or read them first: `{name: value.clone() for name, value in state_dict.items()}`."
+            "`load_state_dict(..., assign=True)` got tensors of a sharded checkpoint that have not been read yet. Omit "
+            "`assign`, or read them first: `{name: value.clone() for name, value in state_dict.items()}`."
         )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -81,7 +81,7 @@ class LazyTensor(Tensor):
 
 
 def materialize(stored: Tensor) -> Tensor:
-    """Return `stored` as an ordinary tensor of its dtype, on its device; other tensors are returned as they are."""
+    """Return a `LazyTensor` as an ordinary tensor of its dtype on its device; return other tensors unchanged."""
     if not isinstance(stored, LazyTensor):
         return stored
     values = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
@@ -90,7 +90,7 @@ def materialize(stored: Tensor) -> Tensor:
 
 
 def read_chunk(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
-    """Copy a chunk of `stored` to `target`, a tensor of shape `chunk.sizes` and any dtype and device."""
+    """Copy a chunk of `stored` to `target`, a tensor of shape `chunk.sizes` with any dtype, on any device."""
     if not isinstance(stored, LazyTensor):
         target.copy_(stored[chunk.index])
         return
@@ -101,7 +101,7 @@ def read_chunk(stored: Tensor, chunk: Chunk, target: Tensor) -> None:
 
 
 def read_flat_range(stored: Tensor, start: int, target: Tensor) -> None:
-    """Copy elements `[start, start + len(target))` of the flattened `stored` to `target`, 1-dimensional."""
+    """Copy elements `[start, start + len(target))` of the flattened `stored` to the 1-dimensional `target`."""
     position = 0
     for chunk in chunks_of_flat_range(stored.shape, start, start + target.numel()):
         read_chunk(stored, chunk, target[position : position + chunk.numel].view(chunk.sizes))
@@ -109,10 +109,10 @@ def read_flat_range(stored: Tensor, start: int, target: Tensor) -> None:
 
 
 def flat_slices(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
-    """Yield all elements in row-major order, in 1-dimensional tensors of at most `max_bytes`.
+    """Yield all elements of `stored` in row-major order, as 1-dimensional tensors of at most `max_bytes` bytes.
 
-    They are views of the mapped file if the chunks of the tensor are flat ranges, as in checkpoints of this package.
-    Otherwise they are views of one buffer, valid until the next is requested.
+    If the chunks are flat ranges, as in checkpoints of this package, the slices are views of the mapped file. Otherwise
+    they are views of one buffer, and each is valid until the next one is requested.
     """
     step = max(1, max_bytes // stored.dtype.itemsize)
     reads = _reads_in_order(stored)
@@ -130,7 +130,7 @@ def flat_slices(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
 
 
 def _reads_in_order(stored: Tensor) -> list[Callable[[], Tensor]] | None:
-    """Return the reads of the chunks of `stored` if, one after the other, they give its elements in row-major order."""
+    """Return the reads of the chunks of `stored` in row-major order; `None` if the chunks are not flat ranges."""
     if not isinstance(stored, LazyTensor):
         return [lambda: stored]
     position, ordered = 0, []

@@ -1,4 +1,4 @@
-"""Load a checkpoint: find it, verify it, and return it as Lightning dumps it, with tensors that are read when used."""
+"""Load a checkpoint: find it, verify it, and open it with tensors that are read when they are used."""
 
 import logging
 import time
@@ -15,24 +15,29 @@ _log = logging.getLogger(__name__)
 
 
 def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint at `path`, verified, with tensors as `LazyTensor` on the host. *Collective* over `ranks`.
+    """Verify the checkpoint at `path`, and return it in Lightning's format. *Collective* over `ranks`.
 
     Args:
-        path: file, folder or URL; written by this package, Lightning or DeepSpeed.
-        ranks: the ranks that load together; each verifies a part of the files.
-        weights_only: `False` trusts the checkpoint, and runs code that it holds.
+        path: the path of a file or folder, or a URL; saved by this package, Lightning or DeepSpeed.
+        ranks: the ranks that load together. Each verifies a part of the files.
+        weights_only: `False` trusts the checkpoint and runs code in it.
+
+    Returns:
+        dict[str, Any]: the checkpoint, with tensors on the host: memory-mapped, or as `LazyTensor`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; on all ranks, with the name of the file.
+        CheckpointError: there is no checkpoint at `path`, or it is damaged. Raised on all ranks, with the name of the
+            file.
     """
     what = f"Loading {path}"
     started = time.monotonic()
 
-    def read(here: str | Path) -> dict[str, Any]:
-        manifest = ranks.run_on_rank_0(what, lambda: read_manifest(here))  # from rank 0: all ranks branch on it
+    def read(location: str | Path) -> dict[str, Any]:
+        # All ranks use the manifest that rank 0 read, so that all of them take the same branch.
+        manifest = ranks.run_on_rank_0(what, lambda: read_manifest(location))
         if manifest is not None:
-            ranks.run_on_all(what, lambda: verify_blocks(here, manifest, ranks))
-        return ranks.run_on_all(what, lambda: open_checkpoint(here, weights_only=weights_only, manifest=manifest))
+            ranks.run_on_all(what, lambda: verify_blocks(location, manifest, ranks))
+        return ranks.run_on_all(what, lambda: open_checkpoint(location, weights_only=weights_only, manifest=manifest))
 
     checkpoint = read_current(path, ranks, read)
     if ranks.is_rank_0:
@@ -41,14 +46,14 @@ def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> di
 
 
 def peek(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, dict[str, Any]]:
-    """Return manifest and content of the checkpoint at `path` without verifying it, in this process alone.
+    """Return the manifest and the content of the checkpoint at `path` without verifying it, in this process only.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no checkpoint at `path`, or it cannot be read.
     """
 
-    def read(here: str | Path) -> tuple[Manifest | None, dict[str, Any]]:
-        manifest = read_manifest(here)
-        return manifest, open_checkpoint(here, weights_only=weights_only, manifest=manifest)
+    def read(location: str | Path) -> tuple[Manifest | None, dict[str, Any]]:
+        manifest = read_manifest(location)
+        return manifest, open_checkpoint(location, weights_only=weights_only, manifest=manifest)
 
     return read_current(path, RankGroup(), read)

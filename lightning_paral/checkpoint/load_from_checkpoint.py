@@ -11,7 +11,7 @@ from lightning_paral.compat.torch.pytree import tree_map_only
 
 
 def is_folder(path: Any) -> bool:
-    """Whether `path`, a path, URL or open file, refers to a folder."""
+    """Return whether `path` refers to a folder. It may be a path, a URL or an open file."""
     if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
         return False
     if not is_remote(path):
@@ -21,18 +21,19 @@ def is_folder(path: Any) -> bool:
 
 
 def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Return the checkpoint at `path`, verified, with tensors as `LazyTensor`.
+    """Verify the checkpoint at `path`, and return it with tensors as `LazyTensor`.
 
     Args:
-        path: a folder written by this package, Lightning or DeepSpeed.
-        map_location: as for `torch.load`; tensors are read to the device that it gives for CPU tensors.
-        weights_only: `False` trusts the checkpoint, and runs code that it holds.
+        path: a folder that was saved by this package, Lightning or DeepSpeed.
+        map_location: as for `torch.load`. Tensors are read to the device to which it maps CPU tensors.
+        weights_only: `False` trusts the checkpoint and runs code in it.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, is damaged, or holds code and is not trusted.
+        CheckpointError: the folder is damaged or not a checkpoint, or it contains code and `weights_only` is not
+            `False`.
     """
     from lightning_paral.checkpoint.lazy_tensor import LazyTensor
-    from lightning_paral.checkpoint.load import load  # takes long to import
+    from lightning_paral.checkpoint.load import load  # slow to import
     from lightning_paral.distributed.agreement import RankGroup
 
     checkpoint = load(os.fspath(path), RankGroup(), weights_only=weights_only is not False)
@@ -48,7 +49,7 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
 
 
 def _device(map_location: Any) -> torch.device:
-    """Return where `map_location` puts CPU tensors."""
+    """Return the device to which `map_location` maps CPU tensors."""
     if callable(map_location):
         found = map_location(torch.empty(0).untyped_storage(), "cpu")
         return torch.device("cpu") if found is None else found.device

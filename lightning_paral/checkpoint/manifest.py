@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: its form and origin, and the size and checksums of every file.
+"""The manifest of a checkpoint: its format and origin, and the size and checksums of every file.
 
-In a folder it is `manifest.json`, in a single file a record of the zip archive, which other readers ignore.
+In a folder, it is the file `manifest.json`. In a single file, it is a record of the zip archive, which other readers
+ignore.
 """
 
 import json
@@ -19,12 +20,12 @@ from lightning_paral.errors import CheckpointError
 FORMAT = 1
 FILE_NAME = "manifest.json"
 MAX_BYTES = 2**24
-"""Size limit; the manifest of a checkpoint of 20 TB is smaller. Reading takes a small multiple of it."""
+"""Maximum size of a manifest. It suffices for a checkpoint of 20 TB; reading it takes a small multiple of its size."""
 
 _RECORD = "lightning_paral.json"
 _COMMENT = re.compile(rb"lightning_paral ([0-9a-f]{16}) ([0-9a-f]{16})")
 _SUM_DIGITS = 16
-_FREE_CONTAINERS = 100
+_FREE_CONTAINERS = 100  # JSON arrays and objects that a manifest of any size may have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +33,23 @@ class Manifest:
     """Describes a checkpoint and its files."""
 
     form: str
+    """`"full"` or `"sharded"`."""
     strategy: str
+    """The name of the strategy that saved the checkpoint."""
     world_size: int
+    """The number of ranks that saved it."""
     epoch: int
     global_step: int
     files: dict[str, FileRecord]
     """Files by name relative to the folder. A full checkpoint has one, `"."`: its bytes before the manifest."""
     names: dict[str, str] = field(default_factory=dict)
-    """Actual names of files whose usual name is another. Behind a URL, the files of a new save must not replace those
-    of the old one before the manifest does."""
+    """Maps the usual names of files to their actual names where these differ. At a URL, the files of a new save have
+    different names, because they must not replace the old files before the manifest is replaced."""
     format: int = FORMAT
+    """The version of the manifest's format."""
 
     def to_json(self) -> str:
-        """Return the manifest as JSON that includes its own checksum."""
+        """Return the manifest as JSON, including a checksum of itself."""
         content = asdict(self)
         return _text(content | {"checksum": _checksum(content)})
 
@@ -54,13 +59,15 @@ class Manifest:
 
         Args:
             text: the JSON.
-            name: name of the file, for errors.
+            name: the name of the file, for error messages.
 
         Raises:
-            CheckpointError: the text was changed, or has a format that this release does not know.
+            CheckpointError: the text was changed, or has a format that this release does not support.
         """
         if len(text) > MAX_BYTES or text.count("[") + text.count("{") > _FREE_CONTAINERS + len(text) // 10:
-            raise CheckpointError(f"{name} is damaged or hostile: it is too large or too nested for a manifest.")
+            raise CheckpointError(
+                f"{name} is damaged or hostile: it is too large for a manifest, or too deeply nested."
+            )
         try:
             content = json.loads(text)
             own = content.pop("checksum")
@@ -68,39 +75,40 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             intact = False
         if not intact:
-            raise CheckpointError(f"{name} is damaged: it is not what was written.")
+            raise CheckpointError(f"{name} is damaged: its checksum does not match its content.")
         if isinstance(content.get("format"), int) and content["format"] > FORMAT:
             raise CheckpointError(
-                f"{name} is of format {content['format']}, this release reads up to {FORMAT}: upgrade lightning_paral."
+                f"{name} has format {content['format']}, but this release reads formats up to {FORMAT}. Upgrade "
+                "lightning_paral."
             )
         try:
             return Manifest(
                 **content | {"files": {file: _record(r) for file, r in content.pop("files").items()}}
             )._checked()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{name} is damaged or hostile: it is no manifest ({error}).") from error
+            raise CheckpointError(f"{name} is damaged or hostile: it is not a manifest ({error}).") from error
 
     def _checked(self) -> "Manifest":
         numbers = (self.world_size, self.epoch, self.global_step, self.format)
         if self.form not in ("full", "sharded") or not all(type(number) is int for number in numbers):
-            raise ValueError("a field is of another type")
+            raise ValueError("a field has the wrong type")
         if type(self.strategy) is not str or not all(type(name) is str for name in self.names.values()):
-            raise ValueError("a name is no text")
+            raise ValueError("a name is not a string")
         if self.form == "full" and set(self.files) != {"."}:
-            raise ValueError("a single file names others")
+            raise ValueError("it is the manifest of a single file, but lists other files")
         return self
 
 
 def _record(found: dict[str, Any]) -> FileRecord:
-    """Return the record of a file; raise unless its blocks cover each byte once."""
+    """Return the record of a file. Raise a `ValueError` unless its blocks cover each byte exactly once."""
     blocks = [(offset, length, total) for offset, length, total in found["blocks"]]
     position = 0
     for offset, length, total in blocks:
         if not all(type(number) is int for number in (offset, length, total)) or offset != position or length <= 0:
-            raise ValueError("blocks are not one behind the other")
+            raise ValueError("blocks are not contiguous")
         position += length
     if type(found["bytes"]) is not int or found["bytes"] != position:
-        raise ValueError("blocks are not all of a file")
+        raise ValueError("blocks do not cover the file")
     return FileRecord(bytes=position, blocks=blocks)
 
 
@@ -118,11 +126,12 @@ def _checksum(content: dict[str, Any]) -> str:
 def embed(path: str | Path, make: Callable[[int], Manifest]) -> None:
     """Append a manifest to the zip archive at `path`.
 
-    The comment at the end of the archive holds the offset of the manifest, and the checksum of all bytes from there on.
+    The comment at the end of the archive contains the offset of the manifest, and a checksum of all bytes from this
+    offset to the end of the file.
 
     Args:
-        path: a file of `torch.save`.
-        make: called with the offset of the manifest; returns the manifest with a record of the bytes before it.
+        path: a file written by `torch.save`.
+        make: called with the offset of the manifest; returns the manifest, with a record of the bytes before it.
     """
     with zipfile.ZipFile(path, "a") as archive:
         start = archive.start_dir
@@ -139,7 +148,7 @@ def embed(path: str | Path, make: Callable[[int], Manifest]) -> None:
 
 
 def extract(path: str | Path) -> Manifest | None:
-    """Return the manifest in the file at `path`; `None` if it has none, as files of other tools.
+    """Return the manifest in the file at `path`; `None` if there is none, because another tool wrote the file.
 
     Raises:
         CheckpointError: the file is truncated or damaged.
@@ -150,7 +159,7 @@ def extract(path: str | Path) -> Manifest | None:
         nbytes = os.fstat(descriptor).st_size
         archive = read_archive(lambda offset, size: os.pread(descriptor, size, offset), nbytes, name)
         if archive is None:
-            raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: it is no zip archive.")
+            raise CheckpointError(f"{name} is damaged, truncated or not a checkpoint: it is not a zip archive.")
         records = [record for key, record in archive.records.items() if key.endswith("/" + _RECORD)]
         if not records and not archive.comment.startswith(b"lightning_paral"):
             return None
@@ -161,7 +170,7 @@ def extract(path: str | Path) -> Manifest | None:
             raise CheckpointError(f"{name} is damaged or hostile: its manifest has {records[0].size} bytes.")
         start, expected = int(found.group(1), 16), int(found.group(2), 16)
         if checksum_of_block(reader_of(descriptor), start, nbytes - start - _SUM_DIGITS) != expected:
-            raise CheckpointError(f"{name} is damaged: bytes from {start} on are not what was written.")
+            raise CheckpointError(f"{name} is damaged: the checksum of its last bytes, from {start}, does not match.")
         text = os.pread(descriptor, records[0].size, records[0].start).decode(errors="replace")
     finally:
         os.close(descriptor)

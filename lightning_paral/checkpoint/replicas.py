@@ -1,4 +1,4 @@
-"""Compare replicas by checksums before a save takes elements of one tensor from several of them."""
+"""Compare replicas by checksums before a save, which takes the elements of a tensor from several replicas."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,28 +13,29 @@ from lightning_paral.checkpoint.shards import bytes_of, flat, is_sharded
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.distributed.agreement import RankGroup
 
-_SLICE_NUMEL = 2**22  # elements of 8 bytes that are multiplied at a time on CUDA
+_SLICE_NUMEL = 2**22  # number of 8-byte elements that are multiplied at a time on CUDA
 
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's value of a tensor that other ranks hold, too: the full tensor, or a shard with replicas."""
+    """This rank's replica of a tensor or of a shard. Other ranks may have the same elements."""
 
     path: TreePath
     stages: tuple[int, ...]
-    """The pipeline stages whose ranks hold the tensor."""
+    """The pipeline stages whose ranks have the tensor, in ascending order."""
     value: Tensor
+    """The full tensor, or a `DTensor` or `FlatShard` of its shape."""
 
     @property
-    def has_others(self) -> bool:
-        """Whether other ranks hold the same elements."""
+    def has_replicas(self) -> bool:
+        """Whether other ranks have the same elements."""
         if isinstance(self.value, DTensor):
             return any(placement.is_replicate() for placement in self.value.placements)
         return not is_sharded(self.value)
 
     @property
     def group(self) -> Any:
-        """A key that the ranks share that hold the same elements: of a DTensor, the coordinate of its shard."""
+        """A key that is equal on all ranks with the same elements. It contains the coordinate of a DTensor's shard."""
         if not isinstance(self.value, DTensor):
             return self.stages, None
         coordinate = self.value.device_mesh.get_coordinate() or ()
@@ -43,40 +44,42 @@ class Replica:
 
 
 def find_differing(replicas: list[Replica], ranks: RankGroup, averages_later: bool, what: str) -> set[TreePath]:
-    """Return the paths of tensors whose replicas differ between ranks, and warn of them. *Collective*.
+    """Return the paths of tensors whose replicas differ, and warn about them. *Collective* over `ranks`.
 
-    Ranks exchange one checksum per group of replicas; only if these differ, one per tensor.
+    Ranks exchange one checksum per group of ranks with the same elements. Only if these differ, they exchange one per
+    tensor.
 
     Args:
-        replicas: the tensors of this rank; those without other replicas are skipped.
+        replicas: the tensors of this rank. Those that only this rank has are skipped.
         ranks: the ranks that save together.
-        averages_later: whether the ranks train apart and average their weights from time to time: post-local SGD.
-        what: what failed, for errors.
+        averages_later: whether replicas may differ because the weights are averaged only from time to time, as in
+            post-local SGD.
+        what: the action, such as "Saving a.ckpt", for error messages.
 
     Raises:
-        CheckpointError: a rank could not read its tensors; on all ranks.
+        CheckpointError: a rank could not read its tensors. Raised on all ranks.
     """
     if ranks.world_size == 1:
         return set()
     local: dict[Any, dict[TreePath, int]] = {}
 
-    def sum_up() -> dict[Any, int]:
-        compared = [replica for replica in replicas if replica.has_others]
+    def compute_digests() -> dict[Any, int]:
+        compared = [replica for replica in replicas if replica.has_replicas]
         values = [replica.value for replica in compared]
         sums = _checksums([value.to_local() if isinstance(value, DTensor) else value for value in values])
         for replica, total in zip(compared, sums, strict=True):
             local.setdefault(replica.group, {})[replica.path] = total
-        return {group: checksum(repr(of_paths).encode()) for group, of_paths in local.items()}
+        return {group: checksum(repr(sums_by_path).encode()) for group, sums_by_path in local.items()}
 
     first: dict[Any, int] = {}
-    digests = ranks.gather_results(what, sum_up)
-    if all(first.setdefault(group, digest) == digest for of_rank in digests for group, digest in of_rank.items()):
+    digests = ranks.gather_results(what, compute_digests)
+    if all(first.setdefault(group, digest) == digest for by_group in digests for group, digest in by_group.items()):
         return set()
     first_sums: dict[tuple[Any, TreePath], int] = {}
     differing: dict[TreePath, None] = {}
-    for of_rank in ranks.gather(local):
-        for group, of_paths in of_rank.items():
-            for path, total in of_paths.items():
+    for by_group in ranks.gather(local):
+        for group, sums_by_path in by_group.items():
+            for path, total in sums_by_path.items():
                 if first_sums.setdefault((group, path), total) != total:
                     differing[path] = None
     _warn(list(differing), averages_later)
@@ -86,15 +89,16 @@ def find_differing(replicas: list[Replica], ranks: RankGroup, averages_later: bo
 def _warn(differing: list[TreePath], averages_later: bool) -> None:
     if averages_later:
         rank_zero_warn(
-            "Ranks train on their own between the averagings of post-local SGD, and this checkpoint was saved between "
-            "two of them: it holds rank 0's weights and optimizer state."
+            "Under post-local SGD, ranks train independently until their weights are averaged. This checkpoint was "
+            "saved between two averagings, so it contains the weights and optimizer state of rank 0."
         )
         return
     names = [".".join(map(str, path[1:])) for path in differing]
     rank_zero_warn(
-        f"The ranks have drifted apart: {len(names)} tensors that should be the same on all ranks differ, such as "
-        f"{', '.join(names[:4])}. The checkpoint holds rank 0's. Training is damaged: something changed weights or "
-        "gradients on some ranks only, such as a hook with rank-dependent values, or a parameter that is not reduced."
+        f"The ranks have drifted apart: {len(names)} tensors that should be equal on all ranks differ, such as "
+        f"{', '.join(names[:4])}. The checkpoint contains the values of rank 0. The training is not correct: something "
+        "changed weights or gradients only on some ranks, such as a hook with rank-dependent values, or a parameter "
+        "whose gradient is not reduced."
     )
 
 
@@ -106,10 +110,10 @@ def _checksums(values: list[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def _sum_on_device(value: Tensor) -> Tensor:
-    """Return two sums over the bits of `value`, modulo 2^64, one of them weighted by position. Nothing is copied."""
+    """Return two sums over the 64-bit words of `value`, modulo 2^64: a plain one, and one weighted by position."""
     data = flat(value).view(torch.uint8)
     words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
-    if data.storage_offset() % 8:
+    if data.storage_offset() % 8:  # a view as int64 requires alignment
         words = data[: data.numel() // 8 * 8].clone().view(torch.int64)
     plain = rest.sum(dtype=torch.int64) + words.sum()
     weighted = torch.zeros_like(plain)

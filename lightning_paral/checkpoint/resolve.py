@@ -1,4 +1,4 @@
-"""Find the checkpoint at a path or URL, which another process may replace meanwhile, and read its manifest."""
+"""Find the checkpoint at a path or URL, even while another process replaces it, and read its manifest."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -27,66 +27,77 @@ _ATTEMPTS = 10
 
 
 def read_current(path: str | Path, ranks: RankGroup, read: Callable[[str | Path], T]) -> T:
-    """Return `read(location)` of the checkpoint `path`, repeated if a save replaced it meanwhile. *Collective*.
+    """Call `read` with the location of the checkpoint; repeat it if a save replaces the checkpoint meanwhile.
+
+    *Collective* over `ranks`.
 
     Args:
-        path: file, folder or URL.
-        ranks: the ranks that call together.
-        read: called with the location. For a file behind a URL this is a local copy, whose name is removed when `read`
-            returns; tensors that were mapped from it stay valid.
+        path: the path of a file or folder, or a URL.
+        ranks: the ranks that load together.
+        read: called with the location. For a file at a URL, this is a local copy, which is unlinked when `read`
+            returns. Tensors that were mapped from it stay valid.
+
+    Returns:
+        T: what `read` returned.
 
     Raises:
-        CheckpointError: there is no checkpoint, `read` raised, or the checkpoint is replaced again and again.
+        CheckpointError: there is no checkpoint, `read` raised an error, or the checkpoint was replaced during each
+            attempt.
     """
     for _ in range(_ATTEMPTS):
-        here, version = ranks.run_on_rank_0(f"Loading {path}", lambda: _find(path))
+        location, version = ranks.run_on_rank_0(f"Loading {path}", lambda: _find(path))
         copy = ranks.run_on_all(f"Loading {path}", lambda: get_file(str(path)) if is_remote(path) else None)
         error: CheckpointError | OSError | None = None
         try:
-            found = read(here if copy is None else copy)
+            found = read(location if copy is None else copy)
         except (CheckpointError, OSError) as raised:
             error = raised
         finally:
             if copy is not None:
                 copy.unlink()
-        if ranks.run_on_rank_0(f"Loading {path}", lambda: _find(path)) == (here, version):
+        if ranks.run_on_rank_0(f"Loading {path}", lambda: _find(path)) == (location, version):
             if error is None:
                 return found
-            message = COPY_NAME.sub(lambda _: str(path), str(error))  # name what the user gave, not the copy
-            unread = "" if isinstance(error, CheckpointError) else f"{path} cannot be read: "
+            message = COPY_NAME.sub(lambda _: str(path), str(error))  # name the user's path instead of the copy
+            prefix = "" if isinstance(error, CheckpointError) else f"{path} cannot be read: "
             missing = isinstance(error, MissingCheckpointError)
-            raise (MissingCheckpointError if missing else CheckpointError)(unread + message) from error
-    raise CheckpointError(f"{path} is replaced too often: all {_ATTEMPTS} attempts to read it were interrupted.")
+            raise (MissingCheckpointError if missing else CheckpointError)(prefix + message) from error
+    raise CheckpointError(
+        f"{path} was replaced by another save during each of {_ATTEMPTS} attempts to read it. Load it when no other "
+        "process saves to it."
+    )
 
 
 def _find(path: str | Path) -> tuple[str | Path, Any]:
     """Return the location of the checkpoint, and a version that changes when it is replaced."""
     if is_remote(path):
         return path, None
-    here = resolve(Path(without_scheme(path)))
+    location = resolve(Path(without_scheme(path)))
     with suppress(OSError):
-        about = here.stat()
-        return here, (about.st_dev, about.st_ino, about.st_mtime_ns)
-    return here, None
+        about = location.stat()
+        return location, (about.st_dev, about.st_ino, about.st_mtime_ns)
+    return location, None
 
 
 @contextmanager
 def explain_read_errors(path: object) -> Iterator[None]:
-    """Turn unexpected errors while a checkpoint is read into one that names it; `ParalError` and `OSError` pass.
+    """Replace unexpected errors inside the context by a `CheckpointError` that names the checkpoint.
+
+    `ParalError` and `OSError` are not replaced.
 
     Raises:
-        CheckpointError: `path` is damaged, or no checkpoint.
+        CheckpointError: `path` is damaged or not a checkpoint.
     """
     try:
         yield
     except (ParalError, OSError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {error}") from error
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
-    """Return the manifest of the checkpoint at `path`; `None` if it is of another tool.
+    """Return the manifest of the checkpoint at `path`; `None` if another tool saved it.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.

@@ -1,4 +1,4 @@
-"""Save a checkpoint: plan who writes what, write next to the target, agree that all succeeded, commit by a rename."""
+"""Save a checkpoint: plan which rank writes what, write next to the target, agree on success, commit by a rename."""
 
 import io
 import logging
@@ -19,16 +19,16 @@ from lightning_paral.checkpoint.formats.sharded import (
     METADATA,
     flatten,
     make_metadata,
-    serialized,
+    serialize_values,
     write_rank_file,
 )
 from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.files import record_bytes
-from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
-from lightning_paral.checkpoint.safe_load.unpickle import warn_of_refused
+from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
 from lightning_paral.checkpoint.save_plan import WriteItem, plan_save
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.stages import merge_stages, restore_int_keys
@@ -43,21 +43,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class SaveJob:
-    """A checkpoint to be written to `path`. All ranks prepare the same job and call the same methods."""
+    """A checkpoint to write to `path`. All ranks prepare the same job and call the same methods."""
 
     path: str
     form: Form
+    """`"full"` for one file, `"sharded"` for a folder."""
     tree: dict[str, Any]
-    """For the full form, the checkpoint; for the sharded form, its weights and optimizer states. Rank 0 writes it."""
+    """For a full checkpoint, all entries; for a sharded one, weights and optimizer states. Rank 0 writes it."""
     rest: dict[str, Any]
-    """For the sharded form, the other entries of the checkpoint: the content of `meta.pt`."""
+    """For a sharded checkpoint, the other entries: the content of `meta.pt`."""
     items: list[WriteItem]
     """The tensors, each with the shard that this rank writes."""
     objects: dict[TreePath, bytes]
-    """For the sharded form, on rank 0: values of `tree` that are not tensors, serialized."""
+    """For a sharded checkpoint, on rank 0: the values in `tree` that are not tensors, serialized."""
     about: dict[str, Any]
-    """Fields of the manifest."""
+    """The fields of the manifest except `files`."""
     is_first_of_run: bool = True
+    """Whether to check for types that loading will refuse. Later saves of a run contain the same types."""
 
     @staticmethod
     def prepare(
@@ -70,20 +72,21 @@ class SaveJob:
         averages_later: bool = False,
         stages: Sequence[int] | None = None,
     ) -> "SaveJob":
-        """Decide who writes what. Tensors are not copied. *Collective* over `ranks`.
+        """Decide which rank writes what. Tensors are not copied. *Collective* over `ranks`.
 
         Args:
-            checkpoint: as Lightning dumps it; tensors are full tensors, DTensors or `FlatShard`. It is not changed.
-            path: file, folder or URL; a checkpoint that is there is replaced.
+            checkpoint: the checkpoint in Lightning's format, with full tensors, `DTensor` or `FlatShard`. It is not
+                changed.
+            path: the path of the file or folder, or the URL, to save to. An existing checkpoint is replaced.
             form: `"full"` for one file, `"sharded"` for a folder.
             ranks: the ranks that save together.
-            replicated: addresses of the storages of weights that are the same on all ranks that hold them.
-            strategy: name of the strategy, for the manifest.
-            averages_later: whether the ranks train apart and average their weights from time to time.
-            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if there is one.
+            replicated: the addresses of the storages of weights that are equal on all ranks that have them.
+            strategy: the name of the strategy, for the manifest.
+            averages_later: whether replicas may differ because the weights are averaged only from time to time.
+            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if there is one stage.
 
         Raises:
-            CheckpointError: ranks hold different tensors, or a value cannot be saved; on all ranks.
+            CheckpointError: ranks have different tensors, or a value cannot be saved. Raised on all ranks.
         """
         what = f"Saving {path}"
         has_stages = stages is not None and len(set(stages)) > 1
@@ -102,7 +105,7 @@ class SaveJob:
         rest: dict[str, Any] = {}
         objects: dict[TreePath, bytes] = {}
         if form == "sharded":
-            tree, rest, objects = ranks.run_on_all(what, lambda: _split(tree, items, serialize=ranks.is_rank_0))
+            tree, rest, objects = ranks.run_on_all(what, lambda: _split(tree, items, with_objects=ranks.is_rank_0))
         elif has_stages:
             tree = ranks.run_on_all(what, lambda: restore_int_keys(tree, items) if ranks.is_rank_0 else {})
         about = {
@@ -115,22 +118,22 @@ class SaveJob:
         return SaveJob(str(path), form, tree, rest, items, objects, about)
 
     def stage(self, staging: Staging) -> None:
-        """Copy what this rank writes to the host, so that training can go on while it is written.
+        """Copy the data that this rank writes to the host, so that training can continue while `write` runs.
 
         Raises:
-            CheckpointError: saving to the path would delete files that are no checkpoint.
+            CheckpointError: saving to the path would delete files that do not belong to a checkpoint.
         """
         self._check_target()
         staging.stage(self.items)
         paths = (path for item in self.items for path in (item.path, *item.aliases))
-        self.tree, self.rest = copied_to_host((replace_at(self.tree, dict.fromkeys(paths)), self.rest))
+        self.tree, self.rest = copy_to_host((replace_at(self.tree, dict.fromkeys(paths)), self.rest))
 
     def write(self, ranks: RankGroup) -> None:
-        """Write all files and commit. *Collective* over `ranks`, those that have prepared the job.
+        """Write all files and commit. *Collective* over `ranks`, the ranks that prepared the job.
 
         Raises:
-            CheckpointError: a rank could not write, or saving to the path would delete files that are no checkpoint; on
-                all ranks. What was at the path is unchanged.
+            CheckpointError: a rank could not write, or saving to the path would delete files that do not belong to a
+                checkpoint. Raised on all ranks. An old checkpoint at the path is unchanged.
         """
         started = time.monotonic()
         ranks.run_on_rank_0(f"Saving {self.path}", self._check_target)
@@ -152,7 +155,7 @@ class SaveJob:
             check_replaceable_at(*file_system(self.path), self.path, folder=folder)
 
     def _write_locally(self, ranks: RankGroup) -> int:
-        """Write to a new path next to the target, and rename it. Return the size in bytes, as `_write_folder` does."""
+        """Write next to the target, and rename the result to the target. Return the size of all files in bytes."""
         target = Path(self.path)
         what = f"Saving {target}"
         draft: AtomicPath | None = None
@@ -177,13 +180,17 @@ class SaveJob:
                 draft.discard()
 
     def _check_types(self, *files: Any) -> None:
-        """Warn of types that loading will refuse; in the first save of a run, as later ones hold the same types."""
+        """In the first save of a run, warn about types that loading will refuse."""
         if self.is_first_of_run:
             for file in files:
-                warn_of_refused(file)
+                warn_about_refused_types(file)
 
     def _upload(self, ranks: RankGroup) -> int:
-        """Write a local file and copy it to the URL. A file behind a URL cannot be written at several offsets."""
+        """Write a local file and copy it to the URL, where ranks could not write at different offsets of one file.
+
+        Returns:
+            int: the size of the file in bytes.
+        """
         what = f"Saving {self.path}"
         folder = ranks.run_on_rank_0(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
         try:
@@ -197,18 +204,23 @@ class SaveJob:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
-        """Write the files of a folder, the manifest last. `save_id` makes their names differ from those of other saves.
+        """Write the files of a sharded checkpoint, the manifest last.
+
+        Args:
+            folder: the folder to write to.
+            ranks: the ranks that save together.
+            save_id: a part of the file names that makes them differ from those of other saves, for URLs.
 
         Returns:
-            int: size of all files in bytes.
+            int: the size of all files in bytes.
         """
         what = f"Saving {self.path}"
 
         def write_local_shards() -> Any:
             if isinstance(folder, LocalStorage) and not folder.path.is_dir():
                 raise CheckpointError(
-                    "this rank does not see the folder that rank 0 made. A sharded checkpoint needs a file system that "
-                    "all hosts share; checkpoint='full' does not."
+                    "this rank does not see the folder that rank 0 created. A sharded checkpoint requires a file "
+                    "system that all nodes share; checkpoint='full' does not."
                 )
             return write_rank_file(folder.create, f"__{ranks.rank}_0{save_id}.distcp", self.items, self.objects)
 
@@ -216,7 +228,7 @@ class SaveJob:
 
         def finish() -> int:
             files = {file.name: file.record for file in written}
-            contents = {METADATA: make_metadata(self.items, written), META: serialized({(): self.rest})[()]}
+            contents = {METADATA: make_metadata(self.items, written), META: serialize_values({(): self.rest})[()]}
             self._check_types(*map(io.BytesIO, (contents[META], *self.objects.values())))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
@@ -224,16 +236,16 @@ class SaveJob:
                 _write(folder, names.get(name, name), data)
             _write(folder, FILE_NAME, Manifest(files=files, names=names, **self.about).to_json().encode())
             if isinstance(folder, FsspecStorage):
-                for name, data in contents.items():  # for other tools
+                for name, data in contents.items():  # other tools expect the usual names
                     _write(folder, name, data)
-                folder.keep({*files, *contents, FILE_NAME})
+                folder.remove_except({*files, *contents, FILE_NAME})
             return sum(record.bytes for record in files.values())
 
         return ranks.run_on_rank_0(what, finish)
 
 
 def _with_fqn_keys(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with optimizer states as Distributed Checkpoint has them, keyed by parameter name."""
+    """Return the checkpoint with an entry `optimizer_0`, ... for each optimizer, with its state keyed by FQN."""
     tree = dict(checkpoint)
     states = tree.pop("optimizer_states", [])
     tree |= {f"optimizer_{number}": to_fqn_keys(state) for number, state in enumerate(states)}
@@ -245,7 +257,7 @@ def _with_fqn_keys(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_extra_states(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tree` without values in its state dicts that are saved as one object, even if they contain tensors."""
+    """Return `tree` without extra states of modules: values that are saved as one object, even if they have tensors."""
 
     def is_extra_state(value: Any) -> bool:
         return not isinstance(value, Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
@@ -258,9 +270,9 @@ def _without_extra_states(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(
-    tree: Mapping[str, Any], items: list[WriteItem], *, serialize: bool
+    tree: Mapping[str, Any], items: list[WriteItem], *, with_objects: bool
 ) -> tuple[dict[str, Any], dict[str, Any], dict[TreePath, bytes]]:
-    """Return the `tree`, `rest` and `objects` of a job in the sharded form; without `serialize`, no objects."""
+    """Return the fields `tree`, `rest` and `objects` of a `SaveJob`. Without `with_objects`, `objects` is empty."""
     paths = {path for item in items for path in (item.path, *item.aliases)}
     rest = {key: value for key, value in tree.items() if not is_state_key(key)}
     state = {key: value for key, value in tree.items() if is_state_key(key)}
@@ -272,9 +284,9 @@ def _split(
         if key in state:
             state[key] = {name: value for name, value in state[key].items() if (key, name) in planned}
     objects: dict[TreePath, bytes] = {}
-    if serialize:
+    if with_objects:
         leaves = {path: value for path, value in flatten(state).items() if not isinstance(value, Tensor)}
-        objects = serialized(leaves | extra_states)
+        objects = serialize_values(leaves | extra_states)
     return state, replace_at(rest, dict.fromkeys(paths)), objects
 
 

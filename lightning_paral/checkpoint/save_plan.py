@@ -1,4 +1,4 @@
-"""Plan a save: the union of the tensors that the ranks hold, each divided among the ranks that hold it."""
+"""Plan a save: form the union of the tensors of all ranks, and divide each tensor among the ranks that have it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,31 +19,35 @@ from lightning_paral.errors import CheckpointError
 
 @dataclass
 class WriteItem:
-    """A tensor of the checkpoint and this rank's shard of it. All ranks have the same items in the same order."""
+    """A tensor to write, and the shard of it that this rank writes. All ranks have the same items in the same order."""
 
     path: TreePath
+    """The position of the tensor in the checkpoint."""
     shape: tuple[int, ...]
+    """The shape of the full tensor."""
     dtype: torch.dtype
     shard: LocalShard
+    """What this rank writes of the tensor."""
     aliases: list[TreePath] = field(default_factory=list)
-    """Further paths of the same tensor: tied parameters."""
+    """Other paths of the same tensor, for tied parameters."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the full tensor."""
+        """The size of the full tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What a rank tells the others about a tensor that it holds."""
+    """The description of a tensor that a rank sends to the other ranks."""
 
     paths: tuple[TreePath, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Literal["sharded", "replicated", "per rank"]
-    """Whether the ranks that hold the tensor have shards, the same values, or values of their own."""
+    """Whether the ranks that have the tensor have shards of it, equal values, or different values."""
     read_order: int
+    """See `FlatShard`; 0 for other tensors."""
 
 
 @dataclass
@@ -52,9 +56,9 @@ class _Planned:
 
     record: _Record
     stages: list[int]
-    """The stages whose ranks hold the tensor, in ascending order."""
+    """The pipeline stages whose ranks have the tensor, in ascending order."""
     value: Tensor | None = None
-    """The tensor or shard of this rank, if it holds one."""
+    """This rank's tensor or shard; `None` if it has none."""
 
 
 def plan_save(
@@ -68,28 +72,30 @@ def plan_save(
 ) -> list[WriteItem]:
     """Decide which rank writes which elements of which tensor. *Collective* over `ranks`.
 
-    Sharded tensors (DTensor, `FlatShard`) are written by the ranks that hold the shards, wherever they are in the tree.
-    Optimizer states, and weights whose storage is in `replicated`, are the same on all ranks that hold them, and are
-    divided evenly among those. Other tensors below weights and optimizer states, such as buffers, may differ between
-    ranks: the first rank that holds them writes its own, as it does of replicas that are found to differ.
+    - Sharded tensors (`DTensor`, `FlatShard`), anywhere in the tree: each rank writes its shard.
+    - Optimizer states, and weights whose storage is in `replicated`: these are equal on all ranks that have them, and
+      are divided evenly among those ranks.
+    - Other tensors in weights and optimizer states, such as buffers, which may differ between ranks: the first rank
+      that has the tensor writes it. The same applies to tensors of the second group whose replicas turn out to differ.
 
-    The cost is two collectives of one number per rank. With several stages, one rank of each also broadcasts its list.
+    The cost is two collectives of one number per rank. With several stages, one rank of each stage also broadcasts its
+    list of tensors.
 
     Args:
-        tree: the checkpoint of this rank, nested dicts and lists.
+        tree: the checkpoint of this rank: nested dicts and lists.
         ranks: the ranks that save together.
-        replicated: addresses of the storages of weights that are the same on all ranks that hold them.
-        stages: the pipeline stage of each of `ranks`, as `ParallelDims.stages`. Ranks of one stage hold the same
-            tensors, full or sharded; stages hold different tensors and may have some in common. `None`: there is one.
-        averages_later: whether the ranks train apart and average their weights from time to time.
-        what: what failed, for errors.
+        replicated: the addresses of the storages of weights that are equal on all ranks that have them.
+        stages: the pipeline stage of each of `ranks`, as in `ParallelDims.stages`; `None` if there is one stage. Ranks
+            of one stage have the same tensors, full or sharded. Different stages may have some tensors in common.
+        averages_later: whether replicas may differ because the weights are averaged only from time to time.
+        what: the action, such as "Saving a.ckpt", for error messages.
 
     Raises:
-        CheckpointError: ranks of one stage hold different tensors, stages disagree on the shape, dtype or aliases of a
-            tensor, or a sharded tensor is in a container other than dicts and lists; on all ranks.
+        CheckpointError: ranks of one stage have different tensors; stages disagree on the shape, dtype or aliases of a
+            tensor; or a sharded tensor is in a container other than dicts and lists. Raised on all ranks.
     """
     stages = [0] * ranks.world_size if stages is None else list(stages)
-    assert len(stages) == ranks.world_size, "stages has one number for each rank"
+    assert len(stages) == ranks.world_size, "stages must have one number for each rank"
     local: list[tuple[_Record, Tensor]] = []
 
     def list_tensors() -> int:
@@ -111,7 +117,7 @@ def plan_save(
 
 
 def _tensors_to_write(tree: Mapping[str, Any], replicated: set[int]) -> list[tuple[_Record, Tensor]]:
-    """Return the tensors that this rank holds, tied ones once.
+    """Return the tensors of this rank that are part of the plan. Tied tensors occur once.
 
     Raises:
         CheckpointError: a sharded tensor is in a container other than dicts and lists.
@@ -121,7 +127,7 @@ def _tensors_to_write(tree: Mapping[str, Any], replicated: set[int]) -> list[tup
         found.setdefault(view_key(value), ([], value))[0].append(path)
     if any(is_sharded(leaf) and id(leaf) not in found for leaf in tree_leaves(tree)):
         raise CheckpointError(
-            "A sharded tensor is in a tuple or a container of another type, and cannot be saved from there. Put it "
+            "A sharded tensor is in a tuple or in a container of a custom type, and cannot be saved from there. Put it "
             "into a dict or a list."
         )
     return [(_record_of(paths, value, replicated), value) for paths, value in found.values()]
@@ -145,44 +151,51 @@ def _record_of(paths: list[TreePath], value: Tensor, replicated: set[int]) -> _R
 
 
 def _union(records: list[_Record], digests: list[int], stages: list[int], ranks: RankGroup) -> list[_Planned]:
-    """Return the tensors of all ranks, in the same order on all of them. *Collective* if their lists differ.
+    """Return the union of the tensors of all ranks, in the same order on all ranks. *Collective* if the lists differ.
+
+    Args:
+        records: the tensors of this rank.
+        digests: the checksum of the list of each rank.
+        stages: the pipeline stage of each rank.
+        ranks: the ranks that save together.
 
     Raises:
-        CheckpointError: ranks do not agree on a tensor.
+        CheckpointError: ranks disagree on a tensor.
     """
-    first_of = {stage: stages.index(stage) for stage in sorted(set(stages))}
+    first_ranks = {stage: stages.index(stage) for stage in sorted(set(stages))}
     if len(set(digests)) == 1:
-        return [_Planned(record, list(first_of)) for record in records]
+        return [_Planned(record, list(first_ranks)) for record in records]
     for rank, digest in enumerate(digests):
-        first = first_of[stages[rank]]
+        first = first_ranks[stages[rank]]
         if digest != digests[first]:
             raise _disagreement(first, rank, ranks.broadcast(records, first), ranks.broadcast(records, rank))
     lists: dict[int, list[_Record]] = {}
     planned: list[_Planned] = []
-    at: dict[TreePath, int] = {}
-    for stage, rank in first_of.items():
+    index_of: dict[TreePath, int] = {}
+    for stage, rank in first_ranks.items():
         if digests[rank] not in lists:
             lists[digests[rank]] = ranks.broadcast(records, rank)
-        of_stage = lists[digests[rank]]
+        stage_records = lists[digests[rank]]
         seen: set[int] = set()
-        for record in of_stage:
-            known = {at[path] for path in record.paths if path in at}
-            number = known.pop() if known else len(planned)
-            if number == len(planned):
+        for record in stage_records:
+            known = {index_of[path] for path in record.paths if path in index_of}
+            index = known.pop() if known else len(planned)
+            if index == len(planned):
                 planned.append(_Planned(record, []))
-            merged = _merged(planned[number].record, record)
-            if known or number in seen or merged is None:
-                other = first_of[planned[number].stages[0]]
-                raise _disagreement(other, rank, lists[digests[other]], of_stage, only=record.paths)
-            planned[number].record = merged
-            planned[number].stages.append(stage)
-            at.update(dict.fromkeys(record.paths, number))
-            seen.add(number)
+            merged = _merge_records(planned[index].record, record)
+            # The stages disagree on aliases if one of them ties tensors that are separate in another.
+            if known or index in seen or merged is None:
+                other = first_ranks[planned[index].stages[0]]
+                raise _disagreement(other, rank, lists[digests[other]], stage_records, only=record.paths)
+            planned[index].record = merged
+            planned[index].stages.append(stage)
+            index_of.update(dict.fromkeys(record.paths, index))
+            seen.add(index)
     return planned
 
 
-def _merged(first: _Record, second: _Record) -> _Record | None:
-    """Return the record of a tensor that two stages hold; `None` if they do not hold the same."""
+def _merge_records(first: _Record, second: _Record) -> _Record | None:
+    """Return one record for a tensor that two stages have; `None` if their records do not match."""
     if (first.shape, first.dtype, first.layout) != (second.shape, second.dtype, second.layout):
         return None
     paths = tuple(dict.fromkeys((*first.paths, *second.paths)))
@@ -190,10 +203,12 @@ def _merged(first: _Record, second: _Record) -> _Record | None:
 
 
 def _disagreement(
-    first: int, second: int, of_first: list[_Record], of_second: list[_Record], only: Sequence[TreePath] = ()
+    first: int, second: int, first_records: list[_Record], second_records: list[_Record], only: Sequence[TreePath] = ()
 ) -> CheckpointError:
+    """Return an error that names the tensors on which two ranks disagree: those with the paths `only`, if given."""
     one, other = (
-        {".".join(map(str, record.paths[0])): record for record in records} for records in (of_first, of_second)
+        {".".join(map(str, record.paths[0])): record for record in records}
+        for records in (first_records, second_records)
     )
     names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
     if only:
@@ -201,12 +216,12 @@ def _disagreement(
     return CheckpointError(
         f"Ranks {first} and {second} do not save the same tensors: {', '.join(names[:8])}"
         f"{', ...' if len(names) > 8 else ''}. "
-        "What on_save_checkpoint changes in the state_dict and in optimizer states, it has to change on all ranks."
+        "If on_save_checkpoint changes the state_dict or optimizer states, it must make the same changes on all ranks."
     )
 
 
 def _divide(planned: list[_Planned], differing: set[TreePath], stages: list[int], rank: int) -> list[WriteItem]:
-    """Return the items with this rank's shards."""
+    """Return the items, each with the shard that this rank writes."""
     items: list[tuple[int, WriteItem]] = []
     replicated: dict[tuple[int, ...], list[tuple[WriteItem, Tensor | None]]] = {}
     for tensor in planned:
@@ -221,15 +236,15 @@ def _divide(planned: list[_Planned], differing: set[TreePath], stages: list[int]
             replicated.setdefault(holders, []).append((item, value))
         elif value is not None and rank == holders[0]:
             item.shard = local_shard(value)
-    for holders, of_holders in replicated.items():
+    for holders, tensors in replicated.items():
         if rank not in holders:
             continue
-        nbytes, position = sum(item.nbytes for item, _ in of_holders), 0
-        for item, value in of_holders:
-            assert value is not None, "a holder has the tensor"
+        nbytes, position = sum(item.nbytes for item, _ in tensors), 0
+        for item, value in tensors:
+            assert value is not None, "holders have the tensor"
             itemsize = item.dtype.itemsize
             start, stop = balanced_range(holders.index(rank), len(holders), nbytes, position, itemsize)
             item.shard = flat_range(value, start, stop)
             position += item.nbytes
-    items.sort(key=lambda pair: pair[0])  # stable: tensors stored together are read together, from NVMe only once
+    items.sort(key=lambda pair: pair[0])  # tensors stored together are read together, so a file on NVMe is read once
     return [item for _, item in items]

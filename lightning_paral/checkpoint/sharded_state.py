@@ -1,7 +1,7 @@
-"""The interface between an engine's state and the code that saves, loads, reads, averages and restores it.
+"""The interface between the state of an engine and the code that saves, loads, reads, averages and restores it.
 
-Each engine implements `ShardedState` once. The checkpoint, the readers for hooks, the averages of weights and teardown
-know an engine by it alone. Where no engine shards anything, `checkpoint.tensor_state.TensorState` is the state.
+Each engine implements `ShardedState` once. Checkpoints, the readers for hooks, averages of weights, and teardown access
+an engine only through it. Strategies that do not shard use `checkpoint.tensor_state.TensorState`.
 """
 
 from contextlib import AbstractContextManager
@@ -17,136 +17,146 @@ from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 class WeightShards(Protocol):
     """This rank's shards of a module's parameters, for averages of weights, in the order of `module.parameters()`.
 
-    An average has the shape of the shard that it averages, and may be on another device.
+    An average has the shape of its shard, and may be on a different device.
     """
 
     def prepare(self) -> None:
-        """Bring what user code wrote to parameters into the shards. Called before shards are written. No collective."""
+        """Copy values that user code wrote to parameters into the shards. Call this before changing shards.
+
+        Not a collective.
+        """
 
     def current(self) -> list[Tensor]:
-        """Return the shards as plain tensors that share memory with them. No collective."""
+        """Return the shards as plain tensors that share memory with them. Not a collective."""
 
     def publish(self, *, borrowed: bool) -> None:
-        """Compute with the values that the shards have now. *Collective* over the world.
+        """Make the module compute with the current values of the shards. *Collective* over the world.
 
         Args:
-            borrowed: whether the shards hold averages for an evaluation. Master copies and the weights that training
-                continues with stay as they are then.
+            borrowed: whether the values are averages that are used only for an evaluation. Master weights, and the
+                weights with which training continues, are then unchanged.
         """
 
     def keep(self) -> None:
-        """Make the values that the shards have now the weights of the module, also in its master copies."""
+        """Make the current values of the shards the weights of the module, also in the master weights."""
 
     def as_saved(self, number: int, average: Tensor) -> Tensor:
         """Return the average of parameter `number` for a checkpoint, as `ShardedState.read_shard` returns a weight."""
 
     def read(self, number: int, stored: Tensor, average: Tensor) -> None:
-        """Copy this rank's shard of `stored`, which has the full shape, into the `average` of parameter `number`."""
+        """Copy this rank's shard of `stored`, which has the full shape, into `average`, that of parameter `number`."""
 
     def has_master(self, number: int) -> bool:
-        """Whether a checkpoint holds the master copy of parameter `number`, and not the shard."""
+        """Return whether a checkpoint contains the master weight of parameter `number` instead of the shard."""
 
 
 class ShardedState(Protocol):
-    """Weights, gradients and optimizer states of one module, of which this rank may hold shards only.
+    """Weights, gradients and optimizer states of one module, of which this rank may have only shards.
 
-    It is valid from `setup` to `teardown` of one run. "Full" tensors have the shape that they have without sharding.
-    *Collective* methods have to be called on all ranks of the world, in the same order.
+    It is valid from `setup` to `teardown` of one run. "Full" tensors have the shape that they would have without
+    sharding. *Collective* methods must be called on all ranks of the world, in the same order.
     """
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank lacks values of parameters: it has shards of them, or they are on the meta device."""
+        """Whether parameters are sharded or on the meta device, so that this rank does not have all their values."""
 
     def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the full shape of a parameter or buffer of the module, in use or not. No collective."""
+        """Return the full shape of a parameter or buffer of the module, unsharded or not. Not a collective."""
 
     # Shards of weights
 
     def collect_writes(self) -> None:
-        """Bring what user code wrote to parameters into the shards. Called before weights are saved. No collective."""
+        """Copy values that user code wrote to parameters into the shards. Call this before saving weights.
+
+        Not a collective.
+        """
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context for reading many shards: what is offloaded to disk is read as few times as possible."""
+        """Return a context for reading many shards, which minimizes the reads of tensors that are offloaded to disk."""
 
     def read_shard(self, parameter: Parameter) -> Tensor:
-        """Return this rank's shard of `parameter` for a checkpoint. No collective.
+        """Return this rank's shard of `parameter` for a checkpoint. Not a collective.
 
         Returns:
-            Tensor: of the full shape: a plain tensor where this rank has all of it, else a `DTensor` or a `FlatShard`.
-                It is fp32 where the optimizer has an fp32 master copy, otherwise of the parameter's dtype; on the
-                device where it is kept. It shares memory with the weight, and is valid until the next step.
+            Tensor: a tensor of the full shape: a plain tensor if this rank has all elements, otherwise a `DTensor` or
+                `FlatShard`. Its dtype is fp32 if the parameter has an fp32 master weight, otherwise that of the
+                parameter. It is on the device where the weight is stored, shares memory with it, and is valid until the
+                next step.
         """
 
     def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Copy this rank's shard of `stored` into `parameter` and into its master copy. No collective.
+        """Copy this rank's shard of `stored` into `parameter` and its master weight. Not a collective.
 
-        The values may be in use only after `finish_writing`.
+        Call `finish_writing` before using the module.
 
         Args:
-            parameter: of the module.
-            stored: of the full shape, any dtype, on the host. Only this rank's shard of a `LazyTensor` is read.
+            parameter: a parameter of the module.
+            stored: a tensor of the full shape on the host, of any dtype. Only this rank's shard of a `LazyTensor` is
+                read.
 
         Returns:
-            bool: whether that was all; if `False`, the caller passes `stored` to `Module.load_state_dict` as well.
+            bool: whether `stored` was written completely. If `False`, the caller must also pass `stored` to
+                `Module.load_state_dict`.
         """
 
     def finish_writing(self) -> None:
-        """Compute with the weights as they were loaded by `write_shard` and `Module.load_state_dict`. No collective."""
+        """Make the module compute with the values from `write_shard` and `Module.load_state_dict`. Not a collective."""
 
     # Optimizer states
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what `optimizer.state_dict()` does, with this rank's shards as the tensors. No collective.
+        """Return `optimizer.state_dict()` with this rank's shards instead of full tensors. Not a collective.
 
-        Tensors are as `read_shard` returns them; `param_names` in each group are the names of its parameters.
+        Tensors are like those of `read_shard`. Each group has the names of its parameters as `param_names`.
 
         Raises:
-            CheckpointError: the optimizer keeps something that cannot be saved in shards.
-            ConfigurationError: its state was lost at the end of the run.
+            CheckpointError: the state contains a value that cannot be saved in shards.
+            ConfigurationError: the state was lost at the end of the run.
         """
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Load a saved state, of which only this rank's shards are read. No collective.
+        """Load a saved state. Only this rank's shards are read. Not a collective.
 
         Raises:
-            CheckpointError: it is the state of another optimizer.
+            CheckpointError: the state does not match the optimizer.
         """
 
     # Full tensors, for hooks
 
     def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a full copy of `parameter`, fp32 where there is a master copy, on its device. *Collective*."""
+        """Return a full copy of `parameter` on its device, in fp32 if it has an fp32 master weight. *Collective*."""
 
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return a full copy of the averaged gradient of `parameter`, `None` if it has none. *Collective*."""
+        """Return a full copy of the averaged gradient of `parameter`; `None` if it has no gradient. *Collective*."""
 
     def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return a full copy of the optimizer's state `key` of `parameter`, such as `"exp_avg"`. *Collective*.
+        """Return a full copy of the optimizer state `key`, such as `"exp_avg"`, of `parameter`. *Collective*.
 
         Raises:
-            ValueError: there is no such state yet; optimizers create it in their first step.
+            ValueError: there is no such state. Optimizers create their state in the first step.
         """
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
-        """Return the 2-norm of all averaged gradients, 0-dimensional, fp32 or wider. *Collective*.
+        """Return the 2-norm of all averaged gradients as a 0-dimensional tensor, in fp32 or wider. *Collective*.
 
         Args:
-            optimizer: whose parameters count; `None` for all parameters of the module. Lightning's wrapper will do.
+            optimizer: an optimizer, or Lightning's wrapper of it, to use only its parameters; `None` uses all
+                parameters of the module.
         """
 
     # Averages of weights, and the end of the run
 
     def weight_shards(self) -> WeightShards:
-        """Return the shards that averages of weights are made of. *Collective*."""
+        """Return the shards from which averages of weights are computed. *Collective*."""
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
-        """Return the module to the user: full parameters on the host, without anything that the engine added.
+        """Restore the module to an ordinary one: full parameters on the host, and nothing that the engine added.
 
-        *Collective*, unless `failed`. Where that cannot be done (other ranks failed, the host lacks memory) parameters
-        stay sharded, with a warning that says why.
+        *Collective*, unless `failed`. If parameters cannot be unsharded, because other ranks failed or the host does
+        not have enough memory, they stay sharded, with a warning that gives the reason.
 
         Args:
-            ended: takes over the states of the optimizers, which are used and saved after the run, too.
-            failed: whether the run ended by an error, so that other ranks may not join in collectives.
+            ended: receives the states of the optimizers, which may be used and saved after the run.
+            failed: whether the run ended with an error, in which case other ranks may not take part in collectives.
         """

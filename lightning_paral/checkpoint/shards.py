@@ -1,4 +1,4 @@
-"""A rank's shard of a tensor: all of it, an N-dimensional chunk (DTensor), or a flat range (ZeRO)."""
+"""A rank's shard of a tensor: the full tensor, an N-dimensional chunk (DTensor), or a flat range (ZeRO)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ class LocalShard:
     """The elements of a tensor that this rank writes."""
 
     chunks: tuple[Chunk, ...]
-    """Their position in the tensor; empty if this rank writes none."""
+    """The chunks of the tensor that contain these elements; empty if this rank writes none."""
 
     values: Callable[[], Tensor]
-    """Returns the elements of the chunks, one chunk after the other: shape `[numel]`, contiguous, on any device."""
+    """Returns the concatenated elements of the chunks: shape `[numel]`, contiguous, on any device."""
 
 
 NO_SHARD = LocalShard((), lambda: torch.empty(0))
+"""The shard of a rank that writes no elements."""
 
 _aten = torch.ops.aten
 _ELEMENTWISE = {
@@ -39,22 +40,24 @@ _ELEMENTWISE = {
     _aten.div.Tensor,
     _aten.neg.default,
 }
+"""The operations that `FlatShard` supports."""
 
 
 class FlatShard(Tensor):
-    """A tensor of which this rank holds the flat range `[start, start + local_numel)`.
+    """A tensor of which this rank has the flat range `[start, start + local_numel)`.
 
-    It has the shape of the full tensor. Casts, copies and scaling apply to the local elements; other operations would
-    need the other ranks, and raise a `CheckpointError`.
+    It has the shape of the full tensor. Casts, copies and scaling apply to the local elements. Other operations raise a
+    `CheckpointError`, because they would need the elements of other ranks.
 
     Args:
-        shape: of the full tensor.
-        dtype: of the values.
-        start: index of the first local element in the flattened tensor.
-        local_numel: number of local elements; may be 0.
-        read: returns them, shape `[local_numel]`; called on each use, so that offloaded values stay offloaded.
-        read_order: a number that tensors stored together share, the same on all ranks. A save reads tensors in
-            ascending order, so that each file on NVMe is read once.
+        shape: the shape of the full tensor.
+        dtype: the dtype of the values.
+        start: the index of the first local element in the flattened tensor.
+        local_numel: the number of local elements; may be 0.
+        read: returns the local elements, in shape `[local_numel]`. It is called on each use, so that offloaded values
+            stay offloaded.
+        read_order: a number that is equal for tensors stored together, and equal on all ranks. A save reads tensors in
+            ascending order of it, so that it reads each file on NVMe once.
     """
 
     start: int
@@ -72,7 +75,7 @@ class FlatShard(Tensor):
         read: Callable[[], Tensor],
         read_order: int = 0,
     ) -> "FlatShard":
-        """Make the tensor without memory of its own."""
+        """Create the tensor without allocating memory."""
         shard = without_memory(cls, shape, dtype)
         shard.start = start
         shard.local_numel = local_numel
@@ -103,10 +106,11 @@ class FlatShard(Tensor):
         shard = args[0]
         if func not in _ELEMENTWISE or not isinstance(shard, FlatShard) or any(_has_dims(other) for other in args[1:]):
             raise CheckpointError(
-                f"{func} was called on a tensor of which this rank holds only a shard, as is the case for weights and "
-                "optimizer states under ZeRO in on_save_checkpoint, and for optimizer states after a fit under ZeRO or "
-                "FSDP. Casts, copies and scaling work, and entries of checkpoints can be added, renamed and deleted. "
-                "Do anything else after loading, or under paral_ddp; to train on by hand, make a new optimizer."
+                f"{func} was called on a tensor of which this rank holds only a shard. This is the case for weights "
+                "and optimizer states in on_save_checkpoint under ZeRO, and for optimizer states after a fit under "
+                "ZeRO or FSDP. Casts, copies and scaling are supported, and entries of checkpoints can be added, "
+                "renamed and deleted. Do other operations after loading, or under paral_ddp. To continue training by "
+                "hand, create a new optimizer."
             )
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = shard.read, args[1:]
@@ -140,44 +144,47 @@ def local_shard(value: Tensor) -> LocalShard:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> LocalShard:
-    """Return elements `[start, stop)` of the flattened full tensor `value`, clipped to its size."""
+    """Return the shard with elements `[start, stop)` of the flattened full tensor `value`, clipped to its size."""
     start, stop = min(start, value.numel()), min(stop, value.numel())
     return LocalShard(tuple(chunks_of_flat_range(value.shape, start, stop)), lambda: flat(value)[start:stop])
 
 
 def identity(values: Tensor) -> Tensor:
-    """Return `values`; `partial(identity, values)` is a `read` that can be pickled."""
+    """Return `values`. Unlike a lambda, `partial(identity, values)` can be pickled."""
     return values
 
 
 def flat(value: Tensor) -> Tensor:
-    """Return `value` as 1-dimensional and contiguous: a view where possible."""
+    """Return `value` as a 1-dimensional contiguous tensor: a view if possible, otherwise a copy."""
     flattened = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # A tensor of one element is contiguous with any stride, but viewing it as bytes requires a stride of 1.
     return flattened if flattened.stride(0) == 1 else flattened.as_strided(flattened.shape, (1,))
 
 
 def bytes_of(value: Tensor) -> memoryview:
-    """Return the memory of `value`, a tensor on the host, or of a copy if it is not contiguous."""
+    """Return the bytes of `value`, a tensor on the host. They are copied only if `value` is not contiguous."""
     data: Any = flat(value).view(torch.uint8).numpy()
     return memoryview(data)
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether this rank may hold only a shard of `value`."""
+    """Return whether `value` is of a type of which this rank may have only a shard."""
     return isinstance(value, FlatShard | DTensor)
 
 
 def chunk_of_dtensor(value: DTensor) -> Chunk | None:
-    """Return the chunk that this rank's local tensor is; `None` if the rank is not in the mesh.
+    """Return the position of this rank's local tensor in `value`; `None` if the rank is not in the mesh.
 
     Raises:
-        CheckpointError: the local tensor is no chunk, as for partial sums.
+        CheckpointError: the local tensor is not a chunk of `value`, such as a partial sum.
     """
     if value.device_mesh.get_coordinate() is None:
         return None
     if any(not (placement.is_shard() or placement.is_replicate()) for placement in value.placements):
-        raise CheckpointError(f"A DTensor with placements {value.placements} cannot be saved: redistribute it first.")
+        raise CheckpointError(
+            f"A DTensor with placements {value.placements} cannot be saved or loaded. Redistribute it to Shard or "
+            "Replicate first."
+        )
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return Chunk(tuple(offsets), tuple(sizes))
 

@@ -1,4 +1,4 @@
-"""Merge weights and optimizer states of several pipeline stages on rank 0, as far as they are not tensors."""
+"""Merge the weights and optimizer states of several pipeline stages on rank 0, without their tensors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_paral.checkpoint.io.staging import copied_to_host
+from lightning_paral.checkpoint.io.staging import copy_to_host
 from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
@@ -17,7 +17,7 @@ from lightning_paral.compat.torch.state_dicts import set_versions, versions_in
 from lightning_paral.distributed.agreement import RankGroup
 
 _PLACEHOLDER = torch.empty(0, device="meta")
-"""Stands for a tensor that other ranks hold."""
+"""Stands for a tensor that only other ranks have."""
 
 
 def merge_stages(
@@ -25,23 +25,23 @@ def merge_stages(
 ) -> dict[str, Any]:
     """Return rank 0's `tree` with the weights and optimizer states of all stages. *Collective*.
 
-    Where several stages have an entry, it is rank 0's, or else that of the first of them. Parameter groups are merged
-    by index: a group has the parameters of all stages, and the hyper-parameters of the first stage that has the group.
-    The frozen parameters that were not saved are those of all stages.
+    If several stages have the same entry, rank 0's is used, otherwise that of the first such stage. Parameter groups
+    are merged by index: a group has the parameters of all stages, and the hyper-parameters of the first stage that has
+    this group. The names of frozen parameters that were not saved are collected from all stages.
 
     Args:
-        tree: the checkpoint of this rank, with optimizers keyed by FQN (`optimizer_0`). It is not changed.
+        tree: the checkpoint of this rank, with optimizer states keyed by FQN (`optimizer_0`). It is not changed.
         items: the tensors that are saved.
         ranks: the ranks that save together.
-        stages: the pipeline stage of each of them.
-        what: what failed, for errors.
+        stages: the pipeline stage of each of `ranks`.
+        what: the action, such as "Saving a.ckpt", for error messages.
 
     Returns:
-        dict[str, Any]: on rank 0, which writes it, the merged tree, with a placeholder at each path of `items` whose
-            tensor other ranks hold; on other ranks an empty dict.
+        dict[str, Any]: on rank 0, the merged tree, with a placeholder at each path of `items` whose tensor only other
+            ranks have; on other ranks, an empty dict.
 
     Raises:
-        CheckpointError: the trees cannot be copied or do not fit together; on all ranks.
+        CheckpointError: the trees cannot be copied or merged. Raised on all ranks.
     """
     paths = [path for item in items for path in (item.path, *item.aliases)]
     local = ranks.run_on_all(what, lambda: _without_tensors(tree, paths))
@@ -49,7 +49,7 @@ def merge_stages(
 
     def merge(other: dict[str, Any]) -> None:
         for key, state in other.items():
-            merged[key] = _merged(key, merged[key], state) if key in merged else state
+            merged[key] = _merge_entries(key, merged[key], state) if key in merged else state
 
     for stage in sorted(set(stages) - {stages[0]}):
         other = ranks.broadcast(local, stages.index(stage))
@@ -61,7 +61,7 @@ def _without_tensors(tree: Mapping[str, Any], paths: Iterable[TreePath]) -> dict
     state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
     if PACKAGE_STATE_KEY in tree:
         state[PACKAGE_STATE_KEY] = {"frozen": tree[PACKAGE_STATE_KEY].get("frozen", [])}
-    stripped: dict[str, Any] = copied_to_host(replace_at(state, dict.fromkeys(paths, _PLACEHOLDER)))
+    stripped: dict[str, Any] = copy_to_host(replace_at(state, dict.fromkeys(paths, _PLACEHOLDER)))
     return stripped
 
 
@@ -81,7 +81,7 @@ def _is_optimizer_key(key: str) -> bool:
     return re.fullmatch(r"optimizer_\d+", key) is not None
 
 
-def _merged(key: str, first: Any, second: Any) -> Any:
+def _merge_entries(key: str, first: Any, second: Any) -> Any:
     if key in WEIGHT_KEYS:
         weights = _with_missing(first, second)
         if (versions := versions_in(second)) is not None:
@@ -90,15 +90,15 @@ def _merged(key: str, first: Any, second: Any) -> Any:
     if key == PACKAGE_STATE_KEY:
         return {**first, "frozen": list(dict.fromkeys((*first.get("frozen", ()), *second["frozen"])))}
     if key == OTHER_ENTRIES_KEY:
-        return [_with_missing(*pair) for pair in _paired(first, second)]
-    groups = _paired(first["param_groups"], second["param_groups"])
+        return [_with_missing(*pair) for pair in _pair(first, second)]
+    groups = _pair(first["param_groups"], second["param_groups"])
     return {
         "state": _with_missing(first["state"], second["state"]),
-        "param_groups": [_merged_groups(*pair) for pair in groups],
+        "param_groups": [_merge_groups(*pair) for pair in groups],
     }
 
 
-def _paired(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
+def _pair(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
     empty: dict[str, Any] = {}
     return list(zip_longest(first, second, fillvalue=empty))
 
@@ -109,17 +109,17 @@ def _with_missing(first: Any, second: Mapping[str, Any]) -> Any:
     return merged
 
 
-def _merged_groups(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_groups(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     names = dict.fromkeys((*first.get("params", ()), *second.get("params", ())))
     return {**second, **first, "params": list(names)}
 
 
 def restore_int_keys(tree: dict[str, Any], items: Iterable[WriteItem]) -> dict[str, Any]:
-    """Return `tree` with optimizer states as Lightning dumps them, and change the paths of `items` to match.
+    """Return `tree` with optimizer states in Lightning's format, and change the paths of `items` to match.
 
     Args:
-        tree: a checkpoint with optimizers keyed by FQN (`optimizer_0`).
-        items: the tensors that are saved.
+        tree: a checkpoint with optimizer states keyed by FQN (`optimizer_0`).
+        items: the tensors that are saved; changed in place.
     """
     restored = {key: value for key, value in tree.items() if not _is_optimizer_key(key) and key != OTHER_ENTRIES_KEY}
     by_fqn = [tree[f"optimizer_{number}"] for number in range(sum(map(_is_optimizer_key, tree)))]
@@ -127,9 +127,9 @@ def restore_int_keys(tree: dict[str, Any], items: Iterable[WriteItem]) -> dict[s
     if by_fqn:
         restored["optimizer_states"] = [other | to_int_keys(state) for other, state in zip(others, by_fqn, strict=True)]
     numbers: list[dict[Any, int]] = [{} for _ in by_fqn]
-    for of_optimizer, state in zip(numbers, by_fqn, strict=True):
+    for number_of, state in zip(numbers, by_fqn, strict=True):
         for name in (name for group in state["param_groups"] for name in group["params"]):
-            of_optimizer.setdefault(name, len(of_optimizer))
+            number_of.setdefault(name, len(number_of))
 
     def with_int_keys(path: TreePath) -> TreePath:
         key, *rest = path

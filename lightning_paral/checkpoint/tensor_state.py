@@ -1,4 +1,4 @@
-"""The state of a module whose parameters are plain tensors or DTensors: replicas, and any module between runs."""
+"""The state of a module whose parameters are plain tensors or DTensors, such as a replica or a module between runs."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +19,14 @@ from lightning_paral.model.full_tensors import full_copy, gradient_norm
 
 
 class TensorState(ShardedState):
-    """Parameters, gradients and optimizer states as torch itself keeps them; implements `ShardedState`.
+    """Implements `ShardedState` for parameters, gradients and optimizer states as torch itself stores them.
 
-    What every rank has in full is read without a collective.
+    Tensors that every rank has in full are read without a collective.
 
     Args:
-        module: whose state it is.
+        module: the module.
         optimizers: the optimizers of the module.
-        device: of this rank; collectives work on it.
+        device: the device of this rank, on which collectives run.
         ended: the optimizers of past runs.
     """
 
@@ -44,16 +44,16 @@ class TensorState(ShardedState):
         return any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in self.module.parameters())
 
     def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of a parameter or buffer, which a DTensor says itself."""
+        """Return the shape of a parameter or buffer. The shape of a DTensor is the full shape."""
         return tuple(tensor.shape)
 
     # Shards of weights
 
     def collect_writes(self) -> None:
-        """Do nothing: what user code writes goes to the weights."""
+        """Do nothing, because user code writes directly to the weights."""
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: all is in memory."""
+        """Return a context that does nothing, because all tensors are in memory."""
         return nullcontext()
 
     def read_shard(self, parameter: Parameter) -> Tensor:
@@ -67,16 +67,16 @@ class TensorState(ShardedState):
         return isinstance(parameter, DTensor)
 
     def finish_writing(self) -> None:
-        """Do nothing: loaded weights are in use already."""
+        """Do nothing, because loaded weights are used directly."""
 
     # Optimizer states
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
-        """Return the state of `optimizer`, not copied, with the names of its parameters."""
+        """Return the state of `optimizer` with the names of its parameters, without copying tensors."""
         return state_of(optimizer, self._ended.names(optimizer, self.module))
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
-        """Load a saved state, and place it on the devices of the parameters."""
+        """Load a saved state, and move it to the devices of the parameters."""
         load_state(optimizer, param_names(optimizer, self.module), saved)
         place_state(optimizer, self.device)
 
@@ -87,22 +87,24 @@ class TensorState(ShardedState):
         return full_copy(parameter)
 
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return a full copy of the gradient of `parameter`, `None` if it has none. *Collective* if it is a DTensor."""
+        """Return a full copy of the gradient of `parameter`, or `None`. *Collective* if it is a DTensor."""
         return None if parameter.grad is None else full_copy(parameter.grad)
 
     def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return a full copy of the state `key` of `parameter`. *Collective* if it is sharded.
+        """Return a full copy of the optimizer state `key` of `parameter`. *Collective* if it is sharded.
 
         Raises:
-            ValueError: there is no such state yet.
+            ValueError: there is no such state.
         """
         for optimizer in self.optimizers:
             value = optimizer.state.get(parameter, {}).get(key)
-            if isinstance(value, FlatShard):  # after a run that sharded it
+            if isinstance(value, FlatShard):  # an earlier run sharded it
                 return gather_full_tensor(value, self.device)
             if value is not None:
                 return full_copy(torch.as_tensor(value))
-        raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
+        raise ValueError(
+            f"The optimizer has no state {key!r} for this parameter. Optimizers create their state in the first step."
+        )
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the 2-norm of all gradients, or of those of one optimizer. *Collective* if they are DTensors."""
@@ -113,8 +115,8 @@ class TensorState(ShardedState):
     # Averages of weights, and the end of the run
 
     def weight_shards(self) -> WeightShards:
-        """Raise: where nothing is sharded, Lightning's own callbacks keep full averages."""
+        """Raise a `NotImplementedError`: without shards, Lightning's own callbacks keep full averages."""
         raise NotImplementedError(f"{type(self).__name__} has no shards to average.")
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
-        """Do nothing: the module has its own parameters."""
+        """Do nothing, because the module already has ordinary parameters."""

@@ -13,14 +13,14 @@ TreePath = tuple[str | int, ...]
 """Keys of dicts and indices of lists, from the outermost container inwards."""
 
 CURRENT_KEY = "current_model_state"
-"""Where Lightning's WeightAveraging puts the weights; `state_dict` then holds their averages."""
+"""Key under which Lightning's `WeightAveraging` saves the weights; `state_dict` then contains their averages."""
 
 WEIGHT_KEYS = ("state_dict", CURRENT_KEY)
-"""Keys of a checkpoint that hold what `Module.state_dict` returns."""
+"""Keys of a checkpoint whose values are results of `Module.state_dict`."""
 
 
 def is_state_key(key: str) -> bool:
-    """Whether `key` of a checkpoint holds weights or optimizer state: every tensor below it is planned."""
+    """Return whether a checkpoint has weights or optimizer states under `key`. Save plans include all their tensors."""
     return key in (*WEIGHT_KEYS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 
@@ -37,11 +37,17 @@ def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tenso
 
 
 def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
-    """Return a copy of nested dicts and lists with the values at the paths in `values` replaced."""
+    """Return a copy of nested dicts and lists in which the values at the paths in `values` are replaced.
+
+    Args:
+        tree: nested dicts and lists, which are not changed.
+        values: the new values by path.
+        path: the path of `tree`, for the recursion.
+    """
     if path in values:
         return values[path]
     if isinstance(tree, MutableMapping):
-        changed = copy(tree)  # keeps attributes of an OrderedDict, such as `_metadata` of a state_dict
+        changed = copy(tree)  # preserves attributes of an OrderedDict, such as `_metadata` of a state_dict
         changed.update({key: replace_at(value, values, (*path, key)) for key, value in tree.items()})
         return changed
     if isinstance(tree, list):
@@ -51,42 +57,43 @@ def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -
     return tree
 
 
-def insert(tree: dict[str, Any], path: TreePath, value: Any, room: list[int]) -> None:
-    """Set the value at `path`, creating the dicts and lists on the way; integers index lists.
+def insert(tree: dict[str, Any], path: TreePath, value: Any, gaps_left: list[int]) -> None:
+    """Set the value at `path`, creating missing dicts and lists. An int in `path` is an index of a list.
 
     Args:
         tree: the outermost dict, changed in place.
-        path: where to put `value`.
+        path: the path at which to set `value`.
         value: any object.
-        room: one number, shared by all calls: how many list elements may be created beyond those that are set.
+        gaps_left: a list of one number, shared by several calls and decreased by them: how many list elements may still
+            be created without a value, because an index skips them.
 
     Raises:
-        ValueError: lists would grow longer than that.
-        TypeError: a value on the way is neither a dict nor a list.
+        ValueError: an index skips more list elements.
+        TypeError: a value in `path` is neither a dict nor a list.
     """
-    here: Any = tree
+    container: Any = tree
     step: Any
-    for step, following in zip(path, (*path[1:], None), strict=True):
-        if isinstance(here, list):
+    for step, next_step in zip(path, (*path[1:], None), strict=True):
+        if isinstance(container, list):
             if not isinstance(step, int):
-                raise TypeError(f"a list has no {step!r:.100}")
-            room[0] -= max(0, step - len(here))
-            if room[0] < 0:
-                raise ValueError(f"index {step} is beyond all that is there")
-            here.extend([None] * (step + 1 - len(here)))
-        elif not isinstance(here, dict):
-            raise TypeError(f"{step!r:.100} is in a {type(here).__name__}")
-        if following is None:
-            here[step] = value
+                raise TypeError(f"{step!r:.100} is not an index of a list")
+            gaps_left[0] -= max(0, step - len(container))
+            if gaps_left[0] < 0:
+                raise ValueError(f"index {step} is too large")
+            container.extend([None] * (step + 1 - len(container)))
+        elif not isinstance(container, dict):
+            raise TypeError(f"{step!r:.100} is in a {type(container).__name__}")
+        if next_step is None:
+            container[step] = value
             return
-        inner = here[step] if isinstance(here, list) or step in here else None
+        inner = container[step] if isinstance(container, list) or step in container else None
         if inner is None:
-            inner = here[step] = [] if isinstance(following, int) else {}
-        here = inner
+            inner = container[step] = [] if isinstance(next_step, int) else {}
+        container = inner
 
 
 def view_key(value: Tensor) -> Any:
-    """Return a key that two tensors share if they are the same view of the same memory."""
+    """Return a key that is equal for two tensors if they are the same view of the same memory."""
     if is_sharded(value) or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg()

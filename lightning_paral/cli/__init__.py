@@ -1,14 +1,15 @@
-"""The command `paral`: one module per command."""
+"""The command-line tool `paral`, with one module per subcommand."""
 
 import sys
 
+from lightning_paral.cli.closed_stdout import exiting_if_stdout_is_closed, flush_or_discard_stdout
 from lightning_paral.cli.consolidate import consolidate
 from lightning_paral.cli.inspect import inspect
 from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
 from lightning_paral.cli.verify import verify
 from lightning_paral.cli.version import print_version
-from lightning_paral.distributed.process_group import is_first_to_say
+from lightning_paral.distributed.process_group import is_first_to_report
 from lightning_paral.error_report import has_user_cause
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
@@ -36,27 +37,37 @@ def main() -> None:
     """Run the subcommand that the first argument names."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     try:
-        if command in _COMMANDS:
-            _run(command)
-        elif command in ("-h", "--help"):
-            print(_USAGE, end="")
-        elif command == "--version":
-            print_version()
-        elif command in TRAINER_COMMANDS:
-            run_trainer_command()
+        if command in TRAINER_COMMANDS:
+            _run_trainer_command()
         else:
-            sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
+            with exiting_if_stdout_is_closed():
+                _run(command)
     except (ConfigurationError, CheckpointError) as error:
         if command in TRAINER_COMMANDS and has_user_cause(error):
             raise
-        sys.exit(f"paral: {error}" if is_first_to_say(str(error)) else 1)
+        sys.exit(f"paral: {error}" if is_first_to_report(str(error)) else 1)
 
 
 def _run(command: str) -> None:
+    if command in ("-h", "--help"):
+        print(_USAGE, end="")
+    elif command == "--version":
+        print_version()
+    elif command in _COMMANDS:
+        try:
+            _COMMANDS[command](sys.argv[2:])
+        except KeyboardInterrupt:
+            sys.exit(130)  # as in shells: 128 + SIGINT
+    else:
+        sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
+
+
+def _run_trainer_command() -> None:
     try:
-        _COMMANDS[command](sys.argv[2:])
-    except KeyboardInterrupt:
-        sys.exit(130)  # as in shells: 128 + SIGINT
+        run_trainer_command()
+    finally:
+        # If a fit fails because its output cannot be written, the traceback stays: it says why the training ended.
+        flush_or_discard_stdout()
 
 
 __all__ = ["main"]

@@ -28,28 +28,28 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 def consolidate(arguments: list[str]) -> None:
     """Convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder, in constant memory."""
     options = _parser().parse_args(arguments)
-    out = _checked_out(options)
-    max_shard_bytes = _bytes(options.max_shard_size)
+    out = _parse_out(options)
+    max_shard_bytes = _parse_size(options.max_shard_size)
     as_checkpoint = not options.hugging_face and out.suffix == ".ckpt"
 
-    def read(here: str | Path) -> tuple[dict[str, Any], Manifest | None]:
-        if out.exists() and Path(here).exists() and out.samefile(here):
-            raise ConfigurationError(f"{out} is the checkpoint itself. Write to another path.")
-        check_outside(out, here)
-        return load(here, RankGroup(), weights_only=not options.trust), read_manifest(here)
+    def read(path: str | Path) -> tuple[dict[str, Any], Manifest | None]:
+        if out.exists() and Path(path).exists() and out.samefile(path):
+            raise ConfigurationError(f"{out} is the checkpoint that is read. Write to a different path.")
+        check_outside(out, path)
+        return load(path, RankGroup(), weights_only=not options.trust), read_manifest(path)
 
     found, manifest = read_current(options.checkpoint, RankGroup(), read)
     kept = select(found, weights_only=options.weights_only or not as_checkpoint, dtype=_DTYPES.get(options.dtype))
     prefix = None if options.strip_prefix is None else as_prefix(options.strip_prefix)
-    write = _Writer(out, max_shard_bytes)
+    writer = _Writer(out, max_shard_bytes)
     if as_checkpoint:
-        written = write.lightning_file(kept, manifest)
+        written = writer.write_lightning_file(kept, manifest)
     elif options.hugging_face:
-        written = write.hugging_face_folder(kept, options, prefix)
+        written = writer.write_hugging_face_folder(kept, options, prefix)
     else:
         if prefix is not None:
             kept["state_dict"] = without_prefix(kept["state_dict"], prefix, only=options.only_prefix)
-        written = write.safetensors(kept["state_dict"])
+        written = writer.write_safetensors(kept["state_dict"])
     for path in written:
         print(path)
 
@@ -85,11 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _checked_out(options: argparse.Namespace) -> Path:
+def _parse_out(options: argparse.Namespace) -> Path:
     """Return the output path.
 
     Raises:
-        ConfigurationError: the path does not fit the other options, or must not be replaced.
+        ConfigurationError: the path contradicts the other options, or a folder exists there, which is not replaced.
     """
     if "://" in options.out:
         raise ConfigurationError(f"{options.out} is a URL. Write to a local path, and copy the result there.")
@@ -120,21 +120,21 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 class _Writer:
-    """Writes one output and shows a progress bar."""
+    """Writes the output, in one of three formats, and shows a progress bar."""
 
     def __init__(self, out: Path, max_shard_bytes: int) -> None:
         self._out = out
         self._max_shard_bytes = max_shard_bytes
 
-    def _run(self, total: int, write: Any) -> Any:
+    def _run_with_progress(self, total: int, write: Any) -> Any:
         try:
             self._out.parent.mkdir(parents=True, exist_ok=True)
             with tqdm(total=total, unit="B", unit_scale=True, desc=self._out.name) as bar:
                 return write(bar.update)
         except OSError as error:
-            raise CheckpointError(f"{self._out} could not be written: {error}. Nothing of it was kept.") from error
+            raise CheckpointError(f"{self._out} could not be written: {error}. No part of it was kept.") from error
 
-    def lightning_file(self, kept: dict[str, Any], manifest: Manifest | None) -> list[Path]:
+    def write_lightning_file(self, kept: dict[str, Any], manifest: Manifest | None) -> list[Path]:
         about = {
             "form": "full",
             "strategy": manifest.strategy if manifest else "unknown",
@@ -142,18 +142,20 @@ class _Writer:
             "epoch": int(kept.get("epoch", 0)),
             "global_step": int(kept.get("global_step", 0)),
         }
-        self._run(size_of(kept), lambda progress: write_file(kept, self._out, about, progress))
+        self._run_with_progress(size_of(kept), lambda progress: write_file(kept, self._out, about, progress))
         return [self._out]
 
-    def safetensors(self, weights: dict[str, Any]) -> list[Path]:
-        _report_what_is_left_out(weights)
-        written: list[Path] = self._run(
+    def write_safetensors(self, weights: dict[str, Any]) -> list[Path]:
+        _report_omitted(weights)
+        written: list[Path] = self._run_with_progress(
             size_of({"state_dict": weights}),
             lambda progress: write_safetensors(weights, self._out, self._max_shard_bytes, progress),
         )
         return written
 
-    def hugging_face_folder(self, kept: dict[str, Any], options: argparse.Namespace, prefix: str | None) -> list[Path]:
+    def write_hugging_face_folder(
+        self, kept: dict[str, Any], options: argparse.Namespace, prefix: str | None
+    ) -> list[Path]:
         config = None if options.config is None else Path(options.config)
         contents = contents_of(
             kept, config=config, prefix=prefix, only_prefix=options.only_prefix, cast=options.dtype is not None
@@ -164,21 +166,21 @@ class _Writer:
                 "model's class.",
                 file=sys.stderr,
             )
-        _report_what_is_left_out(kept["state_dict"])
-        written: list[Path] = self._run(
+        _report_omitted(kept["state_dict"])
+        written: list[Path] = self._run_with_progress(
             contents.nbytes, lambda progress: write_folder(contents, self._out, self._max_shard_bytes, progress)
         )
         return written
 
 
-def _report_what_is_left_out(weights: dict[str, Any]) -> None:
+def _report_omitted(weights: dict[str, Any]) -> None:
     names = [name for name, value in weights.items() if not isinstance(value, torch.Tensor | Cast)]
     if names:
-        print(f"Left out, because safetensors holds only tensors: {', '.join(names)}.", file=sys.stderr)
+        print(f"Left out, because safetensors files hold only tensors: {', '.join(names)}.", file=sys.stderr)
 
 
-def _bytes(size: str) -> int:
+def _parse_size(size: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
     if found is None or found.group(2).upper() not in _UNITS or float(found.group(1)) == 0:
-        raise ConfigurationError(f"--max-shard-size {size!r} is not a size. Write 500MB, 5GB or 2GiB.")
+        raise ConfigurationError(f"--max-shard-size {size!r} is not a size. Give a size such as 500MB, 5GB or 2GiB.")
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])

@@ -20,7 +20,7 @@ def inspect(arguments: list[str]) -> None:
         "--trust", action="store_true", help="create objects of any type, which may run code in the checkpoint"
     )
     options = parser.parse_args(arguments)
-    with redirect_stdout(sys.stderr):  # loading a checkpoint of DeepSpeed imports it, and that prints
+    with redirect_stdout(sys.stderr):  # loading a DeepSpeed checkpoint imports deepspeed, which prints to stdout
         manifest, found = peek(options.checkpoint, weights_only=not options.trust)
     tensors = [
         {

@@ -28,25 +28,25 @@ class BriefParser(LightningArgumentParser):
     """LightningCLI's parser, with short error messages: `LightningCLI(..., parser_class=BriefParser)`."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong with the configuration and exit with status 2, or raise if `exit_on_error` is off."""
+        """Print what is wrong with the configuration, and exit with status 2; raise it if `exit_on_error` is off."""
         if not self.exit_on_error:
             super().error(message, ex)
         command = self.prog.replace(" [options]", "")
-        keys = _keys_of(getattr(ex, "subcommand_parser", None) or self)
-        self.exit(2, f"{command.split()[0]}: {brief(message, keys)}\n`{command} --help` lists all options.\n")
+        keys = _option_names(getattr(ex, "subcommand_parser", None) or self)
+        self.exit(2, f"{command.split()[0]}: {shorten(message, keys)}\n`{command} --help` lists all options.\n")
 
 
-def brief(message: str, known_keys: list[str]) -> str:
-    """Return jsonargparse's `message` shortened to its cause.
+def shorten(message: str, known_keys: list[str]) -> str:
+    """Shorten an error message of jsonargparse to its cause.
 
     Args:
-        message: an indented tree of what jsonargparse has tried.
-        known_keys: dotted names of all options, to suggest the nearest for an unknown one.
+        message: the message, an indented tree of the types that jsonargparse tried.
+        known_keys: dotted names of all options; the nearest are suggested for an unknown one.
     """
     unknown = _UNKNOWN_KEY.search(message)
     if unknown:
         return _explain_key(unknown["key"], known_keys)
-    causes = sorted(_causes(message), key=lambda cause: (cause.is_name, len(cause.path)), reverse=True)
+    causes = sorted(_find_causes(message), key=lambda cause: (cause.is_name, len(cause.path)), reverse=True)
     for cause in causes:
         text = cause.explain()
         if text is not None:
@@ -57,21 +57,24 @@ def brief(message: str, known_keys: list[str]) -> str:
 
 @dataclass(frozen=True)
 class _Cause:
+    """An option whose name or value jsonargparse rejected."""
+
     path: str
-    """Its dotted path in the configuration."""
+    """The dotted path of the option in the configuration."""
     class_path: str | None
-    """The class whose option it is."""
+    """The import path of the class that takes the option."""
     option: str
     value: str
-    """The given value, as jsonargparse prints it; the name if the name is wrong."""
+    """The given value as jsonargparse prints it, or the option's name if the name is wrong."""
     is_name: bool
+    """Whether the name is wrong, not the value."""
 
     def explain(self) -> str | None:
-        """Return what is wrong and what to do; `None` if jsonargparse's message says it better."""
-        cls = _imported(self.class_path)
+        """Return what is wrong and what to do; `None` if jsonargparse's own message is more helpful."""
+        cls = _import_class(self.class_path)
         if self.is_name:
             return _explain_name(cls, self.class_path, self.option)
-        value = _parsed(self.value)
+        value = _parse_value(self.value)
         if isinstance(value, dict) and "class_path" in value:
             strays = sorted(set(value) - {"class_path", "init_args", "dict_kwargs"})
             if strays:
@@ -79,7 +82,7 @@ class _Cause:
         if cls is None or not has_registered_options(cls.__name__):
             return None
         try:
-            cls(**{self.option: value})  # the message of its constructor is the best one
+            cls(**{self.option: value})  # the constructor raises the most helpful message
         except ConfigurationError as error:
             return str(error)
         except Exception:
@@ -87,7 +90,7 @@ class _Cause:
         return None
 
 
-def _causes(message: str) -> Iterator[_Cause]:
+def _find_causes(message: str) -> Iterator[_Cause]:
     keys: list[tuple[int, str]] = []
     classes: list[tuple[int, str]] = []
     for line in message.splitlines():
@@ -142,14 +145,14 @@ def _nearest(name: str, known: list[str]) -> str:
     return f" {did_you_mean(near)}" if near else ""
 
 
-def _keys_of(parser: LightningArgumentParser) -> list[str]:
+def _option_names(parser: LightningArgumentParser) -> list[str]:
     try:
         return list(parser.get_defaults(skip_validation=True).keys(branches=True))
     except Exception:  # report the first error, not this one
         return []
 
 
-def _imported(class_path: str | None) -> type | None:
+def _import_class(class_path: str | None) -> type | None:
     module, _, name = (class_path or "").rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name)
@@ -158,11 +161,11 @@ def _imported(class_path: str | None) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _parsed(text: str) -> object:
+def _parse_value(text: str) -> object:
     nested = re.fullmatch(r"NestedArg\(key='[^']*', val=(?P<value>.*)\)", text)
     text = nested["value"] if nested else text
     try:
         value = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
-    return _parsed(value) if nested and isinstance(value, str) else value
+    return _parse_value(value) if nested and isinstance(value, str) else value

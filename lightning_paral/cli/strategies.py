@@ -1,4 +1,4 @@
-"""`paral strategies`: the table of names."""
+"""`paral strategies`: print a table of the strategies."""
 
 import argparse
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ def print_strategies(arguments: list[str]) -> None:
     """Print the name, class, arguments and description of every strategy that this package registers."""
     argparse.ArgumentParser(prog="paral strategies", description=print_strategies.__doc__).parse_args(arguments)
     rows = [
-        (entry.name, f"{entry.strategy.__name__}({_written(entry.arguments)})", entry.description)
+        (entry.name, f"{entry.strategy.__name__}({_format_arguments(entry.arguments)})", entry.description)
         for entry in STRATEGIES
     ]
     print(tabulate(rows, headers=("name", "class", "what it does"), maxcolwidths=[None, 35, 41]))
 
 
-def _written(arguments: Mapping[str, object]) -> str:
+def _format_arguments(arguments: Mapping[str, object]) -> str:
     return ", ".join(f"{option}={value!r}" for option, value in arguments.items())

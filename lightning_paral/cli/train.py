@@ -19,10 +19,10 @@ TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
 
 
 class StrategyFirstTrainer(Trainer):
-    """Lightning's Trainer, except that the command line reads `strategy` as a class first, and then as a name."""
+    """Lightning's Trainer; on the command line, `strategy` is parsed as a class if possible, otherwise as a name."""
 
-    # jsonargparse tries the members of a union in order. Lightning's annotation is `str | Strategy`, with which
-    # `--trainer.strategy package.Class` would always be read as a name.
+    # jsonargparse tries the members of a union in order. With Lightning's annotation, `str | Strategy`, it would parse
+    # every `--trainer.strategy package.Class` as a name.
     def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
 
@@ -33,8 +33,8 @@ class AnyModelCLI(CheckpointChoiceCLI):
     def takes_hyper_parameters(self, path: str) -> bool:
         """Return whether the hyper-parameters in the checkpoint at `path` name a class.
 
-        A checkpoint that was saved without LightningCLI names none, and Lightning's parser would fail on it. The model
-        is then built from the configuration alone.
+        A checkpoint that was saved without LightningCLI names no class, and Lightning's parser would fail on it. If so,
+        the model is built from the configuration alone.
         """
         if not Path(path).is_file():
             return True
@@ -57,7 +57,7 @@ class AnyModelCLI(CheckpointChoiceCLI):
 
 
 def run_trainer_command() -> None:
-    """Run LightningCLI on the command line. `class_path` can name modules in the current folder."""
+    """Run LightningCLI with the arguments of the process. `class_path` can name modules in the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     AnyModelCLI(

@@ -20,7 +20,7 @@ def verify(arguments: list[str]) -> None:
     except DamagedError as error:
         sys.exit("\n".join(f"paral: {fault}" for fault in error.faults))
     if manifest is None:
-        print(f"{path}: can be read, and its tensors are complete; it has no manifest, so no checksums were compared.")
+        print(f"{path}: is readable, and its tensors are complete. It has no manifest, so no checksums were compared.")
     else:
         size_bytes = sum(record.bytes for record in manifest.files.values())
         print(f"{path}: complete and undamaged, {len(manifest.files)} files, {size_bytes:,} bytes.")

@@ -1,4 +1,4 @@
-"""`paral --version`: the versions to give in a bug report."""
+"""`paral --version`: print the versions to include in a bug report."""
 
 import platform
 from importlib import metadata

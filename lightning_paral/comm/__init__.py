@@ -13,7 +13,7 @@ ALL_REDUCE: dict[str, AllReduce] = {
     "reduce_broadcast": reduce_broadcast_all_reduce,
     "all_to_all": all_to_all_all_reduce,
 }
-"""The algorithms by the names users give them."""
+"""The all-reduce functions, by the names that options use."""
 
 __all__ = [
     "ALL_REDUCE",

@@ -1,6 +1,7 @@
 """All-to-all all-reduce: every rank sends the full tensor to all others, and adds what it receives.
 
-Takes one round of messages without a root, but each rank sends N-1 times the tensor: for few ranks or small tensors.
+It needs one round of messages and no root, but each rank sends the tensor N-1 times. It suits few ranks and small
+tensors.
 """
 
 import torch
@@ -23,11 +24,11 @@ def all_to_all_all_reduce(
 ) -> Tensor:
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
-    Cost: every rank sends N-1 times the tensor.
+    Cost: every rank sends the tensor N-1 times.
     Memory: at most one chunk, 1/N of the tensor (or two elements from each rank, if that is more).
 
-    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds in the order of ranks; a narrower
-    wire rounds the contributions but not the result.
+    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds the contributions in the order of
+    ranks. A narrower wire dtype rounds the contributions but not the result.
     """
     reduction = plan_reduction(tensor, group, op, wire_dtype)
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
@@ -35,9 +36,9 @@ def all_to_all_all_reduce(
         return tensor
     reduction.prepare()
 
-    at_least = world_size * world_size * _DEPTH  # so many segments that those in flight fit into one chunk
-    wanted = max(num_segments(flat.numel() * reduction.wire_dtype.itemsize), at_least)
-    cuts = balanced_cuts(0, flat.numel(), min(wanted, flat.numel()))
+    min_parts = world_size * world_size * _DEPTH  # makes the segments in flight fit into one chunk
+    num_parts = max(num_segments(flat.numel() * reduction.wire_dtype.itemsize), min_parts)
+    cuts = balanced_cuts(0, flat.numel(), min(num_parts, flat.numel()))
     contributions = reduction.scratch(_DEPTH * world_size * cuts[1]).view(_DEPTH, world_size, cuts[1])
     peers = [peer for peer in range(world_size) if peer != rank]
 

@@ -1,14 +1,14 @@
-"""Divide a flat tensor for the all-reduce algorithms: into one chunk per rank, and chunks into segments."""
+"""Divide a flat tensor into one chunk per rank, and chunks into segments, for the all-reduce algorithms."""
 
 SEGMENT_BYTES = 3 * 1024 * 1024
-"""Target size of a message: small enough to overlap adding and transfer, though each costs tenths of a ms on gloo."""
+"""Target size of a message. Small messages overlap addition with transfer, but each costs tenths of a ms on gloo."""
 
 
 def balanced_cuts(start: int, length: int, num_parts: int) -> list[int]:
-    """Divide `length` elements from `start` on into `num_parts` ranges whose sizes differ by at most one.
+    """Divide the `length` elements that begin at `start` into `num_parts` ranges whose sizes differ by at most one.
 
     Returns:
-        The `num_parts + 1` bounds: part `i` is `[cuts[i], cuts[i + 1])`, larger parts first.
+        The `num_parts + 1` bounds: part `i` is `[cuts[i], cuts[i + 1])`. Larger parts come first.
     """
     size, num_larger = divmod(length, num_parts)
     return [start + i * size + min(i, num_larger) for i in range(num_parts + 1)]

@@ -20,10 +20,10 @@ class BucketReducer:
     """Averages gradient buckets over a group, one after the other, concurrently with the backward pass.
 
     Args:
-        all_reduce: the algorithm.
+        all_reduce: the all-reduce function.
         group: the ranks whose gradients are averaged.
-        device: device of the gradients.
-        wire_dtype: floating-point dtype of the messages; `None` for that of the gradients.
+        device: the device of the gradients.
+        wire_dtype: the floating-point dtype of the messages; `None` for that of the gradients.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class BucketReducer:
         model.register_comm_hook(state=self, hook=_reduce_bucket)
 
     def start(self, gradients: Tensor) -> "torch.futures.Future[Tensor]":
-        """Start to average `gradients` in place; the future returns them when done. *Collective* over the group."""
+        """Start averaging `gradients` in place, and return a future of the result. *Collective* over the group."""
         return self._start(gradients)
 
     def shutdown(self) -> None:
-        """Release the thread without waiting. A hanging reduction ends by the timeout of its process group."""
+        """Release the thread without waiting for it. A reduction that hangs ends when its process group times out."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -66,7 +66,7 @@ class BucketReducer:
         def reduce() -> None:
             try:
                 done.set_result(self._average(gradients))
-            except BaseException as error:  # the training thread waits on `done`: pass on everything
+            except BaseException as error:  # the training thread waits for `done`: pass every exception on
                 done.set_exception(error)  # type: ignore[arg-type]
 
         self._thread.submit(reduce)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def group_by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return `tensors` in groups of one dtype and device; groups and their members keep the given order."""
+    """Group `tensors` by dtype and device. Groups are in the order of their first tensors."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,4 +1,4 @@
-"""The all-reduce of the backend, with the signature of ours."""
+"""The backend's own all-reduce, with the signature of the other all-reduce functions."""
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,16 @@ def native_all_reduce(
 ) -> Tensor:
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
-    Cost: that of the backend's algorithm, a ring or tree on NCCL, a ring on gloo. With a `wire_dtype` the backend would
-    also add in that dtype. So contributions are exchanged by an all-to-all, added in the dtype of `tensor`, and
-    all-gathered: each rank sends 2(N-1) chunks, as in a ring, and needs two extra copies of the tensor in `wire_dtype`.
+    Cost: that of the backend's algorithm, which is a ring or a tree on NCCL and a ring on gloo.
 
-    Across m nodes of k GPUs the all-to-all sends more over the network than a ring: with a 16-bit wire dtype about
-    2(k(m-1)/m + 1) bytes per element leave a node, compared to 8 for an fp32 all-reduce in NCCL's rings. That is less
-    within a node and between nodes of few GPUs, but more between two nodes of eight (10 bytes).
+    With a narrower `wire_dtype`, the backend's all-reduce would also add in that dtype. Therefore an all-to-all sends
+    every rank its chunk of all contributions, each rank adds these in the dtype of `tensor`, and an all-gather
+    distributes the sums. Each rank sends 2(N-1) chunks, as in a ring, and needs memory for two copies of the tensor in
+    `wire_dtype`.
+
+    Between nodes, an all-to-all sends more data than a ring. With m nodes of k GPUs and a 16-bit `wire_dtype`, about
+    2(k(m-1)/m + 1) bytes per element leave each node, and with NCCL's fp32 all-reduce in rings about 8 bytes. Two nodes
+    of four GPUs therefore send less than in fp32 (6 bytes), but two nodes of eight GPUs send more (10 bytes).
 
     Arguments, result and errors are those of `ring_all_reduce`.
     """

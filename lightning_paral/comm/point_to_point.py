@@ -1,4 +1,4 @@
-"""Sends and receives between the ranks of a group: the primitive of our all-reduce algorithms."""
+"""Send and receive tensors between the ranks of a group: the building block of the all-reduce algorithms."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ _Posted = TypeVar("_Posted")
 
 
 class Exchange(NamedTuple):
-    """Messages in flight: wait for `receives` before reading, and for `sends` before overwriting, their tensors."""
+    """Messages in flight. Wait for `receives` before reading received tensors, for `sends` before reusing sent ones."""
 
     receives: list[dist.Work]
     sends: list[dist.Work]
@@ -34,8 +34,9 @@ def exchange(
     Args:
         sends: pairs of a tensor and the rank in `group` to send it to. Empty tensors are skipped.
         receives: pairs of a tensor and the rank in `group` to receive it from. Empty tensors are skipped.
-        group: the ranks that the peers are numbered in.
-        phase: tag on gloo: messages between two ranks arrive in the order they were sent within a phase.
+        group: the process group of this rank and its peers.
+        phase: a number added to the message tag on gloo. Messages between two ranks arrive in the order in which they
+            were sent if they have the same phase.
     """
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
@@ -48,7 +49,7 @@ def exchange(
             [dist.P2POp(start, tensor, group=group, group_peer=peer, tag=_TAG) for start, tensor, peer in operations]
         )  # NCCL returns a single work
         return Exchange(receives=works, sends=works)
-    # Gloo has no groups of messages; direct calls cost 0.1 ms less than `batch_isend_irecv` on a small machine.
+    # gloo does not group messages. Direct calls take 0.1 ms less than `batch_isend_irecv`.
     return Exchange(
         receives=[group.recv([tensor], peer, _TAG + phase) for tensor, peer in receives],
         sends=[group.send([tensor], peer, _TAG + phase) for tensor, peer in sends],
@@ -56,7 +57,7 @@ def exchange(
 
 
 def wait(*works: list[dist.Work]) -> None:
-    """Wait for works of an `Exchange`. Blocks the thread on gloo, only the current stream on NCCL."""
+    """Wait for works of an `Exchange`. This blocks the thread on gloo, but only the current stream on NCCL."""
     for work in chain(*works):
         work.wait()
 
@@ -66,13 +67,13 @@ def run_pipeline(
 ) -> None:
     """Run the stages of a pipeline with up to `depth` of them in flight.
 
-    Stage `k` is posted after stage `k - depth` was completed, so it may reuse that stage's buffers and use its result.
+    Stage `k` is posted after stage `k - depth` has completed, so it may reuse its buffers and use its result.
 
     Args:
-        num_stages: number of stages.
-        depth: number of stages in flight.
-        post: `post(k)` starts the communication of stage `k`.
-        complete: `complete(k, posted)` waits for stage `k` and computes on what it received.
+        num_stages: the number of stages.
+        depth: the maximum number of stages in flight.
+        post: a function that starts the communication of stage `k`: `posted = post(k)`.
+        complete: a function that waits for stage `k` and processes the received tensors: `complete(k, posted)`.
     """
     posted: deque[tuple[int, _Posted]] = deque()
     for stage in range(num_stages):

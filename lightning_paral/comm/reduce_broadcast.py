@@ -1,6 +1,6 @@
-"""Reduce + broadcast: every rank sends its tensor to the root, which adds them and sends the sum back.
+"""Reduce and broadcast: every rank sends its tensor to the root, which adds them up and sends the sum back.
 
-The textbook all-reduce, and the reason for the others: the root's link carries N-1 times the tensor each way.
+This is the textbook all-reduce. The other algorithms avoid its bottleneck: the root receives and sends N-1 tensors.
 """
 
 from itertools import pairwise
@@ -25,7 +25,7 @@ def reduce_broadcast_all_reduce(
 ) -> Tensor:
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
-    Cost: the root (rank 0 of the group) sends N-1 times the tensor, every other rank once.
+    Cost: the root (rank 0 of the group) sends the tensor N-1 times, every other rank once.
     Memory: at most one chunk, 1/N of the tensor (or one element from each rank, if that is more).
 
     Arguments, result and errors are those of `ring_all_reduce`. The root adds in the order of ranks.
@@ -42,10 +42,10 @@ def reduce_broadcast_all_reduce(
 
 
 def _cut_into_segments(reduction: Reduction) -> list[Tensor]:
-    """Cut the tensor, largest segment first, so that one segment from every rank fits into one chunk."""
+    """Divide the tensor so that one segment from every rank fits into one chunk. The first segment is the largest."""
     length, world_size = reduction.flat.numel(), reduction.world_size
-    num = max(num_segments(length * reduction.wire_dtype.itemsize), world_size * world_size)
-    cuts = balanced_cuts(0, length, min(num, length))
+    num_parts = max(num_segments(length * reduction.wire_dtype.itemsize), world_size * world_size)
+    cuts = balanced_cuts(0, length, min(num_parts, length))
     return [reduction.flat[start:end] for start, end in pairwise(cuts)]
 
 
@@ -71,7 +71,7 @@ def _reduce_and_send(reduction: Reduction, segments: list[Tensor]) -> None:
 
 
 def _send_and_wait(reduction: Reduction, segments: list[Tensor]) -> None:
-    """On other ranks: send each segment while the sum of the previous one arrives, in place."""
+    """On the other ranks: send each segment while the sum of the previous one arrives and replaces it."""
     awaited: Tensor | None = None
     for segment in segments:
         outgoing = segment.to(reduction.wire_dtype)

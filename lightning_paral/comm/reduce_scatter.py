@@ -1,6 +1,7 @@
-"""Direct reduce-scatter and reduce: every rank sends its contribution straight to the rank that needs the sum.
+"""Reduce-scatter and reduce in which every rank sends its contribution directly to the rank that needs the sum.
 
-gloo has no reduce-scatter. Torch's is an all-reduce that discards most of the result, and sends twice as much.
+gloo has no reduce-scatter of its own. torch replaces it by an all-reduce, which sends twice as much, and discards most
+of the result.
 """
 
 import torch
@@ -16,8 +17,9 @@ def direct_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGro
     Cost: each rank sends (N-1)/N of `tensor`, the optimum. Memory: N-1 chunks. Adds in the order of ranks.
 
     Args:
-        output: contiguous, of 1/N of the elements of `tensor`; may be this rank's chunk of it.
-        tensor: contiguous, of a length that N divides; unchanged unless `output` is part of it.
+        output: a contiguous tensor with 1/N of the elements of `tensor`. It may be this rank's chunk of `tensor`.
+        tensor: a contiguous tensor whose number of elements is divisible by N. It is not changed unless `output` is
+            part of it.
         group: the ranks that take part.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -35,13 +37,13 @@ def direct_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGro
 
 
 def start_reduce(tensor: Tensor, target: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Sum `tensor` over `group` to its rank `target`, in place. *Collective* over `group`.
+    """Replace `tensor` on rank `target` of `group` by the sum over `group`. *Collective* over `group`.
 
-    The target returns when the sum is complete. The other ranks return at once, so that reductions to several targets
-    overlap.
+    The target returns when the sum is complete. The other ranks return immediately, so that reductions to several
+    targets overlap.
 
     Returns:
-        Works to wait for before `tensor` is written; none on the target.
+        Works to wait for before overwriting `tensor`. On the target, the list is empty.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank != target:

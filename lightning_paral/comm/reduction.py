@@ -1,4 +1,4 @@
-"""What all all-reduce functions share: the check of their arguments, and the arithmetic of SUM and AVG."""
+"""The signature of all-reduce functions, the check of their arguments, and the arithmetic of SUM and AVG."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.flo
 
 
 class AllReduce(Protocol):
-    """An all-reduce: replace `tensor` on every rank of `group` by the sum or average over its ranks."""
+    """An all-reduce function: it replaces `tensor` on every rank of `group` by the sum or average over its ranks."""
 
     def __call__(
         self,
@@ -30,48 +30,48 @@ class AllReduce(Protocol):
 
 @dataclass(frozen=True)
 class Reduction:
-    """The plan of one all-reduce: a flat view of the tensor, the group, and this rank's number in it."""
+    """The checked arguments of one all-reduce: a flat view of the tensor, the group, and this process's rank in it."""
 
     flat: Tensor
-    """Shape `[length]`, contiguous, in the dtype of the tensor; the result is written here."""
+    """A contiguous view of the tensor, of shape `[length]`. The result is written to it."""
 
     group: dist.ProcessGroup
     rank: int
     world_size: int
     average: bool
     wire_dtype: torch.dtype
-    """Dtype of the messages: that of `flat`, or a narrower one."""
+    """The dtype of the messages: that of `flat`, or a narrower one."""
 
     @property
     def narrow_wire(self) -> bool:
-        """Whether messages are cast when sent and received."""
+        """Whether tensors are cast to a narrower dtype when they are sent."""
         return self.wire_dtype != self.flat.dtype
 
     def prepare(self) -> None:
-        """Scale the contributions if their sum could overflow the wire dtype although the average would not."""
+        """Before an average in fp16, divide this rank's contribution by the number of ranks: the sum could overflow."""
         if self.average and self.narrow_wire and self.wire_dtype == torch.float16:
             self.flat.div_(self.world_size)
 
     def finish(self, summed: Tensor) -> None:
-        """Turn a sum into the result of the operation, in place. Integer averages round towards zero."""
+        """Divide `summed` in place for an average, unless `prepare` has. Integer averages round towards zero."""
         if not self.average or (self.narrow_wire and self.wire_dtype == torch.float16):
             return
         rounding_mode = None if summed.is_floating_point() else "trunc"
         summed.div_(self.world_size, rounding_mode=rounding_mode)
 
     def scratch(self, num_elements: int) -> Tensor:
-        """Return an uninitialised buffer for messages, shape `[num_elements]`."""
+        """Return an uninitialized buffer for messages, of shape `[num_elements]`."""
         return torch.empty(num_elements, dtype=self.wire_dtype, device=self.flat.device)
 
 
 def plan_reduction(
     tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType, wire_dtype: torch.dtype | None
 ) -> Reduction:
-    """Check the arguments of an all-reduce.
+    """Check the arguments of an all-reduce and return its `Reduction`.
 
     Raises:
-        ConfigurationError: an operation other than SUM and AVG, a tensor that is not contiguous, or a wire dtype for a
-            tensor that is not floating point.
+        ConfigurationError: `op` is neither SUM nor AVG, `tensor` is not contiguous, or `wire_dtype` is given and
+            `tensor` or `wire_dtype` is not floating point.
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ConfigurationError(f"all-reduce supports ReduceOp.SUM and ReduceOp.AVG, but got {op!r}.")

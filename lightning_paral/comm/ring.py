@@ -1,9 +1,9 @@
-"""Ring all-reduce: reduce-scatter, then all-gather, around a ring of neighbours.
+"""Ring all-reduce: a reduce-scatter, then an all-gather, around a ring of ranks.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput.
-69(2), 2009. The tensor is cut into as many chunks as there are ranks. In each of 2(N-1) steps every rank sends one
-chunk to its right and receives one from its left: N-1 steps add the received chunk, so that every rank ends up with one
-finished chunk, and N-1 steps pass the finished chunks on.
+69(2), 2009. The tensor is divided into N chunks, one per rank. In each of 2(N-1) steps, every rank sends one chunk to
+its right neighbor and receives one from its left neighbor. In the first N-1 steps it adds the received chunk to its
+own, so that every rank ends up with the sum of one chunk. In the last N-1 steps the sums are passed on.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from lightning_paral.comm.chunks import SEGMENT_BYTES, balanced_cuts, num_segmen
 from lightning_paral.comm.point_to_point import Exchange, exchange, run_pipeline, wait
 from lightning_paral.comm.reduction import plan_reduction
 
-_GATHERING = 1
+_ALL_GATHER_PHASE = 1
 
 
 def ring_all_reduce(
@@ -30,22 +30,23 @@ def ring_all_reduce(
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
     Cost: each rank sends 2(N-1) chunks of ceil(length / N) elements, the optimum for any N.
-    Memory: one chunk for received messages; with a narrower wire another one for messages to send.
+    Memory: one chunk for received messages and, with a narrower wire dtype, another one for messages to send.
 
     Args:
-        tensor: contiguous, any shape and length, floating point or integer; reduced in place.
-        group: ranks that take part; `None` for the default group.
+        tensor: a contiguous tensor of any shape, floating point or integer. It is reduced in place.
+        group: the ranks that take part; `None` for the default group.
         op: `ReduceOp.SUM` or `ReduceOp.AVG`.
-        wire_dtype: floating-point dtype of the messages. Additions are done in the dtype of `tensor`; partial sums and
-            the result are rounded to `wire_dtype`.
-        segment_bytes: bytes, in the dtype of `tensor`, of the segments that a chunk is sent in: adding one overlaps the
-            transfer of the next.
+        wire_dtype: the floating-point dtype of the messages; `None` for the dtype of `tensor`. Additions are done in
+            the dtype of `tensor`; partial sums and the result are rounded to `wire_dtype`.
+        segment_bytes: the approximate size, in the dtype of `tensor`, of the segments in which a chunk is sent. Adding
+            one segment overlaps with the transfer of the next.
 
     Returns:
         `tensor`.
 
     Raises:
-        ConfigurationError: another operation, a tensor that is not contiguous, or a wire dtype for integers.
+        ConfigurationError: `op` is neither SUM nor AVG, `tensor` is not contiguous, or `wire_dtype` is given and
+            `tensor` or `wire_dtype` is not floating point.
     """
     reduction = plan_reduction(tensor, group, op, wire_dtype)
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
@@ -55,9 +56,11 @@ def ring_all_reduce(
 
     chunk_cuts = balanced_cuts(0, flat.numel(), world_size)
     chunk_length = chunk_cuts[1]
-    segments = num_segments(chunk_length * flat.element_size(), segment_bytes)
-    cuts = [balanced_cuts(chunk_cuts[i], chunk_cuts[i + 1] - chunk_cuts[i], segments) for i in range(world_size)]
-    slot_cuts = balanced_cuts(0, chunk_length, segments)
+    segments_per_chunk = num_segments(chunk_length * flat.element_size(), segment_bytes)
+    cuts = [
+        balanced_cuts(chunk_cuts[i], chunk_cuts[i + 1] - chunk_cuts[i], segments_per_chunk) for i in range(world_size)
+    ]
+    slot_cuts = balanced_cuts(0, chunk_length, segments_per_chunk)
     received = reduction.scratch(chunk_length)
     outgoing = reduction.scratch(chunk_length) if reduction.narrow_wire else None
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -72,30 +75,30 @@ def ring_all_reduce(
         return buffer[slot_cuts[segment] : slot_cuts[segment] + like.numel()]
 
     def receive_in_place(stage: int) -> list[dist.Work]:
-        step, segment = divmod(stage, segments)
+        step, segment = divmod(stage, segments_per_chunk)
         target = segment_of(rank - step - 1, segment)
-        return exchange([], [(target, left)], reduction.group, _GATHERING).receives
+        return exchange([], [(target, left)], reduction.group, _ALL_GATHER_PHASE).receives
 
-    num_stages = 2 * (world_size - 1) * segments
-    # gloo's ready-to-receive message queues behind data in flight, so post the all-gather receives up front. They land
-    # in the output and need no buffer. A finished chunk cannot arrive before the partial sum that it overwrites was
-    # sent: it is made from it.
+    num_stages = 2 * (world_size - 1) * segments_per_chunk  # a stage transfers one segment
+    # gloo's ready-to-receive message queues behind data in flight, so post the all-gather receives up front, directly
+    # into the output. This is safe: the sum of a chunk is computed from the partial sum that it overwrites here, so it
+    # cannot arrive before that partial sum was sent.
     early_receives: deque[list[dist.Work]] = deque()
     if flat.device.type == "cpu" and outgoing is None:
         early_receives.extend(receive_in_place(stage) for stage in range(num_stages // 2, num_stages))
 
     def post(stage: int) -> tuple[Exchange, Tensor]:
-        step, segment = divmod(stage, segments)
+        step, segment = divmod(stage, segments_per_chunk)
         message = segment_of(rank - step, segment)
         if outgoing is not None:
-            if len(sending) == segments:
+            if len(sending) == segments_per_chunk:
                 wait(sending.popleft())  # the message that was sent from the same slot
             message = slot(outgoing, segment, like=message).copy_(message)
         target = segment_of(rank - step - 1, segment)
-        # A finished chunk is received in place; one that is to be added or cast, in a buffer.
+        # The sum of a chunk is received in place. Anything that must be added or cast is received in a buffer.
         arriving = target if step > last_sum and outgoing is None else slot(received, segment, like=target)
         if step > last_sum and early_receives:
-            sent = exchange([(message, right)], [], reduction.group, _GATHERING).sends
+            sent = exchange([(message, right)], [], reduction.group, _ALL_GATHER_PHASE).sends
             posted = Exchange(receives=early_receives.popleft(), sends=sent)
         else:
             posted = exchange([(message, right)], [(arriving, left)], reduction.group)
@@ -103,7 +106,7 @@ def ring_all_reduce(
         return posted, arriving
 
     def complete(stage: int, posted: tuple[Exchange, Tensor]) -> None:
-        step, segment = divmod(stage, segments)
+        step, segment = divmod(stage, segments_per_chunk)
         messages, arrived = posted
         wait(messages.receives)
         target = segment_of(rank - step - 1, segment)
@@ -112,11 +115,11 @@ def ring_all_reduce(
             if step == last_sum:
                 reduction.finish(target)
                 if reduction.narrow_wire:
-                    # The other ranks receive this chunk rounded, so its owner must round it, too.
+                    # The other ranks receive the rounded sum, so this rank must also round it.
                     target.copy_(target.to(reduction.wire_dtype))
         elif reduction.narrow_wire:
             target.copy_(arrived)
 
-    run_pipeline(num_stages, depth=segments, post=post, complete=complete)
+    run_pipeline(num_stages, depth=segments_per_chunk, post=post, complete=complete)
     wait(*sending)
     return tensor

@@ -1,4 +1,4 @@
-"""Count the bytes that this rank sends: exactly for our own algorithms, as seen by the kernel for everything else.
+"""Count the bytes that this rank sends: exactly for our all-reduce functions, from the kernel for everything else.
 
 Example::
 
@@ -24,16 +24,16 @@ _TCP_INFO_BYTES = 216
 
 @dataclass
 class Traffic:
-    """Bytes that one rank sent inside a `count_traffic` block. Final after the block."""
+    """Bytes that one rank sends inside a `count_traffic` block. The numbers are final when the block ends."""
 
     payload_bytes: int = 0
-    """Tensor bytes in point-to-point sends of `lightning_paral.comm`, exact."""
+    """The exact number of tensor bytes in point-to-point sends of `lightning_paral.comm`."""
 
     socket_bytes: int | None = None
-    """Bytes that all TCP connections of this process sent, with gloo's message headers, without retransmissions.
+    """Bytes sent by all TCP connections of this process, including gloo's message headers, without retransmissions.
 
     Covers everything that uses gloo: DDP's native reducer, FSDP, DeepSpeed. `None` if the kernel does not report it;
-    Linux does from 4.19 on. NCCL within one machine uses no sockets and is not counted.
+    Linux does since version 4.19. Messages of NCCL within a node are not counted, because they use no sockets.
     """
 
 
@@ -43,9 +43,9 @@ _counting: list[Traffic] = []
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what all threads of this process send inside the block. Blocks may nest.
+    """Count the bytes that all threads of this process send inside the block. Blocks may be nested.
 
-    Not collective: each rank counts its own bytes. If sends may still be in flight, end the block with a barrier.
+    Not a collective: each rank counts its own bytes. If sends may still be in flight, end the block with a barrier.
     """
     traffic = Traffic()
     before = _sent_by_connection()
@@ -55,7 +55,7 @@ def count_traffic() -> Iterator[Traffic]:
         yield traffic
     finally:
         with _counting_lock:
-            # By identity: two blocks with equal counts are equal.
+            # Compare by identity: two blocks with equal counts are equal.
             _counting[:] = [other for other in _counting if other is not traffic]
         after = _sent_by_connection()
         if before is not None and after is not None:

@@ -1,5 +1,5 @@
-"""Private names and patches of torch, Lightning and DeepSpeed: a package for each library, a module for each idea.
+"""Private names and patches of torch, Lightning and DeepSpeed: one package per library, one module per topic.
 
-No other part of this package uses a private name of these libraries or replaces anything in them. Every module declares
-what it uses in `NAMES`; `checks` compares the entries with the installed versions before training.
+No other part of this package uses a private name of these libraries, or replaces anything in them. Every module lists
+the private names that it uses in `NAMES`; `checks` looks them up in the installed versions before training.
 """

@@ -1,6 +1,7 @@
 """Check before training that the installed libraries have every private name this package uses.
 
-Without an error at the start, what reads a renamed attribute fails midway, and what sets one does nothing.
+Otherwise, after a library has renamed an attribute, code that reads it would fail in the middle of a run, and code that
+sets it would silently have no effect.
 """
 
 import importlib
@@ -10,16 +11,17 @@ from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName, is_named_by
 
-# Slow to import, and not needed by every run. They import what they use by name: without it there is an error at once.
-_LATER = {"lightning_paral.compat.lightning.command_line", "lightning_paral.compat.torch.distributed_checkpoint"}
+# Slow to import, and not needed by every run. They import their private names directly, so that a missing one raises an
+# ImportError at once.
+_NOT_CHECKED = {"lightning_paral.compat.lightning.command_line", "lightning_paral.compat.torch.distributed_checkpoint"}
 
 
 @cache
 def check_names(*libraries: str) -> None:
-    """Raise a `PrivateNameError` if a library lacks a name; once per process.
+    """Raise a `PrivateNameError` if a library lacks a name that is used. Later calls do nothing.
 
     Args:
-        libraries: `"torch"`, `"lightning"` or `"deepspeed"`; they are imported.
+        libraries: `"torch"`, `"lightning"` or `"deepspeed"`. The function imports them.
     """
     for library in libraries:
         for entry in _entries(library):
@@ -27,13 +29,13 @@ def check_names(*libraries: str) -> None:
 
 
 def check_instance(library: str, instance: Any) -> None:
-    """Raise a `PrivateNameError` if `instance`, of a class of the library's, lacks an attribute."""
-    kind: Any = type(instance)
-    kinds = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
+    """Raise a `PrivateNameError` if `instance`, whose class `library` defines, lacks an attribute that is used."""
+    cls: Any = type(instance)
+    classes = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     for entry in _entries(library):
         owner, _, name = entry.name.rpartition(".")
-        # Some attributes are set only in some configurations, or later.
-        if entry.on_instances and owner in kinds and not (hasattr(instance, name) or is_named_by(kind, name)):
+        # Some attributes are set only in some configurations, or later: the code of the class contains their names.
+        if entry.on_instances and owner in classes and not (hasattr(instance, name) or is_named_by(cls, name)):
             raise entry.error("instances do not have it")
 
 
@@ -41,6 +43,6 @@ def check_instance(library: str, instance: Any) -> None:
 def _entries(library: str) -> tuple[PrivateName, ...]:
     """Return the entries that are used with the installed version."""
     package = importlib.import_module(f"lightning_paral.compat.{library}")
-    names = {info.name for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")} - _LATER
+    names = {info.name for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")} - _NOT_CHECKED
     found = [entry for name in sorted(names) for entry in getattr(importlib.import_module(name), "NAMES", ())]
     return tuple(entry for entry in found if entry.is_used)

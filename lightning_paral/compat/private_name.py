@@ -1,4 +1,4 @@
-"""Declare the private names that `compat` uses, so that the tests and the start of a run can check them."""
+"""Declarations of the private names that `compat` uses, which are checked by tests and at the start of a run."""
 
 import importlib
 import inspect
@@ -19,76 +19,78 @@ class PrivateName:
     """A private name of torch, Lightning, torchmetrics or DeepSpeed, and why it is used."""
 
     name: str
-    """Dotted path from the library's top: `torch.nn.Module._parameters`."""
+    """The dotted path, beginning with the library: `torch.nn.Module._parameters`."""
     purpose: str
     """What the name is used for, as an infinitive: "to read a tensor's version counter"."""
     reason: str
-    """Why no public name will do."""
+    """Why no public name can be used instead."""
     seen: str
-    """The versions that have it, as tested: "torch 2.11 to 2.13"."""
+    """The versions in which tests have found it: "torch 2.11 to 2.13"."""
     upstream: str = ""
-    """The upstream issue that asks for a public name, or reports the defect that is worked around."""
+    """The upstream issue that asks for a public name, or that reports the defect worked around."""
     parameters: tuple[str, ...] | None = None
-    """Parameters that callers or replacements rely on, by name; `None` checks none."""
+    """The names of the parameters that our callers or replacements rely on; `None` if none are checked."""
     on_instances: bool = False
-    """Whether only instances have it: the last part is an attribute that the class before it sets on its instances, or
-    that the function before it sets on its argument. Nothing is instantiated: their code has to name it."""
+    """Whether the last part is an attribute that only instances have: the class before it sets it on its instances, or
+    the function before it sets it on its argument. The check creates no instance, but searches the code of the class or
+    function for the attribute's name."""
     since: str = ""
-    """The first version in which it is used, such as "2.12"; empty for all."""
+    """The first version with which the name is used, such as "2.12"; empty if with all."""
     before: str = ""
-    """The first version in which it is no longer used; empty for none."""
+    """The first version with which the name is no longer used; empty if there is none."""
 
     @property
     def is_used(self) -> bool:
-        """Whether it is used with the installed version."""
+        """Whether the name is used with the installed version of the library."""
         installed = _installed(self.name.partition(".")[0])
         return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
 
     def resolve(self) -> Any:
-        """Return the object or, for an attribute of instances, the class.
+        """Return the object that has this name; for an attribute of instances, return their class.
 
         Raises:
-            PrivateNameError: the installed version has no such name, or it takes other parameters.
+            PrivateNameError: the installed version has no such name, or the function lacks one of `parameters`.
         """
         path, _, last = self.name.rpartition(".")
         try:
             owner = _find(path)
             found = owner if self.on_instances else getattr(owner, last)
         except (ImportError, AttributeError) as error:
-            raise PrivateNameError(self._complaint("there is no such name")) from error
+            raise self.error("there is no such name") from error
         if self.on_instances and not is_named_by(owner, last):
-            raise PrivateNameError(self._complaint(f"{path} has no attribute of that name"))
+            raise self.error(f"{path} has no attribute of that name")
         if self.parameters is not None:
             names = _parameters_of(found)
             if names is not None and not set(self.parameters) <= set(names):
-                raise PrivateNameError(self._complaint(f"it takes ({', '.join(names)}), not {self.parameters}"))
+                raise self.error(f"it takes ({', '.join(names)}), not {self.parameters}")
         return found
 
     def replace_on(self, instance: object, value: Any) -> None:
-        """Set an attribute that `instance` already has.
+        """Set this attribute on `instance`, which must already have it.
 
         Raises:
             PrivateNameError: `instance` has no such attribute, so nothing would read the value.
         """
         last = self.name.rpartition(".")[2]
         if not hasattr(instance, last):
-            raise PrivateNameError(self._complaint(f"{type(instance).__name__} has no attribute of that name"))
+            raise self.error(f"{type(instance).__name__} has no attribute of that name")
         setattr(instance, last, value)
 
-    def _complaint(self, what: str) -> str:
-        library = self.name.partition(".")[0]
-        return (
-            f"lightning_paral uses the private name {self.name} {self.purpose}, and in {library} {version(library)} "
-            f"{what}. It was tested with {self.seen}: install one of these versions."
-        )
+    def error(self, difference: str) -> PrivateNameError:
+        """Return the error for an installed version that differs from the tested ones.
 
-    def error(self, what: str) -> PrivateNameError:
-        """Return the error for a version in which the name has another meaning; `what` says how it differs."""
-        return PrivateNameError(self._complaint(what))
+        Args:
+            difference: a clause that says how it differs, such as `"there is no such name"`.
+        """
+        library = self.name.partition(".")[0]
+        return PrivateNameError(
+            f"lightning_paral uses the private name {self.name} {self.purpose}, but in {library} {version(library)} "
+            f"{difference}. It was tested with {self.seen}: install one of these versions."
+        )
 
 
 def _parameters_of(function: Any) -> tuple[str, ...] | None:
-    """Return the names of the parameters; `None` for wrappers that take any, and for functions that do not say."""
+    """Return the names of the parameters; `None` for a wrapper that takes any, or a function without a signature."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -108,7 +110,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _find(path: str) -> Any:
-    """The module or class at a dotted path."""
+    """Return the module, class or function at a dotted path."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -122,7 +124,7 @@ def _find(path: str) -> Any:
 
 
 def is_named_by(owner: Any, attribute: str) -> bool:
-    """Whether the code of a class, one of its bases, or a function names `attribute`."""
+    """Return whether the code of a class, of one of its bases, or of a function contains the name `attribute`."""
     return any(
         attribute in vars(base) or attribute in vars(base).get("__annotations__", {}) or attribute in _names_in(base)
         for base in getattr(owner, "__mro__", (owner,))
@@ -131,8 +133,8 @@ def is_named_by(owner: Any, attribute: str) -> bool:
 
 @cache
 def _names_in(owner: Any) -> frozenset[str]:
-    """Return attributes, inner functions and strings in the code of a function, or of a class without its bases."""
-    # Not by the source: to read it takes a hundred times longer, and comments and parameters name attributes, too.
+    """Return the names and strings in the code of a function, or of a class without its bases, except parameters."""
+    # Reading the source would take a hundred times longer, and would also find names in comments and parameters.
     codes = [
         code for member in (vars(owner).values() if isinstance(owner, type) else (owner,)) for code in _codes(member)
     ]
@@ -150,7 +152,7 @@ def _names_in(owner: Any) -> frozenset[str]:
 
 
 def _codes(member: Any) -> Iterator[CodeType]:
-    """Yield the code of a function and of those it replaces: other libraries wrap methods, not all by `wraps`."""
+    """Yield the code of a function and of the functions that it wraps, with or without `functools.wraps`."""
     waiting, seen = [member], set()
     while waiting:
         each = waiting.pop()
@@ -165,5 +167,5 @@ def _codes(member: Any) -> Iterator[CodeType]:
         elif isinstance(each, FunctionType):
             yield each.__code__
             for cell in each.__closure__ or ():
-                with suppress(ValueError):  # it is empty
+                with suppress(ValueError):  # the cell is empty
                     waiting.append(cell.cell_contents)

@@ -1,4 +1,4 @@
-"""Which samples a rank draws: each sample once in evaluation, equally many steps on all ranks in training."""
+"""Which samples a rank draws: each sample once in evaluation, the same number of steps on all ranks in training."""
 
 from lightning_paral.data.distribute import LoaderDistributor
 from lightning_paral.data.predictions import GatherPredictions

@@ -1,4 +1,4 @@
-"""Read a number from a device without waiting for the device."""
+"""Read a number from a GPU without waiting for the GPU."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ class AsyncScalar:
     """Copies a one-element tensor to the host asynchronously, in stream order.
 
     Args:
-        tensor: the tensor to read, on any device; later changes of it are not seen.
+        tensor: the tensor to read, on any device. Later changes to it have no effect.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Replace Lightning's sampler injection: give each rank its part of every loader of a run."""
+"""Replace Lightning's sampler injection: distribute every loader of a run among the data ranks."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
-from lightning_paral.data.exact_evaluation import ExactEvaluationLoops
+from lightning_paral.data.exact_evaluation import ExactEvaluationLoops, sync_metrics_over_data_ranks
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import ShardedIterable, distribute_iterable
-from lightning_paral.data.loader import Loader, samplers, with_iteration
+from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
 from lightning_paral.data.map_style import distribute_map_style
 from lightning_paral.data.padding import strip_padding
 from lightning_paral.data.resume import DataPosition, Source, num_processed
@@ -31,20 +31,20 @@ _STEPS = {
 
 
 def draws_as_one_process(sampling: Sampling, data_size: int) -> bool:
-    """Return whether orders are drawn from the global random generators, as a single process draws them."""
+    """Return whether the order of samples is drawn from the global random generators, as in a single process."""
     return sampling.split == "global" or data_size == 1
 
 
 class LoaderDistributor:
     """Distributes the loaders of a run among the ranks, from setup to teardown.
 
-    Active at a world size of one, too, so that the order of batches is the same at all world sizes.
+    Also active at world size 1, so that the order of batches is the same at all world sizes.
 
     Args:
-        trainer: its loaders are distributed unless it has `use_distributed_sampler=False`.
-        dims: which ranks draw samples of their own.
-        sampling: how to distribute them.
-        seed: seed of all orders; the same on every rank.
+        trainer: the Trainer whose loaders are distributed, unless it has `use_distributed_sampler=False`.
+        dims: the parallel dimensions, which say which ranks draw different samples.
+        sampling: how to distribute the samples.
+        seed: the seed of the order of samples in all loaders. It must be the same on every rank.
         run_padding: whether evaluation steps contain collectives, so that a rank without data must run padding batches.
     """
 
@@ -55,39 +55,40 @@ class LoaderDistributor:
         self._seed = Seed(seed)
         self._run_padding = run_padding
         self.position = DataPosition(trainer, self._seed)
-        self._num_loaders: dict[RunningStage, tuple[int, int]] = {}
+        self._last_index: dict[RunningStage, tuple[int, int]] = {}  # epoch and index of the last loader prepared
         self._undo = ExitStack()
-        self._prepare_as_lightning = replace_preparation(trainer, self.prepare, self._undo)
+        self._prepare_with_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if dims.data_size > 1:
             ExactEvaluationLoops(trainer, dims, run_padding, self._undo)
+        sync_metrics_over_data_ranks(trainer.lightning_module, dims, self._undo)
 
     def end(self) -> None:
-        """Restore the trainer's own methods. `position` stays readable."""
+        """Restore the trainer's own methods. `position` can still be read."""
         self._undo.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the undo stack: a copy has changed nothing in the trainer."""
+        """Leave out the undo stack, because a copy has not changed the trainer."""
         return vars(self) | {"_undo": ExitStack()}
 
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
         """Return a copy of `loader` that yields this rank's batches. *Collective* if the dataset shards itself.
 
-        A loader that is no `DataLoader`, that has a distributed sampler, or that the trainer shall not change
-        (`use_distributed_sampler=False`) goes to Lightning instead.
+        A loader is left to Lightning if it is not a `DataLoader`, if it has a distributed sampler, or if the trainer
+        has `use_distributed_sampler=False`.
 
         Raises:
-            ConfigurationError: the loader cannot be distributed in the way that `Sampling` asks for.
+            ConfigurationError: the loader cannot be distributed as `Sampling` requires.
         """
         injects = injects_sampler(self._trainer)
         if injects and not isinstance(loader, DataLoader) and self._dims.data_size > 1:
-            # As under Lightning's ddp. It may have been written for several ranks.
+            # Lightning's ddp does not divide it either: it may have been written for several ranks.
             rank_zero_warn(
-                f"{type(loader).__name__} is no DataLoader, so it is not divided: each of {self._dims.data_size} "
-                "ranks takes everything that it yields. Unless it divides its data by rank itself, wrap it in a "
+                f"{type(loader).__name__} is not a DataLoader, so it is not divided: each of {self._dims.data_size} "
+                "ranks uses everything that it yields. Unless it divides its data by rank itself, wrap it in a "
                 "DataLoader (with batch_size=None if it yields batches), which is divided among the ranks."
             )
         if not isinstance(loader, DataLoader) or not injects or _is_distributed(loader):
-            return self._prepare_as_lightning(loader, shuffle, mode)
+            return self._prepare_with_lightning(loader, shuffle, mode)
         training = mode == RunningStage.TRAINING
         shard = ShardSpec(
             data_rank=self._dims.data_rank,
@@ -95,28 +96,36 @@ class LoaderDistributor:
             split=self._sampling.split,
             remainder=self._sampling.remainder if training else "pad",
         )
-        number = self._number_of(mode)
-        if training and number == 0:
+        index = self._index_of_next_loader(mode)
+        if training and index == 0:
             self.position.sources = []
         source: Source
-        group = self._dims.data_ranks_on_host().group
         if not isinstance(loader.dataset, IterableDataset):
             shared_rng = draws_as_one_process(self._sampling, shard.data_size)
             predicting = mode == RunningStage.PREDICTING
+            several_ranks = self._dims.num_ranks > 1
             distributed, source = distribute_map_style(
-                loader, shard, self._seed, number, shared_rng=shared_rng, predicting=predicting, group=group
+                loader,
+                shard,
+                self._seed,
+                index,
+                shared_rng=shared_rng,
+                predicting=predicting,
+                several_ranks=several_ranks,
             )
         elif self._sampling.shard_iterable and not isinstance(loader.dataset, IterDataPipe):
-            distributed, source = distribute_iterable(loader, shard, self._seed, number)
-        else:  # torch shards data pipes
+            distributed, source = distribute_iterable(loader, shard, self._seed, index)
+        else:  # torch itself shards data pipes
+            group = self._dims.data_rank_group().group
             return self._strip_padding(synchronize_self_sharded(loader, shard, group), mode)
+        seed_workers_by_data_rank(distributed, self._dims)
         source.set_epoch(self._epoch)
         if training and not _resumes_itself(loader):
             self.position.sources.append(source)
         return self._strip_padding(distributed, mode)
 
     def _strip_padding(self, loader: Loader, mode: RunningStage) -> Loader:
-        """Remove padding batches for a step that takes a `dataloader_iter` and draws its batches itself."""
+        """Remove padding batches if the step takes a `dataloader_iter` and therefore draws its batches itself."""
         step = _STEPS.get(mode)
         module = self._trainer.lightning_module
         if step is None or not is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
@@ -124,8 +133,8 @@ class LoaderDistributor:
         if self._run_padding and self._dims.data_size > 1:
             raise ConfigurationError(
                 f"{type(module).__name__}.{step} takes a `dataloader_iter` and draws its batches itself, but under "
-                f"{type(self._trainer.strategy).__name__} ranks that run out of data have to join in the steps of the "
-                "others. Let it take `batch, batch_idx`."
+                f"{type(self._trainer.strategy).__name__} ranks that run out of data must join the steps of the "
+                "others. Let it take `batch, batch_idx` instead."
             )
         return with_iteration(loader, strip_padding)
 
@@ -133,18 +142,18 @@ class LoaderDistributor:
     def _epoch(self) -> int:
         return num_processed(self._trainer.fit_loop.epoch_progress)
 
-    def _number_of(self, mode: RunningStage) -> int:
-        """Return the loader's index among those of `mode`, in the order in which an epoch asks for them."""
-        epoch, number = self._num_loaders.get(mode, (-1, 0))
-        number = number + 1 if epoch == self._epoch else 0
-        self._num_loaders[mode] = self._epoch, number
-        return number
+    def _index_of_next_loader(self, mode: RunningStage) -> int:
+        """Return the index of the next loader among those of `mode`, which an epoch prepares in a fixed order."""
+        epoch, index = self._last_index.get(mode, (-1, 0))
+        index = index + 1 if epoch == self._epoch else 0
+        self._last_index[mode] = self._epoch, index
+        return index
 
     def loss_weight(self) -> float:
         """Return the weight of this rank's mean loss in the mean over ranks, in the current training step.
 
-        Not 1 only with `split="global"`, where a batch that is not divisible by the number of ranks gives them
-        different numbers of samples.
+        It differs from 1 only with `split="global"`, if the size of a batch is not divisible by the number of ranks, so
+        that they get different numbers of samples.
         """
         if self._sampling.split == "batch" or len(self.position.sources) != 1:
             return 1.0
@@ -155,7 +164,7 @@ class LoaderDistributor:
 
 
 def _is_distributed(loader: Loader) -> bool:
-    """Return whether a sampler of the loader handles ranks itself: torch's, or one with the same attributes."""
+    """Return whether a sampler of the loader is torch's `DistributedSampler`, or has the same attributes."""
     return any(
         isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
         for sampler in samplers(loader)

@@ -15,7 +15,7 @@ from lightning_paral.compat.lightning.evaluation import (
     PredictionLoop,
     Step,
     call_at_end_of_loader,
-    call_step_alone,
+    call_step_without_hooks,
     combined_loader_of,
     replace_evaluation_step,
     replace_predict_step,
@@ -31,13 +31,13 @@ from lightning_paral.errors import ConfigurationError
 
 
 class ExactEvaluationLoops:
-    """Changes Lightning's evaluation and prediction loops for a run.
+    """Changes Lightning's evaluation and prediction loops for the time of a run.
 
     Args:
-        trainer: its loops for validation, test and prediction are changed until `undo` is closed.
-        dims: which ranks evaluate samples of their own.
-        run_padding: whether to run the step of a padding batch, because it contains collectives, or to skip it.
-        undo: stack that the functions to undo the changes are pushed to.
+        trainer: the Trainer whose validation, test and prediction loops are changed until `undo` is closed.
+        dims: the parallel dimensions, which say which ranks evaluate different samples.
+        run_padding: whether to run the step for padding batches, because it contains collectives, or to skip them.
+        undo: a stack to which functions that undo the changes are pushed.
     """
 
     def __init__(self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack) -> None:
@@ -47,10 +47,9 @@ class ExactEvaluationLoops:
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
-        self._check_training(trainer, undo)
-        _sync_metrics_over_data_ranks(trainer.lightning_module, dims, undo)
+        self._check_training_keys(trainer, undo)
 
-    def _check_training(self, trainer: Trainer, undo: ExitStack) -> None:
+    def _check_training_keys(self, trainer: Trainer, undo: ExitStack) -> None:
         """Check at the end of each training epoch that the ranks logged the same keys."""
         loop, end_epoch = trainer.fit_loop, trainer.fit_loop.on_advance_end
         results = CheckedResults(self._dims)
@@ -66,17 +65,17 @@ class ExactEvaluationLoops:
         results = UnevenResults(self._dims)
         set_results(loop, results)
 
-        def skipping_padding(evaluation_step: Step) -> Step:
+        def skip_padding(evaluation_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
-                batch, is_padding, results.rank_local = resolve(batch, combined)
+                batch, is_padding, results.rank_local = unwrap_batch(batch, combined)
                 # A step that draws its batches itself may do so a different number of times on each rank.
                 results.rank_local |= dataloader_iter is not None
                 if not is_padding:
                     evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
                 several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
-                # At the end of the loader Lightning uses what this rank has logged for it in earlier steps.
+                # At the end of the loader Lightning reads what this rank logged in earlier steps, under this index.
                 results.dataloader_idx = dataloader_idx if several else None
                 if self._run_padding:
                     discarded = UnevenResults(self._dims)
@@ -91,17 +90,17 @@ class ExactEvaluationLoops:
 
             return step
 
-        def join() -> None:
+        def join_results() -> None:
             results.rank_local = False
             results.exchange(self._trainer.lightning_module)
 
-        replace_evaluation_step(loop, skipping_padding, undo)
-        call_at_end_of_loader(loop, self._trainer, join, undo)
+        replace_evaluation_step(loop, skip_padding, undo)
+        call_at_end_of_loader(loop, self._trainer, join_results, undo)
 
     def _change_prediction(self, loop: PredictionLoop, undo: ExitStack) -> None:
-        def skipping_padding(predict_step: Step) -> Step:
+        def skip_padding(predict_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-                batch, is_padding, _ = resolve(batch, combined_loader_of(loop))
+                batch, is_padding, _ = unwrap_batch(batch, combined_loader_of(loop))
                 if not is_padding:
                     predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                 elif self._run_padding:
@@ -110,7 +109,7 @@ class ExactEvaluationLoops:
 
             return step
 
-        replace_predict_step(loop, skipping_padding, undo)
+        replace_predict_step(loop, skip_padding, undo)
 
     def _run_padding_step(
         self,
@@ -120,20 +119,20 @@ class ExactEvaluationLoops:
         batch_idx: int,
         dataloader_idx: int | None,
     ) -> None:
-        """Run the step of a padding batch and roll back its side effects. *Collective* if the step is."""
+        """Run the step for a padding batch and roll back its side effects. *Collective* if the step is."""
         trainer = self._trainer
         if batch is None:
             raise ConfigurationError(
-                f"Rank {trainer.global_rank} got no batch from a dataset that shards itself, so it cannot join the "
-                f"collectives in the {hook_name} of the other ranks. Give every rank some data, or let the strategy "
+                f"Rank {trainer.global_rank} got no batch from a dataset that shards itself, so it cannot take part in "
+                f"the collectives of {hook_name} on the other ranks. Give every rank some data, or let the strategy "
                 "shard the dataset: shard_iterable=True."
             )
         with rollback_side_effects(trainer.lightning_module):
-            call_step_alone(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
+            call_step_without_hooks(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
 
 
-def _sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
-    """Make torchmetrics without a group synchronize over the data ranks, if these are not all ranks."""
+def sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
+    """Make metrics that have no process group synchronize over the data ranks, if these are not all ranks."""
     group = dims.data_group()
     if group is None:
         return
@@ -143,27 +142,28 @@ def _sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: Exit
             undo.callback(setattr, part, "process_group", None)
 
 
-def resolve(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]:
-    """Return the user's batch, whether it is padding, and whether that of another rank may be.
+def unwrap_batch(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]:
+    """Return the user's batch, whether it is padding, and whether the batch of another rank may be padding.
 
-    Loaders that are read side by side (`"min_size"`, `"max_size"`, `"max_size_cycle"`) end as in one process: with the
-    shortest for `"min_size"`, otherwise with the longest.
+    If several loaders are combined so that each step has a batch of each (`"min_size"`, `"max_size"`,
+    `"max_size_cycle"`), evaluation ends as in one process: with the shortest loader for `"min_size"`, otherwise with
+    the longest. Later steps are padding.
     """
     mode = mode_of(combined)
     if mode == "sequential":
-        return _unwrap(batch), isinstance(batch, PaddingBatch), isinstance(batch, PaddingBatch | MaybeUneven)
+        return _unwrap_item(batch), isinstance(batch, PaddingBatch), isinstance(batch, PaddingBatch | MaybeUneven)
     items = items_of(combined, batch)
     lengths = [sized_len(loader) or 0 for loader in combined.flattened]
-    of_longest = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
+    from_longest = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
     if mode == "min_size":
         is_padding = any(isinstance(item, PaddingBatch) for item in items)
     else:
-        is_padding = all(isinstance(item, PaddingBatch) for item in of_longest)
+        is_padding = all(isinstance(item, PaddingBatch) for item in from_longest)
     if mode == "max_size" and not is_padding:
         items = [None if isinstance(item, PaddingBatch) else item for item in items]
     uneven = any(isinstance(item, PaddingBatch | MaybeUneven) for item in items)
-    return batch_of(combined, [_unwrap(item) for item in items]), is_padding, uneven
+    return batch_of(combined, [_unwrap_item(item) for item in items]), is_padding, uneven
 
 
-def _unwrap(batch: Any) -> Any:
+def _unwrap_item(batch: Any) -> Any:
     return batch.batch if isinstance(batch, PaddingBatch | MaybeUneven) else batch

@@ -1,4 +1,4 @@
-"""The order in which one process draws batches; every rank draws the same."""
+"""The order in which a single process draws batches. Every rank draws this order."""
 
 import copy
 import zlib
@@ -18,53 +18,53 @@ from lightning_paral.data.order_rng import (
     match_generators,
 )
 
-_CHUNK = 256  # batches drawn at a time, because swapping the random states costs as much as drawing about ten
-_MIN_STEPS = 16  # at least so many steps of all ranks per chunk; for the same reason
-_CHECKED_BATCHES, _CHECKED_INDICES = 8, 64
+_CHUNK = 256  # batches drawn at a time, because exchanging random states takes as long as drawing about ten batches
+_MIN_STEPS = 16  # the minimum number of steps per chunk, for the same reason
+_CHECKED_BATCHES, _CHECKED_INDICES = 8, 64  # how many batches the ranks compare, and how many indices of each
 
 
 @dataclass
 class Seed:
-    """The seed of all orders of a run; a checkpoint replaces its value."""
+    """The seed of all orders of a run. Resuming replaces its value by that of the checkpoint."""
 
     value: int
 
 
 @dataclass
 class GlobalOrder:
-    """The batches of one loader, in the order in which one process draws them.
+    """The batches of one loader, in the order in which a single process draws them.
 
     Every rank draws all batches, as lists of indices, and loads only its own.
     """
 
     batches: Iterable[Any]
-    """The user's batch sampler; with `batch_size=None` the sampler, whose indices count as batches."""
+    """The user's batch sampler or, with `batch_size=None`, the sampler, whose indices count as batches."""
 
     seed: Seed
-    number: int = 0
-    """Index among the loaders of the same stage, so that two of them are shuffled differently."""
+    loader_index: int = 0
+    """The index among the loaders of the same Lightning stage. It makes their shuffled orders differ."""
 
     batched: bool = True
-    """Whether `batches` yields lists of indices, not single indices."""
+    """Whether `batches` yields lists of indices rather than single indices."""
 
     compare: Callable[[int], None] | None = None
-    """Given a checksum of the first batches, raises if that of another rank differs. *Collective*."""
+    """Raises if ranks pass different checksums of their first batches. *Collective*."""
 
     shared: bool = False
-    """Whether to draw from the current states of the global generators, as one process does, and not from `seed`."""
+    """Whether to start from the current states of the global generators, as a single process does, not from `seed`."""
 
-    agree: Callable[[States], States] | None = None
-    """Returns what rank 0 passes to it; used if `shared`. *Collective*."""
+    broadcast: Callable[[States], States] | None = None
+    """Returns the states that rank 0 passes; used if `shared`. *Collective*."""
 
     samplers: tuple[Any, ...] = field(default=())
-    """Objects to forward `set_epoch` to, and whose own generators are seeded."""
+    """The samplers that receive `set_epoch`, and whose own generators are seeded."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the collectives: the process that unpickles an order, such as a loader worker, is no rank."""
-        return vars(self) | {"compare": None, "agree": None}
+        """Leave out the collectives, because a process that unpickles this, such as a loader worker, is not a rank."""
+        return vars(self) | {"compare": None, "broadcast": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GlobalOrder":
-        collectives = {name: getattr(self, name) for name in ("compare", "agree")}
+        collectives = {name: getattr(self, name) for name in ("compare", "broadcast")}
         own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in collectives}
         return GlobalOrder(**own, **collectives)
 
@@ -78,27 +78,27 @@ class GlobalOrder:
         on_start: Callable[[States | None], None] | None = None,
         multiple_of: int = 1,
     ) -> Iterator[Sequence[Any]]:
-        """Yield the batches of an epoch in chunks of at least 256 batches, the last one shorter or empty.
+        """Yield the batches of an epoch in chunks of at least 256 batches. The last chunk is shorter or empty.
 
         The first chunk is compared across ranks if there is a `compare`, which is *collective*.
 
         Args:
-            epoch: seeds the order, together with `repetition`.
-            repetition: how often this epoch's batches were drawn to the end before.
-            num_samples_to_skip: samples to skip. If they end inside a batch, its rest is the first batch.
-            beginning: a list to fill with the first `len(beginning)` batches of the epoch, skipped or not.
-            resume_from: to draw an earlier order again, the random states it started from, or `"seed"`.
-            on_start: called with the random states that the order starts from, `None` for the seed.
-            multiple_of: chunks hold a multiple of this many batches: those that all ranks draw in a step.
+            epoch: the epoch, which seeds the order together with `repetition`.
+            repetition: how many times the batches of this epoch have already been drawn to the end.
+            num_samples_to_skip: the number of samples to skip. If they end inside a batch, the first batch is its rest.
+            beginning: a list to fill with the first `len(beginning)` batches of the epoch, even if they are skipped.
+            resume_from: the random states from which an earlier order started, or `"seed"`, to draw that order again.
+            on_start: a function called with the random states from which the order starts, or `None` for the seed.
+            multiple_of: the number of batches that all ranks together draw in a step. Chunks end with a step.
         """
         num_batches = max(_MIN_STEPS, -(-_CHUNK // multiple_of)) * multiple_of
         rng: OrderRNG
         if resume_from == "seed" or (resume_from is None and not self.shared):
-            seed = derive_seed(self.seed.value, self.number, epoch, repetition)
+            seed = derive_seed(self.seed.value, self.loader_index, epoch, repetition)
             rng = SeededRNG(seed, self.generators())
         else:
             start = None if resume_from is None else match_generators(resume_from, self.generators())
-            rng = SharedRNG(self.generators(), self.agree, start)
+            rng = SharedRNG(self.generators(), self.broadcast, start)
         with rng.drawing():
             batches = BatchTaker(self.batches)
             if beginning:
@@ -117,7 +117,7 @@ class GlobalOrder:
         yield chunk
 
     def _skip(self, batches: BatchTaker, num_samples: int) -> list[Any]:
-        """Skip `num_samples`; if they end inside a batch, return a list of its rest."""
+        """Skip `num_samples`. If they end inside a batch, return a list that contains the rest of it."""
         while num_samples > 0:
             taken = batches.take(1)
             if not taken:
@@ -140,14 +140,14 @@ class GlobalOrder:
                 sampler.set_epoch(epoch)
 
     def num_batches(self) -> int | None:
-        """Return the number of batches in an epoch; `None` if the sampler does not know it."""
+        """Return the number of batches in an epoch, or `None` if the sampler has no length."""
         try:
             return len(self.batches)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
 
     def num_batches_after(self, num_samples: int) -> int | None:
-        """Return the number of batches after the first `num_samples` of an epoch; `None` if batches differ in size."""
+        """Return the number of batches after the first `num_samples` of an epoch, or `None` if it is unknown."""
         num_batches = self.num_batches()
         batch_size = getattr(self.batches, "batch_size", None) if self.batched else 1
         if num_batches is None or not isinstance(batch_size, int):

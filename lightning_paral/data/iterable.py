@@ -1,4 +1,4 @@
-"""Distribute a loader of an iterable dataset: every rank reads the full stream and keeps its own batches."""
+"""Distribute the loader of an iterable dataset: every rank reads the full stream and keeps its own batches."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -17,39 +17,42 @@ from lightning_paral.data.sampler import ShardSpec, too_few_batches
 from lightning_paral.errors import ConfigurationError
 
 
-def distribute_iterable(loader: Loader, shard: ShardSpec, seed: Seed, number: int) -> tuple[Loader, "ShardedIterable"]:
-    """Return a copy of `loader` over this rank's part of its stream, and that part.
+def distribute_iterable(
+    loader: Loader, shard: ShardSpec, seed: Seed, loader_index: int
+) -> tuple[Loader, "ShardedIterable"]:
+    """Return a copy of `loader` that yields this rank's batches, and the dataset of the copy.
 
     Args:
-        loader: not changed.
-        shard: this rank's part.
-        seed: seed of the run's orders.
-        number: index among the loaders of the same stage.
+        loader: the user's loader. It is not changed.
+        shard: which batches this rank draws.
+        seed: the seed of the orders of the run.
+        loader_index: the index among the loaders of the same Lightning stage.
 
     Raises:
-        ConfigurationError: `split="global"` cannot divide the batches of a training loader among the ranks.
+        ConfigurationError: `split="global"` cannot divide the batches of a training loader equally among the ranks.
     """
     name = type(loader.dataset).__name__
     batch_size = loader.batch_size or 1
     if shard.split == "global" and batch_size % shard.data_size:
         if shard.remainder != "pad":
             raise ConfigurationError(
-                f"split='global' divides each batch of {name} among {shard.data_size} ranks, but the loader's "
+                f"split='global' divides each batch of {name} among {shard.data_size} ranks, but the loader has "
                 f"batch_size={loader.batch_size}. Make it a multiple of the number of ranks, or set split='batch'."
             )
         shard = dataclasses.replace(shard, split="batch")
     if shard.data_size > 1:
         rank_zero_info(
             f"{name} is an iterable dataset: each of {shard.data_size} ranks x {max(1, loader.num_workers)} "
-            "workers reads all of it and keeps its part. If it looks at the rank or the worker itself, set "
+            "workers reads all of it and keeps its part. If the dataset shards itself by rank or worker, set "
             "shard_iterable=False."
         )
-    stream = ShardedIterable(cast(Iterable[Any], loader.dataset), shard, batch_size, loader.drop_last, seed, number)
+    dataset = cast(Iterable[Any], loader.dataset)
+    stream = ShardedIterable(dataset, shard, batch_size, loader.drop_last, seed, loader_index)
     return with_stream(loader, stream), stream
 
 
 def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
-    """Return a copy of `loader` that reads `stream` in place of its dataset."""
+    """Return a copy of `loader` that reads `stream` instead of its dataset."""
     forwarder = _EpochForwarder(stream)
     changes: dict[str, Any] = {"dataset": stream, "sampler": forwarder, "drop_last": False}
     if loader.batch_size is not None:
@@ -62,32 +65,33 @@ def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """A rank's samples of a stream, or those of one of its `DataLoader` workers.
+    """This rank's samples of a stream or, in a `DataLoader` worker, the worker's part of them.
 
-    The stream is read in global batches: what the ranks together take in a step. Worker `i` of `n` handles global
-    batches `i`, `i + n`, ..., so a loader gives its rank the same batches as for a map-style dataset. Copied into
-    worker processes.
+    The stream is read in global batches: the samples that all ranks together use in one step. Worker `i` of `n` yields
+    samples of the global batches `i`, `i + n`, ..., so that a rank gets the same batches as from a map-style dataset.
+    Every worker process has a copy of this object.
 
     Args:
-        dataset: yields the same samples in every process if it draws from the global random generators only.
-        shard: this rank's part.
-        batch_size: samples in a batch of the user's loader; 1 if that has `batch_size=None`.
-        drop_last: leave out the last batch if it is smaller.
-        seed: seed of the run's orders.
-        number: index among the loaders of the same stage.
+        dataset: the user's dataset. It must yield the same samples in every process; it does if all its random numbers
+            come from the global generators.
+        shard: which batches this rank draws.
+        batch_size: the number of samples in a batch of the user's loader; 1 if that has `batch_size=None`.
+        drop_last: whether to leave out the last batch if it is smaller.
+        seed: the seed of the orders of the run.
+        loader_index: the index among the loaders of the same Lightning stage.
     """
 
     def __init__(
-        self, dataset: Iterable[Any], shard: ShardSpec, batch_size: int, drop_last: bool, seed: Seed, number: int
+        self, dataset: Iterable[Any], shard: ShardSpec, batch_size: int, drop_last: bool, seed: Seed, loader_index: int
     ) -> None:
         self.dataset = dataset
         self.shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._seed = seed
-        self._number = number
+        self._loader_index = loader_index
         self._epoch = 0
-        self._num_iterations = 0  # in this epoch; in persistent workers, in all epochs: they do not see `set_epoch`
+        self._num_iterations = 0  # of this epoch, but of all epochs in persistent workers, which do not see `set_epoch`
         self._skip = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -97,18 +101,18 @@ class ShardedIterable(IterableDataset[Any]):
         self._num_iterations = 0
 
     def resume(self, epoch: int, num_samples: int) -> None:
-        """Make the next iteration, of `epoch`, skip the first `num_samples` of the stream."""
+        """Make the next iteration an iteration of `epoch` that skips the first `num_samples` of the stream."""
         self.set_epoch(epoch)
         self._skip = num_samples
 
     @property
     def global_batch_size(self) -> int:
-        """Number of samples that the ranks together take in a step."""
+        """The number of samples that all ranks together use in one step."""
         return self.batch_size if self.shard.split == "global" else self.batch_size * self.shard.data_size
 
     @property
     def local_batch_size(self) -> int:
-        """Number of samples that a rank takes in a step."""
+        """The number of samples that a rank uses in one step."""
         return self.global_batch_size // self.shard.data_size
 
     def __len__(self) -> int:
@@ -118,8 +122,8 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        number, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        rng = SeededRNG(derive_seed(self._seed.value, self._number, self._epoch, self._num_iterations))
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        rng = SeededRNG(derive_seed(self._seed.value, self._loader_index, self._epoch, self._num_iterations))
         num_samples_to_skip = self._skip if not self._num_iterations else 0
         self._num_iterations += 1
         beginning: list[Any] = []
@@ -132,7 +136,7 @@ class ShardedIterable(IterableDataset[Any]):
             for _ in islice(stream, num_samples_to_skip):
                 pass
         for step in count():
-            mine = step % num_workers == number
+            mine = step % num_workers == worker_id
             with rng.drawing():
                 first, local, size = self._read_global_batch(stream, mine or not step)
             beginning = beginning or local or first
@@ -144,7 +148,7 @@ class ShardedIterable(IterableDataset[Any]):
                 return
 
     def _read_global_batch(self, stream: Iterator[Any], keep: bool) -> tuple[list[Any], list[Any], int]:
-        """Read a global batch; return its first batch, this rank's part, both empty unless `keep`, and its size."""
+        """Read a global batch. Return its first batch, this rank's samples (both empty unless `keep`) and its size."""
         rank, data_size = self.shard.data_rank, self.shard.data_size
         first: list[Any] = []
         local: list[Any] = []
@@ -163,13 +167,13 @@ class ShardedIterable(IterableDataset[Any]):
         return first, local, size
 
     def _is_full(self, size: int) -> bool:
-        """Return whether every rank has a batch, though the last rank's is smaller."""
+        """Return whether `size` samples give every rank a batch, even if that of the last rank is smaller."""
         return self.shard.split == "batch" and -(-size // self.batch_size) == self.shard.data_size
 
     def _remainder(
         self, beginning: list[Any], first: list[Any], local: list[Any], step: int, size: int
     ) -> Iterable[Any]:
-        """Return this rank's samples of a last global batch that is too small for all ranks."""
+        """Return this rank's samples of the last global batch, which is too small to give every rank a batch."""
         if not size:
             return []
         if self.shard.remainder == "pad":

@@ -1,19 +1,32 @@
-"""Copy a user's `DataLoader` so that it iterates differently; its class and its workers' settings stay as they are."""
+"""Copy a user's `DataLoader` so that it iterates differently, but has the same class and settings of workers."""
 
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
 from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
+from lightning_paral.distributed.mesh import ParallelDims
 
 Loader = DataLoader[Any]
 
 
 def samplers(loader: Loader) -> tuple[Any, ...]:
-    """Return every object that determines the order of the loader's batches, each once."""
+    """Return the objects that determine the order of the loader's batches, without duplicates."""
     found = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
     return tuple({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def seed_workers_by_data_rank(loader: Loader, dims: ParallelDims) -> None:
+    """Make loader workers draw the same random numbers on ranks that draw the same samples.
+
+    After `seed_everything(workers=True)`, Lightning seeds workers without an init function by the global rank.
+    """
+    if dims.data_rank != dims.rank and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=dims.data_rank)
 
 
 def with_iteration(
@@ -21,13 +34,13 @@ def with_iteration(
     iterate: Callable[[Iterator[Any], Callable[[], Iterator[Any]]], Iterator[Any]],
     num_batches: int | None = None,
 ) -> Loader:
-    """Return a copy of the loader that iterates through `iterate`.
+    """Return a copy of `loader` whose iterators are made by `iterate`.
 
     Args:
-        loader: not changed.
-        iterate: called with the loader's own iterator and with a function that returns a new one; yields what the copy
-            yields.
-        num_batches: the length of the copy; `None` for the loader's own.
+        loader: the user's loader. It is not changed.
+        iterate: a function of the loader's own iterator, and of a function that returns a new one. It returns an
+            iterator of the copy.
+        num_batches: the length of the copy; `None` for that of the loader.
     """
     changed = copy_without_workers(loader)
     changed.__class__ = _class_with(type(loader), iterate, num_batches)
@@ -35,7 +48,7 @@ def with_iteration(
 
 
 def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
-    """Return a subclass that looks like `original` and iterates through `iterate`."""
+    """Return a subclass of `original`, with the same name, whose iterators are made by `iterate`."""
 
     class Changed(original):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Any]:
@@ -49,7 +62,7 @@ def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batche
             return super().__len__() if num_batches is None else num_batches
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # By its name, pickle would find `original` in place of this class.
+            # pickle looks up classes by name, and would find `original` instead of this class.
             state = without_workers(super().__reduce_ex__(protocol)[2])
             return _unpickle, (original, iterate, num_batches), state
 
@@ -62,5 +75,5 @@ def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batche
 
 
 def _unpickle(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
-    kind = _class_with(original, iterate, num_batches)
-    return kind.__new__(kind)
+    changed = _class_with(original, iterate, num_batches)
+    return changed.__new__(changed)

@@ -1,4 +1,4 @@
-"""Check that `self.log(..., sync_dist=True)` reduces the same key on all ranks."""
+"""Check that all ranks reduce the same key in `self.log(..., sync_dist=True)`."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,21 +17,21 @@ from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**23
-"""Upper bound of sums of fingerprints, which are then exact in fp32."""
+"""An upper bound for sums of fingerprints, so that they are exact in fp32."""
 
 _EXCHANGE_TIMEOUT = timedelta(seconds=5)
 
 
 class CheckedReduce:
-    """Reduces the values of one key together with two fingerprints of the key; this takes no further collective.
+    """Reduces the values of one key together with two fingerprints of the key, without an additional collective.
 
-    Lightning reduces in the order in which a rank logs. If ranks log different keys, it would silently average values
-    of different metrics.
+    Lightning reduces values in the order in which a rank logs them. If ranks log different keys, it silently averages
+    values of different metrics.
 
     Args:
-        key: hook and name, as in Lightning's results.
+        key: the names of the hook and of the value, as in Lightning's results.
         reduce: the strategy's `reduce`.
-        dims: which ranks it reduces over, unless a group is given.
+        dims: the parallel dimensions. `reduce` reduces over the data ranks unless a group is given.
     """
 
     def __init__(self, key: str, reduce: Callable[..., Any], dims: ParallelDims) -> None:
@@ -46,7 +46,7 @@ class CheckedReduce:
         """Return `value` reduced over `group`. *Collective*.
 
         Raises:
-            ConfigurationError: another rank reduces another key. On CUDA a later `check` raises it.
+            ConfigurationError: another rank reduces a different key. On CUDA, a later `check` raises it.
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
@@ -69,8 +69,8 @@ class CheckedReduce:
         """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
 
         Args:
-            wait: wait for all results. Otherwise check those that have arrived only: waiting in each step would stall
-                the device.
+            wait: whether to wait for all results. Otherwise check only those that have arrived, because waiting in each
+                step would stall the device.
         """
         while self._wrong is not None or self._pending is not None:
             if self._pending is None:
@@ -78,8 +78,8 @@ class CheckedReduce:
                 self._pending, self._wrong = AsyncScalar(self._wrong), None
             if not (wait or self._pending.has_arrived):
                 return
-            found, self._pending = self._pending, None
-            if found.read():
+            arrived, self._pending = self._pending, None
+            if arrived.read():
                 raise self._error(None)
 
     def _num_ranks(self, group: Any) -> int:
@@ -90,33 +90,33 @@ class CheckedReduce:
         return self.key.split(".", 1)[-1]
 
     def _fingerprints_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
-        kind = (value.device, value.dtype, reduce_op, group)
-        if kind not in self._fingerprints:
+        arguments = (value.device, value.dtype, reduce_op, group)
+        if arguments not in self._fingerprints:
             largest = _LARGEST_SUM // self._num_ranks(group)
             digests = [zlib.crc32(salt + f"{self.key} {reduce_op}".encode()) % largest for salt in (b"1", b"2")]
             if reduce_op in ("max", "min"):
-                digests = [digests[0], -digests[0]]  # the largest and the smallest
-            self._fingerprints[kind] = torch.tensor(digests, dtype=value.dtype, device=value.device)
-        return self._fingerprints[kind]
+                digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
+            self._fingerprints[arguments] = torch.tensor(digests, dtype=value.dtype, device=value.device)
+        return self._fingerprints[arguments]
 
     def _error(self, group: Any) -> ConfigurationError:
         ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
         others = _other_keys(self.key, ranks)
         also = "; ".join(f"rank {rank} logged {key!r}" for rank, key in others.items())
         return ConfigurationError(
-            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True while another rank logged another key"
+            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True while another rank logged a different key"
             f"{f': {also}' if also else ''}. Their values would be averaged with each other. {_EVERY_RANK}"
         )
 
 
 _EVERY_RANK = (
-    "Every rank has to log the same keys with sync_dist=True, in the same order. Log what only some ranks have with "
-    "sync_dist=False, or log a torchmetrics metric, which every rank has."
+    "Every rank must log the same keys with sync_dist=True, in the same order. Log values that only some ranks have "
+    "with sync_dist=False, or log a torchmetrics metric, which every rank has."
 )
 
 
 def can_be_read_at_once(value: Tensor) -> bool:
-    """Return whether results computed from `value` can be read without waiting for its device."""
+    """Return whether a result computed from `value` can be read without waiting for a device."""
     return value.device.type == "cpu"
 
 
@@ -129,7 +129,7 @@ class CheckedResults(ResultCollection):
         self._reduces: dict[tuple[str, Any], CheckedReduce] = {}
 
     def log(self, fx: str, name: str, value: Any, *args: Any, sync_dist_fn: Any = None, **options: Any) -> None:
-        """Add a value to what is logged under a key."""
+        """Log a value, as in Lightning."""
         if sync_dist_fn is not None:
             with_index = options.get("add_dataloader_idx", True) and self.dataloader_idx is not None
             key = f"{fx}.{name}.{self.dataloader_idx}" if with_index else f"{fx}.{name}"
@@ -137,24 +137,24 @@ class CheckedResults(ResultCollection):
         super().log(fx, name, value, *args, **options)
 
     def reduce_for(self, key: str, reduce: Callable[..., Any]) -> CheckedReduce:
-        """Return the function that reduces the values of `key`; always the same object, which Lightning compares."""
-        where = (key, getattr(reduce, "__self__", reduce))
-        if where not in self._reduces:
-            self._reduces[where] = CheckedReduce(key, reduce, self.dims)
-        return self._reduces[where]
+        """Return the function that reduces the values of `key`, the same object each time, as Lightning requires."""
+        entry = (key, getattr(reduce, "__self__", reduce))
+        if entry not in self._reduces:
+            self._reduces[entry] = CheckedReduce(key, reduce, self.dims)
+        return self._reduces[entry]
 
     def metrics(self, on_step: bool) -> Any:
         """Return the values for callbacks, loggers and the progress bar."""
-        found = super().metrics(on_step)
+        values = super().metrics(on_step)
         for reduce in self._reduces.values():
             reduce.check(wait=not on_step)
-        return found
+        return values
 
     def check_keys(self) -> None:
-        """Check that all data ranks are about to reduce the same keys. *Collective* over these.
+        """Check that all data ranks are about to reduce the same keys. *Collective* over the data ranks.
 
         Raises:
-            ConfigurationError: the keys differ; names keys and ranks.
+            ConfigurationError: the keys differ. The message names keys and ranks.
         """
         keys = [
             key
@@ -164,26 +164,27 @@ class CheckedResults(ResultCollection):
             and metric.meta.sync.group is None
             and (metric.meta.sync.should or not metric.is_tensor)
         ]
-        gather = self.dims.data_ranks_on_host().gather
+        gather = self.dims.data_rank_group().gather
         digests = gather(zlib.crc32(repr(keys).encode()))
         if len(set(digests)) == 1:
             return
-        by_rank = gather(keys)
-        every = dict.fromkeys(key for keys in by_rank for key in keys)
+        by_rank = dict(zip(self.dims.data_ranks, gather(keys), strict=True))
+        every = dict.fromkeys(key for keys in by_rank.values() for key in keys)
         partial = [
-            f"{key!r} only by rank {', '.join(str(rank) for rank, keys in enumerate(by_rank) if key in keys)}"
+            f"{key!r} only by rank {', '.join(str(rank) for rank, keys in by_rank.items() if key in keys)}"
             for key in every
-            if not all(key in keys for keys in by_rank)
+            if not all(key in keys for keys in by_rank.values())
         ]
-        found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[0]} on rank 0"
+        first = self.dims.data_ranks[0]
+        found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[first]} on rank {first}"
         raise ConfigurationError(
             f"The ranks have not logged the same keys with sync_dist=True in this epoch: {found}. {_EVERY_RANK}"
         )
 
 
 def _other_keys(key: str, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the keys, other than `key`, of those of `ranks` that find the same error in time."""
-    # Numbered: the store may still hold the keys of an error in an earlier fit.
+    """Exchange keys with those of `ranks` that find the same error in time. Return the other keys, by rank."""
+    # The number distinguishes this error from one in an earlier fit, whose keys may still be in the store.
     number = default_store().add(f"lightning_paral/logged/{dist.get_rank()}", 1)
     found = exchange_in_store(f"logged/{number}", key, _EXCHANGE_TIMEOUT, ranks)
     return {rank: other for rank, other in found.items() if other != key}

@@ -1,4 +1,4 @@
-"""Distribute a loader of a map-style dataset: every rank draws the same global order and loads its own batches."""
+"""Distribute the loader of a map-style dataset: every rank draws the same order of batches and loads its own."""
 
 import copy
 import dataclasses
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler
@@ -23,24 +22,27 @@ def distribute_map_style(
     loader: Loader,
     shard: ShardSpec,
     seed: Seed,
-    number: int,
+    loader_index: int,
     *,
     shared_rng: bool,
     predicting: bool,
-    group: dist.ProcessGroup | None,
+    several_ranks: bool,
 ) -> tuple[Loader, RankBatchSampler]:
-    """Return a copy of `loader` with a sampler of this rank's batches, and that sampler.
+    """Return a copy of `loader` that yields this rank's batches, and the sampler of the copy.
 
-    When the copy is iterated, the ranks compare the beginning of each epoch's order: *collective* then.
+    Starting to iterate over the copy is *collective* over all ranks: they compare the first batches of their orders.
+    Ranks that differ only in their tensor or pipeline coordinate take part, because they must draw the same batches.
 
     Args:
-        loader: not changed.
-        shard: this rank's part.
-        seed: seed of the run's orders.
-        number: index among the loaders of the same stage.
-        shared_rng: whether to draw from the global random generators, as a single process does, and not from `seed`.
-        predicting: whether the loader is for `trainer.predict`, where every sample counts and writers ask for indices.
-        group: of the data ranks, for host tensors; `None` is the world.
+        loader: the user's loader. It is not changed.
+        shard: which batches this rank draws.
+        seed: the seed of the orders of the run.
+        loader_index: the index among the loaders of the same Lightning stage.
+        shared_rng: whether to start from the states of the global random generators, as a single process does, not from
+            `seed`.
+        predicting: whether the loader is for `trainer.predict`. If so, an incomplete last batch is kept, and prediction
+            writers can read the indices of each batch.
+        several_ranks: whether the run has several ranks, which must draw the same order.
 
     Raises:
         ConfigurationError: the batches of a training loader cannot be divided as `shard` says.
@@ -49,17 +51,16 @@ def distribute_map_style(
     if predicting and getattr(batches, "drop_last", False):
         batches = copy.copy(batches)
         batches.drop_last = False  # as Lightning does
-    several = shard.data_size > 1
     order = GlobalOrder(
         batches=batches,
         seed=seed,
-        number=number,
+        loader_index=loader_index,
         batched=loader.batch_sampler is not None,
-        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches, group)
-        if several
+        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches)
+        if several_ranks
         else None,
         shared=shared_rng,
-        agree=partial(broadcast_from_first_rank, group=group) if several else None,
+        broadcast=broadcast_from_first_rank if several_ranks else None,
         samplers=samplers(loader),
     )
     if shard.remainder != "pad":
@@ -69,7 +70,8 @@ def distribute_map_style(
     sampler = RankBatchSampler(order, shard)
     distributed = _with_sampler(loader, sampler)
     if predicting and order.batched:
-        distributed.__dict__["batch_sampler"] = IndexBatchSampler(sampler)  # tells prediction writers the indices
+        # Prediction writers read the indices of batches from it.
+        distributed.__dict__["batch_sampler"] = IndexBatchSampler(sampler)
     return distributed, sampler
 
 
@@ -85,7 +87,7 @@ def _with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
 
 
 def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
-    """Yield `batches`; wrap those that `sampler` knows to be padding, or to stand beside padding of another rank."""
+    """Yield `batches`. Mark padding batches, and batches of steps in which another rank has a padding batch."""
     for step, batch in enumerate(batches):
         if step in sampler.padding_steps:
             yield PaddingBatch(batch)
@@ -95,16 +97,16 @@ def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: ob
             yield batch
 
 
-def _check_same_order(sampler: object, group: dist.ProcessGroup | None, checksum: int) -> None:
-    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over `group`."""
-    checksums = gather_ints(checksum, group)
+def _check_same_order(sampler: object, checksum: int) -> None:
+    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over all ranks."""
+    checksums = gather_ints(checksum)
     if len(set(checksums)) > 1:
         different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
         raise ConfigurationError(
-            f"The {type(sampler).__name__} draws other batches on rank {different[0]} than on rank 0. Every rank "
-            "has to draw the same batches, and keeps its part of them: let the sampler draw from the global generator "
-            "of torch, numpy or random, or from one that has the same seed on all ranks, and ignore the rank; or set "
-            "Trainer(use_distributed_sampler=False) if it distributes the samples itself."
+            f"The {type(sampler).__name__} draws different batches on rank {different[0]} than on rank 0. Every rank "
+            "must draw the same batches, and keeps its part of them. Let the sampler ignore the rank and draw from the "
+            "global generator of torch, numpy or random, or from one that has the same seed on all ranks. If the "
+            "sampler distributes the samples itself, set Trainer(use_distributed_sampler=False)."
         )
 
 

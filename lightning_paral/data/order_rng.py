@@ -1,4 +1,4 @@
-"""Random generators that draw the order of samples: the same on every rank, separate from those of training."""
+"""Random streams from which the order of samples is drawn, the same on every rank."""
 
 import hashlib
 import random
@@ -12,30 +12,31 @@ import torch
 from lightning_paral.distributed.rng_state import global_states, set_global_states
 
 _MAX_NUMPY_SEED = 2**32
-_NUM_GLOBAL = 3  # global generators in `States`
+_NUM_GLOBAL = 3  # the number of global generators in `States`
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a seed below 2**63 that depends on all `parts`, and is the same in every process."""
+    """Return a seed below 2**63 that is a hash of all `parts`, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class OrderRNG(Protocol):
-    """The random generators that an order draws from."""
+    """The random stream from which an order of samples is drawn."""
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Return a context inside which the global generators continue the stream of this order."""
+        """Return a context in which the global generators continue this stream."""
 
 
 class SeededRNG:
-    """A random stream that starts from a seed and flows through the global generators of torch (CPU), numpy, `random`.
+    """A random stream that starts from a seed and is drawn from the global generators of torch (CPU), numpy, `random`.
 
-    Inside `drawing()` the generators continue this stream; on exit the caller's states are restored.
+    Inside `drawing()` the generators continue this stream. On exit their previous states are restored, so that the
+    stream does not change the random numbers of training.
 
     Args:
-        seed: start of the stream.
-        generators: generators that samplers own; each starts from its own initial seed combined with `seed`.
+        seed: the seed from which the stream starts.
+        generators: the generators that samplers own. Each starts from its own initial seed combined with `seed`.
     """
 
     def __init__(self, seed: int, generators: tuple[torch.Generator, ...] = ()) -> None:
@@ -45,7 +46,7 @@ class SeededRNG:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Continue this stream inside the block; restore the generators on exit, also after an exception."""
+        """Continue this stream inside the block. Restore the generators on exit, even after an exception."""
         callers = states_of(self._generators)
         try:
             if self._stream is None:
@@ -62,13 +63,16 @@ class SeededRNG:
         np.random.seed(self._seed % _MAX_NUMPY_SEED)
         random.seed(self._seed)
         for generator in self._generators:
-            # Not `seed` alone: generators that a user seeded differently must give different orders. `manual_seed` also
-            # sets the initial seed, so `drawing` restores the generator by its state.
+            # Not from `seed` alone: generators that a user seeded differently must give different orders. `manual_seed`
+            # also changes the initial seed, but `drawing` restores it with the state.
             generator.manual_seed(derive_seed(generator.initial_seed(), self._seed))
 
 
 States = tuple[Any, ...]
-"""States of the global generators of torch (CPU), numpy and `random`, then of samplers' own: safe to load."""
+"""States of the global generators of torch (CPU), numpy and `random`, then of the generators that samplers own.
+
+All are of types that can be loaded safely.
+"""
 
 
 def states_of(generators: Sequence[torch.Generator]) -> States:
@@ -77,50 +81,50 @@ def states_of(generators: Sequence[torch.Generator]) -> States:
 
 
 def set_states(states: States, generators: Sequence[torch.Generator]) -> None:
-    """Set the global generators and `generators` to what `states_of` returned."""
-    of_torch, of_numpy, of_random, *own = states
-    set_global_states((of_torch, of_numpy, of_random))
+    """Set the global generators and `generators` to the states that `states_of` returned."""
+    torch_state, numpy_state, python_state, *own = states
+    set_global_states((torch_state, numpy_state, python_state))
     for generator, state in zip(generators, own, strict=True):
         generator.set_state(state)
 
 
 def match_generators(states: States, generators: Sequence[torch.Generator]) -> States:
-    """Return `states` for `generators`; if their number has changed, those keep their current states."""
+    """Return `states`, but with the current states of `generators` if the number of these has changed."""
     if len(states) == _NUM_GLOBAL + len(generators):
         return states
     return (*states[:_NUM_GLOBAL], *(generator.get_state() for generator in generators))
 
 
 class SharedRNG:
-    """The random stream of a single process: an order starts from the generators' current states and advances them.
+    """The random stream of a single process, which starts from the current states of the generators and advances them.
 
-    All ranks draw from rank 0's states. A generator of another rank is advanced only if it equalled rank 0's before;
-    otherwise it stays where it is. An order is drawn in chunks. Training may draw between two of them; the next chunk
-    continues from the end of the one before, the same on all ranks.
+    All ranks draw from the states of rank 0. On another rank, a generator is advanced only if its state was equal to
+    that on rank 0; otherwise it does not change. An order is drawn in chunks, and training may use the generators
+    between two chunks. Each chunk continues from the end of the previous one, so that it is the same on all ranks.
 
     Args:
-        generators: generators that samplers own.
-        agree: returns what rank 0 passes to it; *collective*.
-        start: states to start from in place of the current ones, to draw an order again.
+        generators: the generators that samplers own.
+        broadcast: a function that returns the states that rank 0 passes; *collective*. `None` for a single rank.
+        start: the states from which to start, to draw an order again; `None` for the current states.
     """
 
     def __init__(
         self,
         generators: tuple[torch.Generator, ...] = (),
-        agree: Callable[[States], States] | None = None,
+        broadcast: Callable[[States], States] | None = None,
         start: States | None = None,
     ) -> None:
         self._generators = generators
-        self._agree = agree
+        self._broadcast = broadcast
         self.start = start
         self._stream: States | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Continue this stream inside the block. *Collective* at the first call, if there is an `agree`."""
+        """Continue this stream inside the block. *Collective* at the first call, if `broadcast` is not `None`."""
         callers = states_of(self._generators)
         if self.start is None:
-            self.start = callers if self._agree is None else self._agree(callers)
+            self.start = callers if self._broadcast is None else self._broadcast(callers)
         before = self.start if self._stream is None else self._stream
         restored = callers
         set_states(before, self._generators)
@@ -128,8 +132,8 @@ class SharedRNG:
             yield
             self._stream = states_of(self._generators)
             restored = tuple(
-                after if _same(caller, begun) else caller
-                for caller, begun, after in zip(callers, before, self._stream, strict=True)
+                after if _same(caller, earlier) else caller
+                for caller, earlier, after in zip(callers, before, self._stream, strict=True)
             )
         finally:
             set_states(restored, self._generators)

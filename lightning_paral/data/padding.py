@@ -1,4 +1,4 @@
-"""Padding batches: a rank without data runs them to join the other ranks' collectives; side effects are rolled back."""
+"""Padding batches, which ranks without data run to join the other ranks' collectives, and rollback of side effects."""
 
 import copy
 from collections import deque
@@ -15,13 +15,13 @@ from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.distributed.rng_state import global_states, set_global_states
 from lightning_paral.model.engine_attributes import describes_shards
 
-# Attributes that `Module.__init__` creates. Apart from buffers, torch and the engines change them, not the step.
+# Attributes that `Module.__init__` creates. Except for buffers, only torch and the engines change them, not a step.
 _TORCH_ATTRIBUTES = set(vars(Module()))
 
 
 @dataclass(frozen=True)
 class PaddingBatch:
-    """A batch, or a sample of one, that only keeps the number of steps equal on all ranks. It is not counted."""
+    """A batch, or a sample of a batch, that only makes the number of steps equal on all ranks. Results ignore it."""
 
     batch: Any
 
@@ -34,13 +34,13 @@ class MaybeUneven:
 
 
 class CollatePadding:
-    """Wraps a `collate_fn`, so that padding samples become a padding batch."""
+    """Wraps a `collate_fn` so that padding samples become a padding batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch of `samples`; with `batch_size=None`, of a single sample."""
+        """Return the batch of `samples`, which is a single sample with `batch_size=None`."""
         if isinstance(samples, PaddingBatch):
             return PaddingBatch(self.collate(samples.batch))
         if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
@@ -49,13 +49,13 @@ class CollatePadding:
 
 
 def mark_maybe_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
-    """Yield `batches`, each marked `MaybeUneven` unless it is padding: where a stream ends is not known beforehand."""
+    """Yield `batches`, marked as `MaybeUneven` unless they are padding: the end of a stream is not known beforehand."""
     for batch in batches:
         yield batch if isinstance(batch, PaddingBatch) else MaybeUneven(batch)
 
 
 def strip_padding(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
-    """Yield `batches` without padding batches, the others without their marks."""
+    """Yield `batches` without padding batches and without marks."""
     for batch in batches:
         if not isinstance(batch, PaddingBatch):
             yield batch.batch if isinstance(batch, MaybeUneven) else batch
@@ -63,10 +63,10 @@ def strip_padding(batches: Iterator[Any], restart: object = None) -> Iterator[An
 
 @contextmanager
 def rollback_side_effects(module: Module) -> Iterator[None]:
-    """Roll back what the block does to the random generators and to attributes of `module` and its submodules.
+    """Undo what the block does to the random generators and to attributes of `module` and its submodules.
 
-    Restores the values of buffers, of tensors among the attributes and of torchmetrics' states, and the items of
-    lists, dicts, sets and deques at any depth. Parameters are left alone: evaluation does not change them, engines do.
+    This restores the values of buffers, of attributes that are tensors and of torchmetrics' states, and the items of
+    lists, dicts, sets and deques at any depth. It does not restore parameters: only engines change them in evaluation.
     """
     host_states = global_states()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -101,15 +101,15 @@ def _names(attributes: dict[str, Any]) -> list[str]:
 
 
 def _snapshot(value: Any) -> Any:
-    """Copy what can change in place: tensors and containers, down to their items. `None` for anything else."""
+    """Return a copy of a tensor, or of a container and its items at any depth; `None` for any other value."""
     if isinstance(value, Parameter):
-        return None  # engines keep lists of parameters, and unshard and free them
+        return None  # engines keep lists of parameters, which they unshard and free
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _snapshot(item) for key, item in value.items()}, copy.copy(value)
     if isinstance(value, list | deque | tuple):
-        # Tensors in lists are collected outputs and states: many, and not changed in place. So they are not copied.
+        # Tensors in lists are not copied: they are collected outputs and states, often many, and not changed in place.
         return [None if isinstance(item, Tensor) else _snapshot(item) for item in value], list(value)
     if isinstance(value, set):
         return set(value)
@@ -117,7 +117,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def _restore(value: Any, kept: Any) -> None:
-    """Restore `value` in place to its state when `kept = _snapshot(value)` was called."""
+    """Restore `value` in place to its state at the time of `kept = _snapshot(value)`."""
     if kept is None:
         return
     if isinstance(value, Tensor):

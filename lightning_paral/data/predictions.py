@@ -1,4 +1,4 @@
-"""Gather the predictions of all ranks in the order in which one process returns them."""
+"""Gather the predictions of all ranks in the order in which a single process returns them."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from lightning_paral.errors import ConfigurationError
 
 
 class GatherPredictions(Callback):
-    """Makes `trainer.predict` return on every rank what one process returns: each sample once, in the same order.
+    """Makes `trainer.predict` return on every rank the predictions of a single process: each sample once, in order.
 
-    `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU. `split="global"` joins
-    the parts of each batch: predictions must then be tensors or lists with one item per sample, or dicts or tuples of
-    them.
+    Use it as `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU. With
+    `split="global"`, the parts of each batch are joined, so predictions must be tensors or lists with one item per
+    sample, or dicts or tuples of these.
     """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -28,17 +28,17 @@ class GatherPredictions(Callback):
             ConfigurationError: the order of a loader is unknown, or parts of a batch cannot be joined.
         """
         loop = trainer.predict_loop
-        # Strategies of others are refused below: what their ranks draw is unknown.
+        # Other strategies have no `dims`. `_shard_of` refuses their loaders, whose order is unknown.
         dims = getattr(trainer.strategy, "dims", ParallelDims(replicate=trainer.world_size))
         if dims.data_size == 1 or not loop.return_predictions:
             return
         loaders = CombinedLoader(trainer.predict_dataloaders).flattened
-        of_loaders = [loop.predictions] if len(loaders) == 1 else loop.predictions
-        for loader, predictions in zip(loaders, of_loaders, strict=True):
+        by_loader = [loop.predictions] if len(loaders) == 1 else loop.predictions
+        for loader, predictions in zip(loaders, by_loader, strict=True):
             shard, padding_steps = _shard_of(loader)
             steps = (step for step in range(len(predictions) + len(padding_steps)) if step not in padding_steps)
-            gathered = dims.data_ranks_on_host().gather(dict(zip(steps, predictions, strict=False)))
-            predictions[:] = _in_turn(gathered) if shard.split == "batch" else _joined(gathered)
+            gathered = dims.data_rank_group().gather(dict(zip(steps, predictions, strict=False)))
+            predictions[:] = _interleave_batches(gathered) if shard.split == "batch" else _join_parts(gathered)
 
 
 def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
@@ -49,24 +49,27 @@ def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
             return shard, set() if isinstance(source, ShardedIterable) else source.padding_steps  # type: ignore[union-attr]
     raise ConfigurationError(
         f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: the "
-        "strategy did not distribute it. Give a DataLoader without a distributed sampler, and leave "
+        "strategy did not distribute it. Pass a DataLoader without a distributed sampler, and leave "
         "use_distributed_sampler=True."
     )
 
 
-def _in_turn(gathered: list[dict[int, Any]]) -> list[Any]:
-    """Return the batches of all ranks, rank by rank in each step."""
-    num_steps = max(max(of_rank, default=-1) for of_rank in gathered) + 1
-    return [of_rank[step] for step in range(num_steps) for of_rank in gathered if step in of_rank]
+def _interleave_batches(gathered: list[dict[int, Any]]) -> list[Any]:
+    """Return the batches of all ranks, ordered by step and then by rank. `gathered[rank][step]` is a batch."""
+    return [batches[step] for step in range(_num_steps(gathered)) for batches in gathered if step in batches]
 
 
-def _joined(gathered: list[dict[int, Any]]) -> list[Any]:
-    """Join the parts of each batch. Sample number `s` of all samples is on data rank `s % data_size`."""
+def _num_steps(gathered: list[dict[int, Any]]) -> int:
+    return max(max(batches, default=-1) for batches in gathered) + 1
+
+
+def _join_parts(gathered: list[dict[int, Any]]) -> list[Any]:
+    """Join the parts of each batch. Sample `s` of all samples is on data rank `s % data_size`."""
     batches: list[Any] = []
     num_samples, data_size = 0, len(gathered)
-    for step in range(max(max(of_rank, default=-1) for of_rank in gathered) + 1):
+    for step in range(_num_steps(gathered)):
         order = [gathered[(num_samples + offset) % data_size] for offset in range(data_size)]
-        parts = [of_rank[step] for of_rank in order if step in of_rank]
+        parts = [batches_of_rank[step] for batches_of_rank in order if step in batches_of_rank]
         num_samples += sum(map(_num_samples, parts))
         batches.append(_interleave(parts))
     return batches
@@ -86,7 +89,7 @@ def _num_samples(part: Any) -> int:
 
 
 def _interleave(parts: list[Any]) -> Any:
-    """Join `n` parts of a batch: the first holds samples 0, n, 2n, ..., the second 1, n + 1, ..., and so on."""
+    """Join `n` parts of a batch: the first has samples 0, n, 2n, ..., the second samples 1, n + 1, ..., and so on."""
     if isinstance(parts[0], dict):
         return {key: _interleave([part[key] for part in parts]) for key in parts[0]}
     if isinstance(parts[0], tuple):

@@ -1,11 +1,11 @@
-"""The position of training in its data: saved in checkpoints, and restored at any world size."""
+"""The position of training in its data, which is saved in checkpoints and restored at any world size."""
 
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_paral.compat.lightning.loops import begin_training_data_anew, training_data_has_begun
+from lightning_paral.compat.lightning.loops import restart_training_data, training_data_has_started
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import ShardedIterable
 from lightning_paral.data.sampler import RankBatchSampler
@@ -17,60 +17,60 @@ class DataPosition:
     """The position in the training loaders of a run.
 
     Args:
-        trainer: counts the steps.
-        seed: seed of the run's orders; replaced by that of a checkpoint.
+        trainer: the Trainer, which counts the steps.
+        seed: the seed of the orders of the run. `resume` replaces its value by that of the checkpoint.
     """
 
     def __init__(self, trainer: Trainer, seed: Seed) -> None:
         self.sources: list[Source] = []
-        """What draws the batches of each training loader."""
+        """The object that draws the batches of each training loader."""
         self._trainer = trainer
         self._seed = seed
 
     def state(self) -> dict[str, Any]:
-        """Return the position as a checkpoint holds it."""
+        """Return the position for a checkpoint."""
         fit_loop = self._trainer.fit_loop
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
-        begun: Any = fit_loop.epoch_progress.current
+        epochs: Any = fit_loop.epoch_progress.current
         return {
             "seed": self._seed.value,
-            # The epoch that began last. After its end `processed` counts it, and `current_epoch` does after the fit.
-            "epoch": begun.started - 1,
+            # The epoch that started last. `processed` counts it only after its end, `current_epoch` only after the fit.
+            "epoch": epochs.started - 1,
             "loaders": [_position(source, num_steps) for source in self.sources],
         }
 
-    def resume(self, state: dict[str, Any], restore_random: Callable[[], None]) -> bool:
-        """Continue from a saved position, at any world size. Call it when training starts.
+    def resume(self, state: dict[str, Any], restore_rng: Callable[[], None]) -> bool:
+        """Continue from a position that was saved at any world size. Call this when training starts.
 
         Args:
-            state: what `DataPosition.state` returned.
-            restore_random: restores the global random generators to their states in the checkpoint.
+            state: the position that `DataPosition.state` returned.
+            restore_rng: a function that restores the states of the global random generators from the checkpoint.
 
         Returns:
-            Whether the position is inside an epoch, whose earlier batches are not drawn again.
+            Whether the position is inside an epoch and the loaders skip the earlier batches of the epoch.
         """
 
         def restore() -> None:
-            restore_random()
+            restore_rng()
             for source, position in zip(self.sources, state["loaders"], strict=False):
                 _restore_generators(source, position)
 
         fit_loop = self._trainer.fit_loop
-        if not training_data_has_begun(self._trainer):
+        if not training_data_has_started(self._trainer):
             return False
         self._seed.value = state["seed"]
         epoch = num_processed(fit_loop.epoch_progress)
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
         inside_epoch = state["epoch"] == epoch and num_steps > 0 and len(state["loaders"]) == len(self.sources)
-        if self.sources:  # otherwise the loaders are the user's own, and start where those do
+        if self.sources:  # otherwise the user's own loaders decide where they start
             if inside_epoch:
                 self._move(state["loaders"], epoch, num_steps)
             else:
                 restore()
-            # The present iterator starts at the first batch; its workers may have loaded some already.
-            begin_training_data_anew(self._trainer)
+            # The current iterator starts at the first batch, and its workers may already have loaded some batches.
+            restart_training_data(self._trainer)
         if inside_epoch:
-            # The new iterator has drawn a seed for its workers. The uninterrupted run drew it when the epoch began.
+            # The new iterator drew a seed for its workers. Undo this: the saved states already include that draw.
             restore()
         return inside_epoch and bool(self.sources)
 
@@ -87,7 +87,7 @@ class DataPosition:
 
 
 def num_processed(progress: Any) -> int:
-    """Return the number of finished epochs, or of finished batches of the epoch, from a loop's `progress`."""
+    """Return the number of finished epochs, or of finished batches in the epoch, from the `progress` of a loop."""
     return int(progress.current.processed)
 
 
@@ -106,7 +106,7 @@ def _restore_generators(source: Source, position: dict[str, Any]) -> None:
 
 
 def _resume(source: Source, epoch: int, position: dict[str, Any], num_steps: int) -> int:
-    """Move `source` to `position`; return the number of its steps up to there."""
+    """Move `source` to `position`. Return the number of steps before it."""
     if isinstance(source, RankBatchSampler):
         return source.resume(epoch, position, num_steps)
     source.resume(epoch, position["samples"])

@@ -1,4 +1,4 @@
-"""Draw the batches of one rank: each sample once in evaluation, equally many steps on all ranks in training."""
+"""Draw the batches of one rank: each sample once in evaluation, the same number of steps on all ranks in training."""
 
 from array import array
 from bisect import bisect_right
@@ -11,27 +11,28 @@ from lightning_paral.data.global_order import GlobalOrder
 from lightning_paral.data.order_rng import States
 from lightning_paral.errors import ConfigurationError
 
-_MAX_START_STATES = 64  # more repetitions than workers draw ahead
+_MAX_START_STATES = 64  # more repetitions than loader workers draw in advance
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """Which batches of a global order a rank gets, and what happens to a remainder that does not reach all ranks."""
+    """Which batches of a global order a data rank draws, and what it does with a remainder too small for all ranks."""
 
     data_rank: int
     data_size: int
     split: Literal["batch", "global"]
-    """`"batch"`: full batches, rank by rank in turn. `"global"`: a part of each batch."""
+    """`"batch"`: the ranks draw full batches in turn. `"global"`: every rank draws a part of each batch."""
     remainder: Literal["drop", "wrap", "pad"]
-    """`"pad"`, in evaluation: a rank for which nothing is left gets a padding batch."""
+    """`"drop"`: leave out the remainder. `"wrap"`: fill it with batches from the beginning of the order. `"pad"`, for
+    evaluation: ranks for which nothing is left draw a padding batch."""
 
     @property
     def may_need_padding(self) -> bool:
-        """Whether some ranks may run out of batches before others. A single rank never needs padding."""
+        """Whether some ranks may run out of batches before others and need padding."""
         return self.remainder == "pad" and self.data_size > 1
 
     def num_steps(self, num_batches: int) -> int:
-        """Return the number of steps in which the ranks together draw `num_batches`; the same on all ranks."""
+        """Return the number of steps in which all ranks together draw `num_batches` batches."""
         if self.split == "global":
             return num_batches
         return num_batches // self.data_size if self.remainder == "drop" else -(-num_batches // self.data_size)
@@ -40,22 +41,22 @@ class ShardSpec:
 class RankBatchSampler:
     """A batch sampler for a `DataLoader` that draws the batches of one rank.
 
-    Iterated again in the same epoch, as by a combined loader that cycles, it draws a new order: a repetition.
+    If it is iterated again in the same epoch, as by a combined loader that cycles, it draws a new order: a repetition.
 
     Args:
         order: the global order of batches.
-        shard: this rank's part of it.
+        shard: which of these batches this rank draws.
     """
 
     def __init__(self, order: GlobalOrder, shard: ShardSpec) -> None:
         self.order = order
         self.shard = shard
         self.padding_steps: set[int] = set()
-        """Steps of the current iteration in which this rank draws a padding batch. Known once the step is drawn."""
+        """Steps of the current iteration in which this rank draws a padding batch. Steps not drawn yet are missing."""
         self.uneven_steps: set[int] = set()
         """Steps of the current iteration in which some rank draws a padding batch."""
         self.loss_weights: dict[int, float] = {}
-        """By step, with `split="global"`: the weight of this rank's mean in the mean of the step, if that is not 1."""
+        """With `split="global"`, the weight of this rank's mean in the mean of a step, by step, unless it is 1."""
         self._epoch = 0
         self._repetition = 0
         self._skip = 0, 0  # samples, steps
@@ -66,7 +67,7 @@ class RankBatchSampler:
 
     @property
     def sampler(self) -> "RankBatchSampler":
-        """This object itself: Lightning calls `set_epoch` of a batch sampler's `sampler` only."""
+        """This object itself, because Lightning calls `set_epoch` only on the `sampler` of a batch sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -89,7 +90,7 @@ class RankBatchSampler:
         self.uneven_steps.clear()
         self.loss_weights.clear()
         num_samples, num_steps = self._skip if len(self._starts) == 1 else (0, 0)
-        # Forget steps of an abandoned iteration, which `DataLoader` workers drew ahead.
+        # Forget steps of an abandoned iteration, which were drawn in advance for `DataLoader` workers.
         del self._num_samples[self._starts[-1] :]
         del self._start_states[len(self._starts) - 1 :]
         self._num_samples.extend([0] * num_steps)
@@ -106,13 +107,13 @@ class RankBatchSampler:
         batched, record = self.order.batched, self._num_samples.append
         beginning: list[Any] = [None] * (data_size - 1) if remainder == "wrap" else []
         rest: Sequence[Any] = ()
-        for chunk in self._drawn(num_samples, beginning):
+        for chunk in self._draw_chunks(num_samples, beginning):
             full = len(chunk) - len(chunk) % data_size
             for start in range(0, full, data_size):
                 num_samples += num_samples_in(chunk[start : start + data_size]) if batched else data_size
                 record(num_samples)
                 yield chunk[start + rank]
-            rest = chunk[full:]  # not empty for the last chunk only
+            rest = chunk[full:]  # empty except for the last chunk
         if rest and remainder == "drop" and not num_samples:
             raise too_few_batches(self.order.batches, self.shard.data_size)
         if rest and remainder != "drop":
@@ -128,33 +129,33 @@ class RankBatchSampler:
 
     def _draw_batch_slices(self, num_samples: int) -> Iterator[Any]:
         rank, data_size, record = self.shard.data_rank, self.shard.data_size, self._num_samples.append
-        # The rank after that of the last sample comes first, so that batches of one sample reach all ranks in turn.
+        # A batch starts at the rank after that of the previous sample, so that batches of one sample reach all ranks.
         start = (rank - num_samples) % data_size
-        for chunk in self._drawn(num_samples):
+        for chunk in self._draw_chunks(num_samples):
             for batch in chunk:
                 size = len(batch)
                 num_samples += size
                 local = batch[start::data_size]
                 if size % data_size:
-                    local = self._weigh(len(self._num_samples), local, batch)
+                    local = self._record_uneven(len(self._num_samples), local, batch)
                     start = (rank - num_samples) % data_size
                 record(num_samples)
                 yield local
 
-    def _drawn(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[Sequence[Any]]:
+    def _draw_chunks(self, num_samples: int, beginning: list[Any] | None = None) -> Iterator[Sequence[Any]]:
         resume_from = self._resume_from if len(self._starts) == 1 else None
         batches_per_step = self.shard.data_size if self.shard.split == "batch" else 1
         return self.order.draw(
-            self._epoch, self._repetition, num_samples, beginning, resume_from, self._note_start, batches_per_step
+            self._epoch, self._repetition, num_samples, beginning, resume_from, self._record_start, batches_per_step
         )
 
-    def _note_start(self, states: States | None) -> None:
+    def _record_start(self, states: States | None) -> None:
         self._start_states.append(states)
         if len(self._start_states) > _MAX_START_STATES:  # a short loader that is repeated many times
             self._start_states[-_MAX_START_STATES - 1] = None
 
-    def _weigh(self, step: int, local: list[Any], batch: list[Any]) -> list[Any]:
-        """Note the loss weight of `local` in a batch that the ranks cannot divide equally; pad it if it is empty."""
+    def _record_uneven(self, step: int, local: list[Any], batch: list[Any]) -> list[Any]:
+        """Record the loss weight of `local`, a part of an unequally divided batch. Return padding if it is empty."""
         self.loss_weights[step] = len(local) * self.shard.data_size / len(batch)
         if len(batch) < self.shard.data_size:
             self.uneven_steps.add(step)
@@ -164,7 +165,7 @@ class RankBatchSampler:
         return batch[:1]
 
     def position(self, num_steps: int) -> dict[str, Any]:
-        """Return the position in the order after `num_steps` of this epoch, in terms that hold at any world size."""
+        """Return the position in the order after `num_steps` of this epoch, independent of the world size."""
         index = max(0, bisect_right(self._starts, num_steps - 1) - 1)
         repetition = self._repetition - (len(self._starts) - 1) + index
         samples = self._num_samples[num_steps - 1] if 0 < num_steps <= len(self._num_samples) else 0
@@ -176,11 +177,12 @@ class RankBatchSampler:
 
         Args:
             epoch: the epoch that was saved.
-            position: what `position` returned, at any world size.
-            num_steps: steps of the epoch before `position`, at the world size of the save.
+            position: the position that `position` returned, at any world size.
+            num_steps: the number of steps of the epoch before `position`, at the world size of the save.
 
         Returns:
-            Steps of the epoch before `position` at this world size, counted so that the epoch has `len(self)` steps.
+            The number of steps of the epoch before `position` at this world size, such that the epoch has `len(self)`
+            steps.
         """
         self.set_epoch(epoch)
         self._repetition = position["repetition"]
@@ -193,7 +195,7 @@ class RankBatchSampler:
 
 
 def too_few_batches(batches: object, data_size: int) -> ConfigurationError:
-    """Return the error for a training loader that `remainder="drop"` leaves without a batch."""
+    """Return the error for a training loader whose batches are all dropped by `remainder="drop"`."""
     return ConfigurationError(
         f"The {type(batches).__name__} has fewer batches than there are ranks, {data_size}, and remainder='drop' "
         "drops them all. Set remainder='wrap' or split='global', or make the batches smaller."

@@ -1,4 +1,4 @@
-"""Iterable datasets that shard themselves: keep the ranks in step, as their streams may have different lengths."""
+"""Keep ranks in step if an iterable dataset shards itself, because their streams may have different lengths."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,15 +16,15 @@ _END = object()
 
 
 def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.ProcessGroup | None) -> Loader:
-    """Return a copy of `loader` that yields equally many batches on every rank. *Collective* over `group`.
+    """Return a copy of `loader` that yields the same number of batches on every rank. *Collective* over `group`.
 
-    Iterating the copy is *collective*, too, once per batch.
+    Iterating over the copy is also *collective*, once per batch.
     """
     if shard.data_size == 1:
         return loader
     rank_zero_info(
-        f"{type(loader.dataset).__name__} is left to shard itself. Its ranks may end unevenly, so they agree at "
-        "each batch whether to go on."
+        f"{type(loader.dataset).__name__} shards itself. Ranks may have different numbers of batches, so they agree "
+        "before each batch whether to continue."
     )
 
     def iterate(batches: Any, restart: Callable[[], Any]) -> Any:
@@ -50,17 +50,17 @@ def in_lockstep(
     any_rank: Callable[[bool], bool],
     every_rank: Callable[[bool], bool],
 ) -> Iterator[Any]:
-    """Yield equally many batches on every rank. *Collective*, once per batch.
+    """Yield the same number of batches on every rank. *Collective*, once per batch.
 
-    With `shard.remainder="drop"` all ranks stop when the first one runs out. Otherwise they stop when the last one
-    does; until then the others start over (`"wrap"`) or yield padding batches (`"pad"`).
+    With `shard.remainder="drop"`, all ranks stop when the first one runs out of batches. Otherwise they stop when the
+    last one does. Until then, the others start over (`"wrap"`) or yield padding batches (`"pad"`).
 
     Args:
-        batches: of this rank.
-        restart: returns a new iterator over the batches of this rank.
-        shard: its `remainder` is used.
-        any_rank: returns whether a flag is true on any rank; *collective*.
-        every_rank: returns whether a flag is true on every rank; *collective*.
+        batches: the batches of this rank.
+        restart: a function that returns a new iterator over the batches of this rank.
+        shard: only its `remainder` is used.
+        any_rank: a function that returns whether a flag is true on any rank; *collective*.
+        every_rank: a function that returns whether a flag is true on every rank; *collective*.
     """
     first_pass, last = True, None
     while True:

@@ -1,4 +1,4 @@
-"""Join what `self.log` collects in evaluation, over ranks some of which had fewer samples, or none."""
+"""Join the values logged with `self.log` in evaluation, even if some ranks had fewer samples or none."""
 
 from dataclasses import dataclass
 from operator import attrgetter
@@ -10,17 +10,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.metrics import count_as_updated, set_computed, states_of
+from lightning_paral.compat.lightning.metrics import mark_updated, set_computed
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
 from lightning_paral.data.logged_keys import CheckedResults
 from lightning_paral.distributed.mesh import ParallelDims
 
-_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank has logged under one key, as sent to the other ranks."""
+    """The values that a rank logged under one key, as it sends them to the other ranks."""
 
     key: str
     logged: dict[str, Any]
@@ -30,23 +30,23 @@ class _Entry:
     sync: bool
     rank_zero_only: bool
     value: Tensor | None
-    """Sum, minimum or maximum of a logged tensor over this rank's batches, on CPU; `None` for a torchmetrics metric."""
+    """The sum, minimum or maximum of the logged values over this rank's batches, on CPU; `None` for a metric."""
     num_samples: int
 
 
 class UnevenResults(CheckedResults):
-    """Lightning's results, joined at the end of a loader in one exchange of all ranks, whatever each has logged.
+    """Lightning's results, which the ranks join in one exchange at the end of a loader, whichever keys each logged.
 
-    Lightning reduces key by key. A rank without a batch has no keys, and the other ranks would wait for it.
+    Lightning reduces key by key. A rank without a batch has no keys, so the other ranks would wait for it.
     """
 
     def __init__(self, dims: ParallelDims) -> None:
         super().__init__(dims, training=False)
         self.rank_local = False
-        """Whether some rank has no batch in this step. Then values that are synchronized per step stay local."""
+        """Whether a rank may have no batch in this step. If so, values that are synchronized per step stay local."""
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Add a value to what is logged under `key`."""
+        """Add a value to those logged under `key`."""
         sync = self[key].meta.sync
         if not (self.rank_local and sync.should):
             super().update_metrics(key, value, batch_size)
@@ -58,14 +58,14 @@ class UnevenResults(CheckedResults):
             sync.should = True
 
     def exchange(self, module: LightningModule) -> None:
-        """Reduce the values logged per epoch over all data ranks. *Collective* over these."""
-        ours = [_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
+        """Reduce the values logged per epoch over all data ranks. *Collective* over the data ranks."""
+        entries = [_make_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
         states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
-        gathered = self.dims.data_ranks_on_host().gather((ours, states))
-        _type_empty_states(module, [of_rank for _, of_rank in gathered])
-        by_rank = [{entry.key: entry for entry in entries} for entries, _ in gathered]
-        for key in dict.fromkeys(key for entries in by_rank for key in entries):
-            self._join(key, [entries.get(key) for entries in by_rank], module)
+        gathered = self.dims.data_rank_group().gather((entries, states))
+        _set_type_of_empty_states(module, [rank_states for _, rank_states in gathered])
+        by_rank = [{entry.key: entry for entry in rank_entries} for rank_entries, _ in gathered]
+        for key in dict.fromkeys(key for by_key in by_rank for key in by_key):
+            self._join(key, [by_key.get(key) for by_key in by_rank], module)
 
     def _join(self, key: str, entries: list[_Entry | None], module: LightningModule) -> None:
         present = [entry for entry in entries if entry is not None]
@@ -76,9 +76,9 @@ class UnevenResults(CheckedResults):
                 return
             metric = self[key] = self._result_like(entry, module, metric)
             if not entry.sync and entry.value is not None:
-                # Not synchronized, and this rank has no value of its own: callbacks still need one to monitor.
+                # The value is not synchronized and this rank has none, but callbacks that monitor it need one.
                 set_computed(metric, _reduce([entry]).to(module.device))
-        self[key] = self.pop(key)  # computing torchmetrics is collective: the same order of keys on all ranks
+        self[key] = self.pop(key)  # computing a metric is collective, so keys need the same order on all ranks
         if entry.value is None or not entry.sync or entry.rank_zero_only:
             return
         group = metric.meta.sync.group
@@ -89,7 +89,7 @@ class UnevenResults(CheckedResults):
             set_computed(metric, reduced.to(module.device))
 
     def _result_like(self, entry: _Entry, module: LightningModule, metric: ResultMetric | None) -> ResultMetric:
-        """Return the result that this rank would have if it had logged what the other ranks have."""
+        """Return the result that this rank would have if it had logged the values of `entry`."""
         if metric is None:
             logged = entry.logged | {"reduce_fx": entry.reduction, "dataloader_idx": entry.dataloader_idx}
             meta = Metadata(**logged, metric_attribute=entry.metric_attribute)
@@ -99,16 +99,16 @@ class UnevenResults(CheckedResults):
             assert entry.metric_attribute is not None
             metric.value = attrgetter(entry.metric_attribute)(module)
             set_computed(metric, None)
-        count_as_updated(metric)  # no warning: the updates of other ranks are merged into it
+        mark_updated(metric)  # prevents a warning: updates of other ranks will be merged into it
         metric.has_reset = False
         return metric
 
 
-def _entry(key: str, metric: ResultMetric) -> _Entry:
+def _make_entry(key: str, metric: ResultMetric) -> _Entry:
     meta = metric.meta
     return _Entry(
         key=key,
-        logged={name: getattr(meta, name) for name in _LOGGED},
+        logged={name: getattr(meta, name) for name in _META_FIELDS},
         reduction=meta.reduce_fx.__name__,
         dataloader_idx=meta.dataloader_idx,
         metric_attribute=meta.metric_attribute,
@@ -132,17 +132,17 @@ def _reduce(entries: list[_Entry]) -> Tensor:
 
 
 def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return, for each list state that has items, the dtype of an item and its shape without the first dimension."""
-    filled = {name: state[0] for name, state in states_of(metric).items() if isinstance(state, list) and state}
+    """Return the dtype of an item, and its shape without the first dimension, of each list state that has items."""
+    filled = {name: state[0] for name, state in metric.metric_state.items() if isinstance(state, list) and state}
     return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}
 
 
-def _type_empty_states(module: LightningModule, of_ranks: list[dict[str, Any]]) -> None:
-    """Give empty list states the dtype and shape of other ranks' items: torchmetrics gathers them as 1-d fp32."""
+def _set_type_of_empty_states(module: LightningModule, by_rank: list[dict[str, Any]]) -> None:
+    """Give empty list states the dtype and shape of other ranks' items. torchmetrics would gather them as 1-d fp32."""
     for name, metric in module.named_modules():
         if not isinstance(metric, Metric):
             continue
-        for of_rank in of_ranks:
-            for state, (dtype, shape) in of_rank.get(name, {}).items():
+        for list_states in by_rank:
+            for state, (dtype, shape) in list_states.get(name, {}).items():
                 if getattr(metric, state) == []:
                     setattr(metric, state, [torch.empty(0, *shape, dtype=dtype, device=metric.device)])

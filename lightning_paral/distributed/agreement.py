@@ -1,4 +1,4 @@
-"""Run a function on all ranks of a group, and raise the error of any of them on all."""
+"""Run a function on the ranks of a group. If it fails on one of them, raise the error on all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,25 +14,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A process group and this rank's number in it. All its ranks call the same methods."""
+    """A process group and this process's rank in it. All its ranks must call the same methods in the same order."""
 
     rank: int = 0
     world_size: int = 1
     group: Any = None
+    """The process group; `None` for the default group, or for a single process without one."""
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0 of the group."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the picklable `value` of each rank, ordered by rank. *Collective*."""
+        """Return the value of each rank, ordered by rank. Values must be picklable. *Collective*."""
         if self.world_size == 1:
             return [value]
         return gather_objects(value, self.group)
 
     def broadcast(self, value: T, source: int) -> T:
-        """Return the `value` of rank `source` of this group. *Collective*."""
+        """Return the `value` that rank `source` of this group passes. It must be picklable. *Collective*."""
         if self.world_size == 1:
             return value
         values = [value if self.rank == source else None]
@@ -43,8 +44,12 @@ class RankGroup:
     def gather_results(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on all ranks and return the results, ordered by rank. *Collective*.
 
+        Args:
+            what: a name for the action, with which the error message begins.
+            action: returns a picklable value.
+
         Raises:
-            CheckpointError: on all ranks, with the first error, if `action` raised on any rank.
+            CheckpointError: `action` raised on at least one rank. All ranks raise the error of the first of these.
         """
         outcome: T | None = None
         error: BaseException | None = None
@@ -58,15 +63,15 @@ class RankGroup:
         if failed:
             rank, (message, missing) = next(iter(failed.items()))
             where = f" on rank {rank} of {self.world_size}" if self.world_size > 1 else ""
-            kind = MissingCheckpointError if missing else CheckpointError
-            raise kind(f"{what} failed{where}: {message}") from error
+            error_type = MissingCheckpointError if missing else CheckpointError
+            raise error_type(f"{what} failed{where}: {message}") from error
         return [value for *_, value in outcomes]  # type: ignore[misc]
 
     def run_on_all(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action` on all ranks and return this rank's result; only errors are exchanged. *Collective*.
+        """Run `action` on all ranks and return this rank's result. Only errors are exchanged. *Collective*.
 
         Raises:
-            CheckpointError: on all ranks, with the first error, if `action` raised on any rank.
+            CheckpointError: `action` raised on at least one rank. All ranks raise the error of the first of these.
         """
         own: list[T] = []
         self.gather_results(what, lambda: own.append(action()))
@@ -76,18 +81,18 @@ class RankGroup:
         """Run `action` on rank 0 only and return its result on all ranks. *Collective*.
 
         Raises:
-            CheckpointError: on all ranks, if `action` raised.
+            CheckpointError: `action` raised. All ranks raise its error.
         """
         return self.gather_results(what, lambda: action() if self.is_rank_0 else None)[0]  # type: ignore[return-value]
 
 
 def all_ranks(group: Any = None) -> RankGroup:
-    """Return the ranks of `group`, by default of the run; only this process if there is no process group."""
+    """Return `group`, or the default group, as a `RankGroup`. Without a process group, return this process alone."""
     if not dist.is_initialized():
         return RankGroup()
     return RankGroup(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def explain(error: BaseException) -> str:
-    """Return the message of `error`, with its type unless it is one of our own errors."""
+    """Return the message of `error`, preceded by its type unless it is a `ParalError`."""
     return str(error) if isinstance(error, ParalError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""After an exception: find out whether all ranks failed, and make a group in which they can communicate."""
+"""Find out after an exception whether all ranks failed, and create a group in which they can still communicate."""
 
 import uuid
 from dataclasses import dataclass
@@ -10,34 +10,36 @@ from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.distributed.store_exchange import exchange_in_store
 
 PATIENCE = timedelta(seconds=10)
-"""How long the ranks that failed wait for the others."""
+"""How long a rank that failed waits for the others."""
 
 _ALL, _SOME = "all", "some"
 
 
 @dataclass(frozen=True)
 class ReachableRanks:
-    """Whether all ranks can be reached, and by which group."""
+    """Whether all ranks can be reached, and the group in which to reach them."""
 
     all_reachable: bool
     group: dist.ProcessGroup | None = None
-    """After a failure, a new gloo group of all ranks: in older groups, collectives of some ranks may be pending."""
+    """A new gloo group of all ranks, because collectives may still be pending in older groups. `None`, for the default
+    group, if nothing failed."""
 
 
 def new_run_name() -> str:
-    """Return a name that no other run has."""
+    """Return a unique name for a run."""
     return uuid.uuid4().hex
 
 
 def wait_for_all_ranks(run: str, timeout: timedelta) -> ReachableRanks:
     """Wait at most `PATIENCE` until all ranks call this. *Collective*, but returns if some rank does not call it.
 
-    A rank that fails alone leaves the others in a collective that never ends, so the ranks wait through the store. The
-    first rank to know the outcome writes it there: a rank that comes too late would find the keys of all others.
+    If one rank fails alone, the others may hang in a collective, so the ranks wait through the store instead. The first
+    rank to know the outcome writes it to the store, and all ranks return this outcome. Otherwise a rank that arrives
+    late would find the keys of all ranks, and conclude that all can be reached.
 
     Args:
-        run: the name of the run that failed, the same on all ranks.
-        timeout: of collectives in the new group.
+        run: the name of the failed run, the same on all ranks.
+        timeout: the timeout of collectives in the new group.
     """
     world_size = dist.get_world_size()
     if world_size == 1:

@@ -1,4 +1,4 @@
-"""Exchange small values between the ranks of a group, on the host: nothing waits for devices."""
+"""Exchange small values between the ranks of a group through host memory, without waiting for a device."""
 
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ def every_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def _reduce(flag: bool, op: Any, group: dist.ProcessGroup | None) -> bool:
-    # On the host: reading the result from a device would wait for everything queued there.
+    # On CPU, because reading the result from a GPU would wait for all work queued on it.
     tensor = torch.tensor(int(flag), device="cpu")
     dist.all_reduce(tensor, op=op, group=group or host_group())
     return bool(tensor)
@@ -36,9 +36,9 @@ def gather_ints(number: int, group: dist.ProcessGroup | None = None) -> list[int
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the picklable `value` of each rank of `group`, ordered by rank. *Collective* over `group`.
+    """Return the value of each rank of `group`, ordered by rank. *Collective* over `group`.
 
-    Without a process group, return this process's value only.
+    Values must be picklable. Without a process group, return this process's value only.
     """
     if not dist.is_initialized():
         return [value]
@@ -48,7 +48,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def broadcast_from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return the picklable `value` of the first rank of `group` on all of them. *Collective* over `group`."""
+    """Return the `value` that rank 0 of `group` passes. It must be picklable. *Collective* over `group`."""
     shared = [value]
     dist.broadcast_object_list(shared, group_src=0, group=group or host_group())
     return shared[0]

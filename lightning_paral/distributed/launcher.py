@@ -1,4 +1,4 @@
-"""Lightning's subprocess launcher; checks the port first, and leaves no process behind after a failure."""
+"""Lightning's subprocess launcher, which also checks the port and leaves no process behind after a failure."""
 
 import atexit
 import logging
@@ -14,20 +14,21 @@ from lightning.pytorch import Trainer
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
 from lightning_paral.distributed.launch_checks import check_port_is_free
 
-_GRACE_SECONDS = 10.0  # for the other ranks to report their errors
+_GRACE_SECONDS = 10.0  # time for the other ranks to report their errors
 log = logging.getLogger(__name__)
 
 
 class CheckedSubprocessLauncher(SubprocessScriptLauncher):
-    """Starts one process per further local rank by running the user's script again.
+    """Starts a process for every other local rank by running the user's script again.
 
     Args:
-        cluster_environment, num_processes, num_nodes: as Lightning's launcher takes them.
-        check: called with the Trainer before any process is started; raises if the run would fail in every process.
+        cluster_environment, num_processes, num_nodes: as in Lightning's launcher.
+        check: a function called with the Trainer before any process is started. It raises an error if the run would
+            fail in every process.
     """
 
     _children: "Sequence[subprocess.Popen[Any]]" = ()
-    """Processes of a run that failed, to be ended at exit."""
+    """Processes of a failed run, which are ended when this process exits."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         """Start the other local ranks, then call `function` in this one.
 
         Raises:
-            ConfigurationError: MASTER_PORT is in use on the host of rank 0, or options do not fit the module.
+            ConfigurationError: MASTER_PORT is in use on the node of rank 0, or options do not fit the module.
         """
         environment = self.cluster_environment
         if not environment.creates_processes_externally and environment.node_rank() == 0:
@@ -53,21 +54,21 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
-            # Lightning's observer kills this process as soon as another one fails. But this process still has to report
-            # its error, and may save a checkpoint together with the others. If the script catches the error, the ranks
-            # may even continue. So the others are ended when this process exits.
+            # Lightning's observer would kill this process as soon as another one fails. But this process still has to
+            # report its error, and may save a checkpoint together with the others. If the script catches the error, the
+            # ranks may even continue. So hide the others from the observer, and end them when this process exits.
             if self.procs:
                 self._children, self.procs[:] = list(self.procs), []
                 atexit.register(self._end_children)
             raise
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the processes this launcher started."""
+        """Send the signal `signum` to the processes that this launcher started."""
         for process in (*self.procs, *self._children):
             process.send_signal(signum)
 
     def _end_children(self) -> None:
-        """Wait some seconds for the processes that this launcher started, then end them."""
+        """Wait `_GRACE_SECONDS` for the processes of a failed run, then terminate them, and kill those that remain."""
         deadline = time.monotonic() + _GRACE_SECONDS
         for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._children:

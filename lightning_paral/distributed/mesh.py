@@ -1,4 +1,4 @@
-"""Who is what: how the ranks of a run are arranged, which draw samples of their own, and which hold the same."""
+"""How the ranks of a run are arranged: which of them draw different samples, and which hold the same tensors."""
 
 import math
 import weakref
@@ -15,44 +15,45 @@ from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 
 SHARD = "data_parallel"
-"""The one dimension of a mesh without replicas; also what Lightning calls it."""
+"""Name of the only dimension of a mesh without replicas, as in Lightning."""
 HYBRID = ("data_parallel_replicate", "data_parallel_shard")
+"""Names of the dimensions of a mesh with replicas."""
 
-
-_default_of_meshes: "weakref.ref[dist.ProcessGroup] | None" = None
+_mesh_default_group: "weakref.ref[dist.ProcessGroup] | None" = None
+"""The default group at the time of the last `make_mesh`. DTensor's cached meshes belong to it."""
 _groups: "weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """The dimensions along which the ranks of a run are arranged, and where this rank is.
+    """The dimensions of the array in which the ranks of a run are arranged, and the rank of this process.
 
-    The order is pipeline, replicate, shard, tensor, from the outermost to the innermost dimension: ranks that differ
-    only in their tensor coordinate are neighbours. Ranks that differ only in their tensor or pipeline coordinate work
-    on the same samples, and have the same *data rank*.
+    From the outermost to the innermost, the dimensions are pipeline, replicate, shard and tensor. Ranks that differ
+    only in their tensor coordinate are therefore consecutive. Ranks that differ only in their tensor or pipeline
+    coordinate work on the same samples: they have the same *data rank*.
 
     Raises:
-        ValueError: a size is below 1, or `rank` is not below the product of the sizes.
+        ValueError: a size is below 1, or `rank` is negative or not below the product of the sizes.
     """
 
     rank: int = 0
-    """This process's rank among all of the run."""
+    """The global rank of this process."""
 
     replicate: int = 1
-    """Number of copies of the model. Ranks that differ in this coordinate alone hold the same shards."""
+    """Number of replicas of the model. Ranks that differ only in this coordinate hold the same shards."""
 
     shard: int = 1
-    """Number of ranks that parameters, gradients or optimizer state of a copy are sharded over."""
+    """Number of ranks over which the parameters, gradients or optimizer state of a replica are sharded."""
 
     tensor: int = 1
     """Number of ranks that compute each layer together."""
 
     pipeline: int = 1
-    """Number of stages: groups of ranks with consecutive layers."""
+    """Number of pipeline stages. Each holds consecutive layers of the model."""
 
     def __post_init__(self) -> None:
         if min(self.sizes) < 1 or not 0 <= self.rank < self.num_ranks:
-            raise ValueError(f"rank {self.rank} does not exist among {self}")
+            raise ValueError(f"Sizes must be positive, and rank must be in range(product of sizes), but got {self!r}.")
 
     def __str__(self) -> str:
         names = ("stages", "replicas", "shards", "tensor ranks")
@@ -61,22 +62,22 @@ class ParallelDims:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes, from the outermost to the innermost dimension: pipeline, replicate, shard, tensor."""
+        """The sizes of the dimensions, from the outermost to the innermost: pipeline, replicate, shard, tensor."""
         return self.pipeline, self.replicate, self.shard, self.tensor
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the run."""
+        """The world size: the product of the sizes."""
         return math.prod(self.sizes)
 
     @property
     def data_size(self) -> int:
-        """How many ranks draw samples of their own."""
+        """The number of ranks that draw different samples."""
         return self.replicate * self.shard
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_size` shares of the samples this rank draws."""
+        """The position of this rank among the ranks that draw different samples, from 0 to `data_size - 1`."""
         return self.rank // self.tensor % self.data_size
 
     @property
@@ -86,32 +87,32 @@ class ParallelDims:
 
     @property
     def data_ranks(self) -> list[int]:
-        """The ranks that differ from this one in their data rank alone, in the order of data ranks."""
+        """The global ranks that differ from this one at most in their data rank, ordered by data rank."""
         first = self.stage * self.data_size * self.tensor + self.rank % self.tensor
         return [first + data_rank * self.tensor for data_rank in range(self.data_size)]
 
     @property
     def stages(self) -> list[int]:
-        """The pipeline stage of each rank of the run."""
+        """The pipeline stage of each global rank."""
         return [rank // (self.data_size * self.tensor) for rank in range(self.num_ranks)]
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The ranks of this rank's stage, which hold the same unsharded tensors."""
+        """The global ranks of this rank's pipeline stage. They hold the same unsharded tensors."""
         num_ranks = self.data_size * self.tensor
         return list(range(self.stage * num_ranks, (self.stage + 1) * num_ranks))
 
     def data_group(self) -> dist.ProcessGroup | None:
-        """Return the group of `data_ranks`, made at first use; `None`, the default group, if these are all ranks.
+        """Return the process group of `data_ranks`, or `None`, for the default group, if these are all ranks.
 
-        *Collective* over `data_ranks`.
+        The group is created at first use. *Collective* over `data_ranks`.
         """
-        return None if self.data_size == self.num_ranks else _group_of(self.data_ranks)
+        return None if self.data_size == self.num_ranks else _get_group(self.data_ranks)
 
-    def data_ranks_on_host(self) -> RankGroup:
-        """Return this rank among its `data_ranks`, in a group that carries host tensors and objects.
+    def data_rank_group(self) -> RankGroup:
+        """Return the `RankGroup` of `data_ranks`, whose process group supports CPU tensors and objects.
 
-        *Collective* over `data_ranks`.
+        The process group is created at first use. *Collective* over `data_ranks`.
         """
         if self.data_size == 1:
             return RankGroup()
@@ -119,15 +120,15 @@ class ParallelDims:
         return RankGroup(self.data_rank, self.data_size, group)
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Return the group of `stage_ranks`, made at first use; `None`, the default group, if these are all ranks.
+        """Return the process group of `stage_ranks`, or `None`, for the default group, if these are all ranks.
 
-        *Collective* over `stage_ranks`.
+        The group is created at first use. *Collective* over `stage_ranks`.
         """
-        return None if self.pipeline == 1 else _group_of(self.stage_ranks)
+        return None if self.pipeline == 1 else _get_group(self.stage_ranks)
 
 
 def check_replicate(replicate: int, world_size: int) -> None:
-    """Raise a `ConfigurationError` if `world_size` ranks cannot make `replicate` equal shard groups."""
+    """Raise a `ConfigurationError` if `world_size` ranks cannot be divided into `replicate` equal shard groups."""
     if replicate < 1 or world_size % replicate:
         fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
         arithmetic = (
@@ -146,34 +147,41 @@ def check_reshard(reshard_after_forward: bool | int | None, num_shards: int) -> 
     if num_shards % reshard_after_forward:
         fitting = [str(count) for count in range(1, num_shards + 1) if num_shards % count == 0]
         raise ConfigurationError(
-            f"reshard_after_forward={reshard_after_forward} does not divide the {num_shards} ranks that a copy of the "
-            f"model is sharded over. Choose one of {', '.join(fitting)}, or True (over all) or False (not at all)."
+            f"reshard_after_forward={reshard_after_forward} does not divide the {num_shards} ranks over which a "
+            f"replica is sharded. Choose one of {', '.join(fitting)}, or True (over all) or False (not at all)."
         )
 
 
 def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
-    """Return the mesh of all ranks, sharded over all or in `replicate` groups of neighbours. *Collective* over all."""
-    global _default_of_meshes
+    """Return the device mesh of all ranks. *Collective* over all ranks.
+
+    It has one dimension if `replicate` is 1. Otherwise it has two: each of `replicate` groups of consecutive ranks
+    shards one replica of the model.
+
+    Raises:
+        ConfigurationError: the world size is not divisible by `replicate`.
+    """
+    global _mesh_default_group
     world_size = dist.get_world_size()
     check_replicate(replicate, world_size)
     default = dist.group.WORLD
     assert default is not None
-    if _default_of_meshes is None or _default_of_meshes() is not default:
+    if _mesh_default_group is None or _mesh_default_group() is not default:
         forget_meshes()
-        _default_of_meshes = weakref.ref(default)
+        _mesh_default_group = weakref.ref(default)
     if replicate == 1:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(world_size, device="cpu").view(replicate, -1)
     row, column = divmod(dist.get_rank(), ranks.shape[1])
-    groups = [_group_of(members.tolist()) for members in (ranks[:, column], ranks[row])]
+    groups = [_get_group(members.tolist()) for members in (ranks[:, column], ranks[row])]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=HYBRID)
 
 
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """Return the group of `ranks`, made at first use; it ends with the default group.
+def _get_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Return the process group of the global `ranks`, created at first use and destroyed with the default group.
 
-    DTensor keeps the first mesh of a shape (torch 2.13) and finds that mesh's groups by name. So the groups of a later
-    fit in the same default group have to be the same.
+    DTensor caches the first mesh of each shape and looks up the groups of that mesh by name (torch 2.13). Therefore a
+    later fit in the same default group must use the same groups.
     """
     group = _groups.get(tuple(ranks))
     if group is None or not is_alive(group):
@@ -184,5 +192,5 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def shard_ranks(mesh: DeviceMesh) -> list[int]:
-    """Return the global ranks that together hold one copy of the model, this one among them, in the order of shards."""
+    """Return the global ranks that together hold this rank's replica of the model, in the order of their shards."""
     return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))

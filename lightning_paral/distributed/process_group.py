@@ -1,4 +1,4 @@
-"""Join or make the default process group: its backend, its device, its store, and when it is destroyed."""
+"""Create, join, reuse and destroy the default process group, and choose its backend."""
 
 import atexit
 import hashlib
@@ -26,17 +26,18 @@ _TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collectiv
 
 log = logging.getLogger(__name__)
 
-# Rank 0's store outlives the groups made through it. Otherwise a rank that starts its next fit early could connect to
-# the store of the previous fit, which rank 0 is about to close. By address; with the number of groups made through it.
+# Rank 0's store outlives the groups created with it. Otherwise a rank that starts its next fit early could connect to
+# the store of the previous fit, which rank 0 is about to close. Maps the address and port of a store, the rank and the
+# world size to this store and the number of groups created with it.
 _stores: dict[tuple[str, int, int, int], tuple[Store, int]] = {}
 
-
 _EXIT_PATIENCE = timedelta(seconds=2)
+"""How long rank 0 waits at exit for the other ranks to destroy their groups."""
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A default group that was made here, with its settings: a later run with equal settings reuses it."""
+class _OwnedGroup:
+    """A default group that was created here, and its settings. A later run with equal settings reuses it."""
 
     group: dist.ProcessGroup
     store: Store
@@ -45,53 +46,53 @@ class _Made:
     timeout: timedelta
 
 
-_made: _Made | None = None
+_owned: _OwnedGroup | None = None
 _host_group: dist.ProcessGroup | None = None
-"""A group for host tensors, if the default group was made by other code and carries CUDA tensors only."""
+"""A gloo group for CPU tensors, if other code created the default group and it supports CUDA tensors only."""
 
 
-def made_group() -> dist.ProcessGroup | None:
-    """Return the default process group if `join_process_group` made it, otherwise `None`."""
-    current = dist.is_initialized() and _made is not None and dist.group.WORLD is _made.group
-    return _made.group if _made is not None and current else None
+def owned_group() -> dist.ProcessGroup | None:
+    """Return the default process group if `join_process_group` created it, otherwise `None`."""
+    current = dist.is_initialized() and _owned is not None and dist.group.WORLD is _owned.group
+    return _owned.group if _owned is not None and current else None
 
 
 def release_process_group(*, after_failure: bool = False) -> None:
-    """Destroy all process groups, if the default group was made here.
+    """Destroy all process groups if the default group was created here.
 
     Args:
-        after_failure: abort NCCL communicators, because destroying them waits for all ranks, and some may have failed.
+        after_failure: whether to abort NCCL communicators, because destroying them would wait for ranks that failed.
     """
-    global _made, _host_group
-    if made_group() is not None:
-        if after_failure and _made is not None and "nccl" in _made.backend:
+    global _owned, _host_group
+    if owned_group() is not None:
+        if after_failure and _owned is not None and "nccl" in _owned.backend:
             abort_all()
         else:
             dist.destroy_process_group()
-    _made, _host_group = None, None
+    _owned, _host_group = None, None
 
 
 def _release_at_exit() -> None:
-    if _made is not None and made_group() is not None and "nccl" in _made.backend:
-        # NCCL's watchdogs poll rank 0's store every second, and print long errors if it ends before they do.
+    if _owned is not None and owned_group() is not None and "nccl" in _owned.backend:
+        # NCCL's watchdogs poll rank 0's store every second, and print long errors if it closes before they stop.
         rank, others = dist.get_rank(), range(1, dist.get_world_size())
         with suppress(dist.DistError, RuntimeError):
             if rank == 0 and others:
-                _made.store.wait([f"exit/{other}" for other in others], _EXIT_PATIENCE)
+                _owned.store.wait([f"exit/{other}" for other in others], _EXIT_PATIENCE)
             dist.destroy_process_group()
             if rank > 0:
-                _made.store.set(f"exit/{rank}", "")
+                _owned.store.set(f"exit/{rank}", "")
         return
     release_process_group()
 
 
 def backend_for(device: torch.device, requested: str | None = None) -> str:
-    """Return the backend for tensors on `device` that also carries CPU tensors and objects.
+    """Return the backend for tensors on `device` that also supports CPU tensors and objects.
 
     This is `requested`, with gloo added for CPU tensors if needed: `"nccl"` becomes `"cuda:nccl,cpu:gloo"`.
 
     Raises:
-        ConfigurationError: this build of torch lacks the backend, or the backend cannot carry tensors on `device`.
+        ConfigurationError: this build of torch lacks the backend, or the backend does not support tensors on `device`.
     """
     backend = requested or ("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
     by_device = dict(part.split(":", 1) for part in backend.split(",")) if ":" in backend else {device.type: backend}
@@ -104,47 +105,47 @@ def backend_for(device: torch.device, requested: str | None = None) -> str:
             )
     if device.type not in by_device or (by_device[device.type] == "nccl" and device.type != "cuda"):
         raise ConfigurationError(
-            f"process_group_backend={backend!r} cannot carry tensors on {device.type!r}. "
+            f"process_group_backend={backend!r} does not support tensors on {device.type!r}. "
             f"Leave it out to get {backend_for(device)!r}."
         )
     if ":" in backend:
         return backend if "cpu" in by_device else f"{backend},cpu:gloo"
-    carried = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
-    return backend if "cpu" in carried else f"{device.type}:{backend},cpu:gloo"
+    supported = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    return backend if "cpu" in supported else f"{device.type}:{backend},cpu:gloo"
 
 
 def join_process_group(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
 ) -> None:
-    """Use the default process group if there is one, otherwise make it with all ranks. *Collective* over the world.
+    """Use the existing default process group, or create one of all ranks. *Collective* over all ranks.
 
-    The group stays after the run, as under Lightning's `ddp`, and is destroyed when the process exits. The group of an
-    earlier run is reused if this run has the same settings, and replaced otherwise. A group that other code made is
-    used and never destroyed.
+    A group created here outlives the run, as under Lightning's `ddp`, and is destroyed when the process exits. A later
+    run reuses it if it has the same settings, and replaces it otherwise. A group that other code created is used and
+    never destroyed.
 
     Args:
-        environment: knows rank, world size, and the address of rank 0.
-        device: this rank's device. With several ranks on CUDA the group is bound to it, so that NCCL initializes
+        environment: provides the rank, the world size and the address of rank 0.
+        device: the device of this rank. With several ranks on CUDA the group is bound to it, so that NCCL initializes
             eagerly and barriers use this device.
-        backend: backend for `torch.distributed.init_process_group`; `None` to choose it by `device`.
+        backend: the backend for `torch.distributed.init_process_group`; `None` to choose one that fits `device`.
         timeout: how long to wait for other ranks, here and in every collective.
 
     Raises:
-        ConfigurationError: a group exists with another rank or world size, or the port is in use.
-        ProcessGroupError: not all ranks arrived within `timeout`.
+        ConfigurationError: the existing group has a different rank or world size, or the port is in use.
+        ProcessGroupError: not all ranks joined within `timeout`.
     """
     protect_inherited_objects()
     rank, world_size = environment.global_rank(), environment.world_size()
-    global _made
-    if made_group() is None and dist.is_initialized():
-        _check_fits(rank, world_size)
-        _complete_with_host_group(timeout)
+    global _owned
+    if owned_group() is None and dist.is_initialized():
+        _check_ranks_match(rank, world_size)
+        _ensure_host_group(timeout)
         _log_group("reused", device)
         return
     backend = backend_for(device, backend)
-    if made_group() is not None and _made is not None:
+    if owned_group() is not None and _owned is not None:
         same_ranks = (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
-        if same_ranks and (_made.backend, _made.device, _made.timeout) == (backend, device, timeout):
+        if same_ranks and (_owned.backend, _owned.device, _owned.timeout) == (backend, device, timeout):
             _log_group("reused", device)
             return
         release_process_group()
@@ -158,17 +159,18 @@ def join_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            # NCCL then initializes eagerly and splits later groups from this one, which can fail with a single rank:
-            # https://github.com/deepspeedai/DeepSpeed/issues/8248
+            # With a device id, NCCL initializes eagerly and splits later groups from this one, which can fail with a
+            # single rank: https://github.com/deepspeedai/DeepSpeed/issues/8248
             device_id=device if device.type == "cuda" and world_size > 1 else None,
         )
     except (dist.DistError, RuntimeError) as error:
-        raise _explained(error, rank, world_size, address, port, timeout) from error
+        raise _describe_failure(error, rank, world_size, address, port, timeout) from error
     group = dist.group.WORLD
     assert group is not None
-    _made = _Made(group, store, backend, device, timeout)
+    _owned = _OwnedGroup(group, store, backend, device, timeout)
     atexit.unregister(_release_at_exit)
-    atexit.register(_release_at_exit)  # runs before functions registered earlier: the group may depend on what they end
+    # atexit runs this before functions that were registered earlier, which may end something that the group depends on.
+    atexit.register(_release_at_exit)
     _log_group("joined", device)
 
 
@@ -177,75 +179,75 @@ def _log_group(what: str, device: torch.device) -> None:
     log.info("process group %s: rank %d of %d, backend %s, device %s", what, rank, world_size, backend, device)
 
 
-def carries_host_tensors(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `group`, by default the group of all ranks, has a backend for CPU tensors."""
+def supports_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `group`, by default the default group, has a backend for CPU tensors."""
     return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
 
 
 def host_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks for CPU tensors; `None` means the default group."""
-    return _host_group if is_alive(_host_group) and not carries_host_tensors() else None
+    return _host_group if is_alive(_host_group) and not supports_cpu_tensors() else None
 
 
 def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group of all ranks that carries `tensor`; `None` means the default group."""
+    """Return the group of all ranks that supports the device of `tensor`; `None` means the default group."""
     return host_group() if tensor.device.type == "cpu" else None
 
 
-def check_carries_host_tensors(option: str) -> None:
-    """Raise a `ConfigurationError` if the default group cannot carry CPU tensors, which `option` needs."""
-    if dist.get_world_size() > 1 and not carries_host_tensors():
+def check_supports_cpu_tensors(option: str) -> None:
+    """Raise a `ConfigurationError` if the default group does not support CPU tensors, which `option` needs."""
+    if dist.get_world_size() > 1 and not supports_cpu_tensors():
         raise ConfigurationError(
-            f"{option} reduces gradients on the host, but the process group, made before the run, carries CUDA tensors "
-            f"only (backend {dist.get_backend_config()!r}). Make it by init_process_group('cuda:nccl,cpu:gloo'), or "
-            "let the strategy make the group."
+            f"{option} reduces gradients in host memory, but the process group, created before the run, supports "
+            f"CUDA tensors only (backend {dist.get_backend_config()!r}). Create it with "
+            "init_process_group('cuda:nccl,cpu:gloo'), or let the strategy create the group."
         )
 
 
-def _complete_with_host_group(timeout: timedelta) -> None:
-    """Make a group for host tensors if the default group carries none. *Collective* in that case."""
+def _ensure_host_group(timeout: timedelta) -> None:
+    """Create a group for CPU tensors if the default group does not support them. *Collective* in that case."""
     global _host_group
-    if not carries_host_tensors() and not is_alive(_host_group):
+    if not supports_cpu_tensors() and not is_alive(_host_group):
         _host_group = dist.new_group(backend="gloo", timeout=timeout)
 
 
-def is_first_to_say(message: str) -> bool:
-    """Return whether this process is the first on its host to say `message`; also if the others are out of reach."""
+def is_first_to_report(message: str) -> bool:
+    """Return whether this process is the first on its node to report `message`, or cannot find out."""
     if not _stores:
         return True
-    said = re.sub(r"\brank \d+", "rank", message)
-    me = str(os.getpid())
-    key = f"lightning_paral/said/{socket.gethostname()}/{hashlib.sha256(said.encode()).hexdigest()}"
+    without_ranks = re.sub(r"\brank \d+", "rank", message)
+    pid = str(os.getpid())
+    key = f"lightning_paral/reported/{socket.gethostname()}/{hashlib.sha256(without_ranks.encode()).hexdigest()}"
     try:
         store, _ = list(_stores.values())[-1]
         store.set_timeout(timedelta(seconds=5))
-        return bool(store.compare_set(key, "", me) == me.encode())
+        return bool(store.compare_set(key, "", pid) == pid.encode())
     except (dist.DistError, RuntimeError):  # the rank that serves the store has ended
         return True
 
 
-def name_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
-    """If `error` says that a collective timed out, add the timeout and the option that sets it to its message."""
+def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
+    """If `error` says that a collective timed out, add the timeout, and the option that sets it, to its message."""
     message = str(error)
     if error.args and any(sign in message for sign in _TIMED_OUT) and option not in message:
         error.args = (
             f"{message}\nA collective did not finish within timeout={timeout}, set by `{option}`: some rank failed, "
-            "hangs, or took longer. Look for the first error among all ranks; if one is just slow, raise the timeout.",
+            "hangs, or is slow. Look for the first error among all ranks. If a rank is only slow, raise the timeout.",
             *error.args[1:],
         )
 
 
-def _check_fits(rank: int, world_size: int) -> None:
+def _check_ranks_match(rank: int, world_size: int) -> None:
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ConfigurationError(
             f"A process group exists in which this process is rank {dist.get_rank()} of {dist.get_world_size()}, but "
-            f"the Trainer's devices and num_nodes make it rank {rank} of {world_size}. Make them agree, or leave it "
-            "to the strategy to make the group."
+            f"the Trainer's devices and num_nodes make it rank {rank} of {world_size}. Make them agree, or let the "
+            "strategy create the group."
         )
 
 
 def _next_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a new namespace in the store of the run, made at first use. Rank 0 serves it unless torchrun does."""
+    """Return a new namespace in the store at this address. Rank 0 serves the store unless torchrun does."""
     key = (address, port, rank, world_size)
     if key in _stores:
         store, num_groups = _stores[key]
@@ -259,7 +261,9 @@ def _next_store(address: str, port: int, rank: int, world_size: int, timeout: ti
     return PrefixStore(f"lightning_paral/{world_size}/{num_groups}", store)
 
 
-def _explained(error: Exception, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Exception:
+def _describe_failure(
+    error: Exception, rank: int, world_size: int, address: str, port: int, timeout: timedelta
+) -> Exception:
     message = str(error)
     if any(sign in message for sign in _PORT_IN_USE):
         return ConfigurationError(
@@ -267,7 +271,7 @@ def _explained(error: Exception, rank: int, world_size: int, address: str, port:
         )
     return ProcessGroupError(
         f"Rank {rank} of {world_size} could not join the others at MASTER_ADDR={address}, MASTER_PORT={port} "
-        f"(timeout={timeout}): {message}\nCheck that all {world_size} ranks were started, that they reach this "
-        "address, and, where a host has several interfaces, that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the "
+        f"(timeout={timeout}): {message}\nCheck that all {world_size} ranks were started and that they can reach "
+        "this address. If a node has several network interfaces, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
         "right one."
     )

@@ -1,6 +1,6 @@
 """Exchange strings through the store of the default process group.
 
-Unlike a collective of the backend, an exchange does no harm if some ranks do not take part, and can tell which.
+Unlike a collective, an exchange does not hang if some ranks do not take part, and it shows which of them did.
 """
 
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ from lightning_paral.compat.torch.process_groups import default_store
 
 
 def exchange_in_store(key: str, value: str, timeout: timedelta, ranks: Iterable[int] | None = None) -> dict[int, str]:
-    """Return the values of all ranks that call this with the same `key` in time, by rank.
+    """Return, by global rank, the values of the ranks that call this with the same `key` within `timeout`.
 
     Args:
-        key: names the exchange; not used before by this process group.
-        value: of this rank.
+        key: a name for the exchange, which this process group has not used before.
+        value: the value of this rank.
         timeout: how long to wait for the other ranks.
         ranks: the global ranks to wait for; all ranks by default.
 
     Raises:
-        RuntimeError: the store cannot be reached, for the process that serves it has ended.
+        RuntimeError: the store cannot be reached, because the process that serves it has ended.
     """
     store: Any = default_store()
     keys = {

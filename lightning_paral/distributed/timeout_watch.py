@@ -1,4 +1,4 @@
-"""Log the timeout, and where this rank waits, before NCCL ends the process without an exception."""
+"""Log a timeout and the stack of this rank before NCCL ends the process without an exception."""
 
 import logging
 import sys
@@ -20,9 +20,9 @@ class TimeoutWatch:
 
     Args:
         timeout: the timeout of the process group.
-        option: the name of the user's option that sets it.
-        errors: returns the names of the errors found so far.
-        interval: seconds between checks.
+        option: the name of the option that sets it.
+        errors: a function that returns the names of the errors found so far.
+        interval: the number of seconds between checks.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TimeoutWatch:
         self._errors = errors
         self._interval = interval
         self._ended = threading.Event()
-        self._waiting = threading.get_ident()
+        self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_paral_timeout", daemon=True)
         self._thread.start()
 
@@ -43,24 +43,24 @@ class TimeoutWatch:
         self._thread.join()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle as `None`: a thread belongs to one process."""
+        """Pickle as `None`, because a thread belongs to one process."""
         return type(None), ()
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
             found = self._errors()
             if found:
-                log.error("%s", self._explained(found[0]))
+                log.error("%s", self._describe(found[0]))
                 return
 
-    def _explained(self, error: str) -> str:
+    def _describe(self, error: str) -> str:
         what = (
             f"A collective did not finish within timeout={self._timeout}, set by `{self._option}`: some rank failed, "
-            "hangs, or is slow. Look for the first error among all ranks; if a rank is just slow, raise the timeout."
+            "hangs, or is slow. Look for the first error among all ranks. If a rank is only slow, raise the timeout."
             if error == "TIMEOUT"
-            else f"NCCL reports {error} in a collective: some rank failed, or cannot be reached. Look for the "
+            else f"NCCL reports {error} in a collective: some rank failed or cannot be reached. Look for the "
             "first error among all ranks."
         )
-        frame = sys._current_frames().get(self._waiting)
+        frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return f"{what} NCCL is about to end this process, which is at:\n{stack}"

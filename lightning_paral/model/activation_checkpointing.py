@@ -16,12 +16,12 @@ from lightning_paral.options import ActivationCheckpointing
 
 
 def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:
-    """Make each unit of `root` save its inputs only, and recompute its activations in the backward pass.
+    """Make each unit of `root` save only its inputs, and recompute its activations in the backward pass.
 
-    Replaces `forward` on each instance; names, classes and hooks of the modules do not change.
+    It replaces `forward` on each instance; names, classes and hooks of the modules do not change.
 
     Args:
-        root: the full module.
+        root: the module that contains the units.
         options: which units to checkpoint, and where to keep their inputs.
 
     Returns:
@@ -71,7 +71,7 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # These hooks see the unit's inputs only. The checkpoint's own hooks handle tensors saved inside the unit.
+        # These hooks see only the unit's inputs: `checkpoint` has its own hooks for tensors saved inside the unit.
         with nullcontext() if offloaded is None else offloaded.saving_inputs():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

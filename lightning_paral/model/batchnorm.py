@@ -9,20 +9,21 @@ from lightning_paral.errors import ConfigurationError
 
 
 def check_sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
-    """Raise a `ConfigurationError` if BatchNorm is to be synchronized on a device for which torch cannot."""
+    """Raise a `ConfigurationError` if `layer_sync` would synchronize BatchNorm on CPU, which torch does not support."""
     if not isinstance(layer_sync, TorchSyncBatchNorm) or device.type != "cpu":
         return
     if any(isinstance(part, BatchNorm) for part in module.modules()):
         raise ConfigurationError(
-            "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm takes no CPU tensors. Leave it out."
+            "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm does not support CPU tensors. Remove the "
+            "argument."
         )
 
 
 def sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
-    """Replace the BatchNorm layers of `module` by SyncBatchNorm, if `layer_sync` asks for it.
+    """Replace the BatchNorm layers of `module` with SyncBatchNorm, unless `layer_sync` is `None`.
 
     Raises:
-        ConfigurationError: torch has no SyncBatchNorm for the device.
+        ConfigurationError: torch does not support SyncBatchNorm on `device`.
     """
     check_sync_batchnorm(module, layer_sync, device)
     if layer_sync is not None:

@@ -13,7 +13,7 @@ from lightning_paral.model.units import choose_units
 def check_before_launch(strategy: Any, trainer: Trainer) -> None:
     """Raise a `ConfigurationError` if the module lacks units that the strategy's options name.
 
-    A module that is built later, in `configure_model` or `setup`, is checked then, on every rank.
+    A module that is built in `configure_model` or `setup` is checked after that, on every rank.
     """
     module = strategy.lightning_module
     if module is None or trainer.state.fn != TrainerFn.FITTING or _is_built_later(module, trainer):

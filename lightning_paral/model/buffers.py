@@ -1,4 +1,4 @@
-"""Keep buffers equal: every rank has them in full and updates them by its own samples; rank 0's are used."""
+"""Keep buffers equal on all ranks: each rank updates its copy from its own samples, and rank 0's copy is broadcast."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,28 +17,31 @@ from lightning_paral.distributed.mesh import ParallelDims
 class RankZeroBuffers:
     """Broadcasts rank 0's buffers before they are used.
 
-    As `torch.nn.parallel.DistributedDataParallel`, before the first micro-batch of each accumulation window; and at the
-    start of evaluation, which then evaluates what is saved. Always broadcasts all buffers: a version counter does not
-    show changes through `.data`, and ranks may change different buffers.
+    Like `torch.nn.parallel.DistributedDataParallel`, it broadcasts them before the first micro-batch of each
+    accumulation window. It also broadcasts them at the start of evaluation, so that evaluation uses the buffers that a
+    checkpoint saves. Each broadcast includes all buffers: version counters do not count writes through `.data`, and
+    ranks may write to different buffers.
 
-    The states of torchmetrics are no buffers of the module; each rank keeps its own.
+    The states of torchmetrics' metrics are not buffers of the module; each rank keeps its own.
 
     Args:
-        module: its buffers are looked up each time, so they may be replaced.
-        enabled: whether to broadcast at all. Nothing is broadcast if a single rank holds the buffers.
-        dims: which ranks hold the same buffers: those of a pipeline stage, whose first rank broadcasts.
+        module: the module that has the buffers. They are looked up for each broadcast, so they may be replaced.
+        enabled: whether to broadcast. Nothing is broadcast if only one rank holds the buffers.
+        dims: the ranks of the run. All ranks of a pipeline stage hold the same buffers; the first of them broadcasts.
+        in_training: whether `before_training_step` broadcasts; `False` if the engine does that itself.
     """
 
-    def __init__(self, module: Module, enabled: bool, dims: ParallelDims) -> None:
+    def __init__(self, module: Module, enabled: bool, dims: ParallelDims, *, in_training: bool = True) -> None:
         self._module = module
         self._dims = dims
         self._enabled = enabled and dist.is_initialized() and len(dims.stage_ranks) > 1
+        self._in_training = in_training
         self._due = True
         self._accumulating = False
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside the block, treat steps as micro-batches that others of the same accumulation window follow."""
+        """Inside the block, treat each step as a micro-batch that is not the last of its accumulation window."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -46,31 +49,31 @@ class RankZeroBuffers:
             self._accumulating = before
 
     def before_training_step(self) -> None:
-        """Broadcast the buffers if an accumulation window begins. *Collective* over the world then."""
-        if self._due:
-            self.share()
+        """Broadcast the buffers if an accumulation window begins. If so, *collective* over the world."""
+        if self._due and self._in_training:
+            self.broadcast()
         self._due = not self._accumulating
 
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Broadcast rank 0's buffers, in place. *Collective* over the world."""
         _unshard_buffers(self._module)
         if self._enabled:
-            broadcast(shared_buffers(self._module), self._dims.stage_group())
+            broadcast(buffers_to_broadcast(self._module), self._dims.stage_group())
 
-    def share_averages(self, averaged: Module) -> None:
+    def broadcast_averages(self, averaged: Module) -> None:
         """Broadcast the first rank's averages of the buffers, in place. *Collective* over the ranks that hold them.
 
         Args:
-            averaged: a module with an average for each buffer of this one, in the same order.
+            averaged: a module with the averages of the buffers, in the same order.
         """
         if self._enabled:
-            shared = {id(buffer) for buffer in shared_buffers(self._module)}
+            shared = {id(buffer) for buffer in buffers_to_broadcast(self._module)}
             averages = zip(self._module.buffers(), averaged.buffers(), strict=True)
             broadcast([average for buffer, average in averages if id(buffer) in shared], self._dims.stage_group())
 
 
 def _unshard_buffers(module: Module) -> None:
-    """Unshard buffers that were assigned values of sharded parameters, such as averages of weights."""
+    """Unshard buffers to which sharded tensors, such as averages of weights, have been assigned."""
     for part in module.modules():
         buffers = own_buffers(part)
         for name, buffer in buffers.items():
@@ -78,7 +81,7 @@ def _unshard_buffers(module: Module) -> None:
                 buffers[name] = buffer.full_tensor().detach()
 
 
-def shared_buffers(module: Module) -> list[Tensor]:
-    """Return the buffers of `module` to broadcast: all but those that it tells DDP to ignore."""
+def buffers_to_broadcast(module: Module) -> list[Tensor]:
+    """Return the buffers of `module`, except those that it tells DDP to ignore."""
     ignored = ignored_by_ddp(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]

@@ -1,4 +1,4 @@
-"""Recognize the attributes, hooks and classes that engines add to modules that they shard, and remove them."""
+"""Recognize and remove the attributes, hooks and classes that engines add to modules when they shard them."""
 
 from functools import partial
 from types import FunctionType, MethodType
@@ -10,30 +10,35 @@ from torch.nn import Module
 
 from lightning_paral.compat.deepspeed.modules import is_zero_attribute
 from lightning_paral.compat.torch import module_hooks
-from lightning_paral.compat.torch.fsdp_state import is_of_fsdp
+from lightning_paral.compat.torch.fsdp_state import is_fsdp_attribute
 
 _ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 
 
 def describes_shards(name: str) -> bool:
-    """Return whether ZeRO describes its shards in this attribute of a module or parameter."""
+    """Return whether `name` is an attribute of a module or parameter in which ZeRO describes its shards."""
     return is_zero_attribute(name)
 
 
-def class_without_engine(kind: type) -> type:
-    """Return the class that a module of class `kind` had before `fully_shard` replaced it by a subclass."""
-    return next(base for base in kind.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
+def is_left_partitioned(parameter: Tensor) -> bool:
+    """Return whether a failed run under ZeRO stage 3 left `parameter` partitioned, so that it lacks its values."""
+    return any(map(describes_shards, vars(parameter)))
 
 
-def attributes_without_engine(attributes: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return the attributes of a module of class `kind` without the attributes and hooks that an engine has added."""
+def class_without_engine(cls: type) -> type:
+    """Return the class that a module of class `cls` had before `fully_shard` replaced it with a subclass."""
+    return next(base for base in cls.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
+
+
+def attributes_without_engine(attributes: dict[str, Any], cls: type) -> dict[str, Any]:
+    """Return the attributes of a module of class `cls`, without the attributes and hooks that an engine has added."""
     kept = {}
     for name, value in attributes.items():
-        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.OF_STATE_DICTS) and isinstance(value, dict):
-            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_engine(hook))
+        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.STATE_DICT) and isinstance(value, dict):
+            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _comes_from_engine(hook))
         elif name == "_parameters" and isinstance(value, dict):
             kept[name] = dict(value.items())
-        elif not _is_engines_name(name) and not (_replaces(name, value, kind) and _is_of_engine(value)):
+        elif not _is_engine_attribute(name) and not (_shadows(name, value, cls) and _comes_from_engine(value)):
             kept[name] = value
     hooks = {key for name in module_hooks.FORWARD for key in kept.get(name, ())}
     for name in module_hooks.FLAGS:
@@ -42,28 +47,29 @@ def attributes_without_engine(attributes: dict[str, Any], kind: type) -> dict[st
     return kept
 
 
-def _is_engines_name(name: str) -> bool:
-    return is_of_fsdp(name) or is_zero_attribute(name) or name.startswith("applied_pre_backward")
+def _is_engine_attribute(name: str) -> bool:
+    return is_fsdp_attribute(name) or is_zero_attribute(name) or name.startswith("applied_pre_backward")
 
 
-def _replaces(name: str, value: Any, kind: type) -> bool:
-    """Return whether an attribute shadows one of class `kind`, or is a local function or class."""
-    return hasattr(kind, name) or "<locals>" in getattr(value, "__qualname__", "")
+def _shadows(name: str, value: Any, cls: type) -> bool:
+    """Return whether attribute `name` shadows one of class `cls`, or `value` is a local function or class."""
+    return hasattr(cls, name) or "<locals>" in getattr(value, "__qualname__", "")
 
 
-def _is_of_engine(value: Any) -> bool:
+def _comes_from_engine(value: Any) -> bool:
     """Return whether a class, a function or an object comes from an engine or from this package."""
     value = module_hooks.unwrapped(value)
     if isinstance(value, partial):
-        return _is_of_engine(value.func)
+        return _comes_from_engine(value.func)
     if isinstance(value, MethodType):
-        return _is_of_engine(value.__func__) or _is_of_engine(value.__self__)
-    where: tuple[str | None, ...]
+        return _comes_from_engine(value.__func__) or _comes_from_engine(value.__self__)
+    modules: tuple[str | None, ...]
     if isinstance(value, FunctionType):
-        # The two differ for decorated functions: engines decorate their hooks, and methods of users.
-        where = (value.__module__, value.__globals__.get("__name__"))
+        # `wraps` copies `__module__` but not the globals, so these differ for a hook of an engine that torch has
+        # decorated, and for a user's method that an engine has decorated.
+        modules = (value.__module__, value.__globals__.get("__name__"))
     elif isinstance(value, Tensor | Module):
         return False
     else:
-        where = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
-    return any(f"{name}.".startswith(f"{engine}.") for name in where for engine in _ENGINES)
+        modules = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
+    return any(f"{name}.".startswith(f"{engine}.") for name in modules for engine in _ENGINES)

@@ -1,4 +1,4 @@
-"""Explain errors that torch raises about sharded tensors: what they mean, what to do, then torch's message."""
+"""Explain errors that torch raises for sharded tensors: first the cause and the remedy, then torch's message."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,21 +6,21 @@ from contextlib import contextmanager
 from lightning_paral.errors import ConfigurationError, ParalError
 
 Explanation = Callable[[BaseException], str | None]
-"""Returns an explanation of an error; `None` if the error is about something else."""
+"""Takes an error; returns its explanation, or `None` if the error has another cause."""
 
-_KINDS = (RuntimeError, AssertionError, AttributeError)
+_EXPLAINED = (RuntimeError, AssertionError, AttributeError)
 
 
 @contextmanager
-def explained(explanation: Explanation) -> Iterator[None]:
-    """Replace an error inside the block that `explanation` knows.
+def explain_errors(explanation: Explanation) -> Iterator[None]:
+    """Replace errors raised in the block that `explanation` explains.
 
     Raises:
-        ConfigurationError: with the explanation, from the original error.
+        ConfigurationError: the explanation; the original error is its `__cause__`.
     """
     try:
         yield
-    except _KINDS as error:
+    except _EXPLAINED as error:
         meaning = _meaning(error, explanation)
         if meaning is None:
             raise
@@ -28,14 +28,14 @@ def explained(explanation: Explanation) -> Iterator[None]:
 
 
 def explain(error: BaseException, explanation: Explanation) -> None:
-    """Put the explanation of `error` before its message, in place."""
+    """Prepend the explanation of `error`, if there is one, to its message, in place."""
     meaning = _meaning(error, explanation)
     if meaning is not None:
         error.args = (meaning,)
 
 
 def _meaning(error: BaseException, explanation: Explanation) -> str | None:
-    if not isinstance(error, _KINDS) or isinstance(error, ParalError):
+    if not isinstance(error, _EXPLAINED) or isinstance(error, ParalError):
         return None
     meaning = explanation(error)
     return None if meaning is None else f"{meaning}\ntorch: {error}"

@@ -1,4 +1,4 @@
-"""Reject tensors in optimizers that are no parameters of the module: nothing averages their gradients."""
+"""Reject optimizers that hold tensors other than the module's parameters: the gradients of those are not averaged."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 from lightning_paral.errors import ConfigurationError
 
 
-def check_averaged(optimizers: Iterable[Optimizer], module: Module) -> None:
-    """Check that the optimizers hold parameters of `module` only.
+def check_optimizer_parameters(optimizers: Iterable[Optimizer], module: Module) -> None:
+    """Check that the optimizers hold only parameters of `module`.
 
-    Each rank would update any other tensor, such as a buffer that requires a gradient, by its own gradient.
+    Each rank would update any other tensor, such as a buffer that requires a gradient, with its local gradient.
 
     Raises:
         ConfigurationError: an optimizer holds another tensor that requires a gradient.
@@ -26,14 +26,15 @@ def check_averaged(optimizers: Iterable[Optimizer], module: Module) -> None:
                 what = (
                     f"the buffer {buffers[tensor]}. Register it as an nn.Parameter"
                     if tensor in buffers
-                    else f"{_kind(tensor)} that is no parameter of {type(module).__name__}. Register it there, or the "
-                    "module that it belongs to (as an attribute or in an nn.ModuleList, not in a list)"
+                    else f"{_describe(tensor)} that is not a parameter of {type(module).__name__}. Register the "
+                    "parameter, or the module that holds it, there (as an attribute or in an nn.ModuleList, not in a "
+                    "list)"
                 )
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} trains {what}. The ranks average gradients of registered parameters "
-                    "only, so each rank would train its own value."
+                    f"{type(optimizer).__name__} trains {what}. Only gradients of registered parameters are averaged "
+                    "over the ranks, so each rank would compute a different value."
                 )
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"a {type(tensor).__name__} of shape {list(tensor.shape)}"

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from lightning_paral.comm.grouping import group_by_dtype_and_device
@@ -25,23 +26,25 @@ def full_copy(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients, fp32 or wider, 0-dimensional. *Collective* over the ranks that hold shards.
+    """Return the global 2-norm of the gradients of `parameters`. *Collective* over the ranks that hold shards.
 
-    Shards are added up over the ranks that hold different ones; a gradient that every rank has in full counts once.
-    The norm is 0 if there is no gradient.
+    Squares of sharded gradients are summed over the ranks that hold different shards. A gradient that every rank holds
+    in full counts once.
+
+    Returns:
+        A 0-dimensional tensor of dtype fp32 or wider; 0 if there is no gradient.
     """
     full: list[Tensor] = []
-    sharded: dict[tuple[object, ...], list[DTensor]] = {}
+    sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         if isinstance(gradient, DTensor):
             sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
         else:
             full.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
     squares = [_sum_of_squares(full)] if full else []
-    for alike in sharded.values():
-        mesh = alike[0].device_mesh
-        square = _sum_of_squares([gradient.to_local() for gradient in alike])
-        for dimension, placement in enumerate(alike[0].placements):
+    for (mesh, placements), gradients in sharded.items():
+        square = _sum_of_squares([gradient.to_local() for gradient in gradients])
+        for dimension, placement in enumerate(placements):
             if not placement.is_replicate() and mesh.size(dimension) > 1:
                 dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)
@@ -53,8 +56,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     squares: list[Tensor] = []
-    for alike in group_by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
-        dtype = torch.promote_types(alike[0].dtype, torch.float32)
-        squares += [norm.square() for norm in foreach_norm(alike, 2, dtype=dtype)]
+    for group in group_by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
+        dtype = torch.promote_types(group[0].dtype, torch.float32)
+        squares += [norm.square() for norm in foreach_norm(group, 2, dtype=dtype)]
     device = squares[0].device
     return torch.stack([square.to(device) for square in squares]).sum()

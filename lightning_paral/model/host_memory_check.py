@@ -1,4 +1,4 @@
-"""Check that a host has enough free memory before its ranks gather full tensors."""
+"""Check that every node has enough free host memory before its ranks gather full tensors."""
 
 from pathlib import Path
 
@@ -8,29 +8,29 @@ _USABLE = 0.9
 
 
 def host_memory_shortage(num_bytes: int, num_local_ranks: int) -> str | None:
-    """Return why `num_bytes` do not fit on every rank: some host lacks memory. `None` if they fit. *Collective*.
+    """Return an explanation if some node lacks host memory for its ranks, or `None` if none does. *Collective*.
 
     Args:
-        num_bytes: what each rank is about to allocate on its host.
-        num_local_ranks: ranks per host.
+        num_bytes: the number of bytes of host memory that each rank is about to allocate.
+        num_local_ranks: the number of ranks per node.
     """
     available = _available_bytes()
     fits = available is None or num_bytes * num_local_ranks < _USABLE * available
     if every_rank(fits):
         return None
     return (
-        f"{num_bytes / 1e9:,.1f} GB on each of {num_local_ranks} ranks per host are more than the memory that is free "
-        "there"
+        f"{num_bytes / 1e9:,.1f} GB for each of {num_local_ranks} ranks per node is more than the free host memory of "
+        "a node"
     )
 
 
 def _available_bytes() -> int | None:
-    """Return the free memory of this host, or of this container if that is less; `None` if unknown."""
-    found = [free for free in (_free_on_host(), _free_in_container()) if free is not None]
+    """Return the free host memory of this node, or of this container if that is less; `None` if unknown."""
+    found = [free for free in (_free_on_node(), _free_in_container()) if free is not None]
     return min(found, default=None)
 
 
-def _free_on_host() -> int | None:
+def _free_on_node() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -42,5 +42,5 @@ def _free_in_container() -> int | None:
     folder = Path("/sys/fs/cgroup")
     try:
         return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit is "max"
+    except (OSError, ValueError):  # without a limit, the file contains "max"
         return None

@@ -1,7 +1,7 @@
-"""Offload the inputs of units to the host between forward and backward, with copies that overlap computation.
+"""Offload the inputs of units to host memory between forward and backward, with copies that overlap computation.
 
-`torch.autograd.graph.save_on_cpu` copies on the computing stream, which then waits for every copy in both directions,
-and copies a tensor that several units receive, such as a mask, several times.
+`torch.autograd.graph.save_on_cpu` copies on the compute stream, which therefore waits for every copy, and it copies a
+tensor that several units receive, such as a mask, once for each of them.
 """
 
 from collections import deque
@@ -25,12 +25,12 @@ _IN_FLIGHT = 2  # unit calls whose inputs stay on the device while they are copi
 
 
 class OffloadedInputs:
-    """Offloads the inputs that units save in forward to the host. One object serves all units of a module.
+    """Offloads the inputs that units save in forward to host memory. One object serves all units of a module.
 
-    - Copies run on a separate stream. The GPU memory of a unit's inputs is freed when the second next unit begins;
-      inputs still on the GPU at the end of forward need no copy back.
-    - The backward pass of a unit starts to fetch the inputs of the unit before it.
-    - A tensor that several units receive is copied once. Parameters, small tensors and tensors on the host are not
+    - Copies run on a separate stream. The GPU memory of a unit's inputs is freed when the second unit after it begins.
+      Inputs that are still on the GPU at the end of forward are not copied back.
+    - The backward pass of a unit starts copying back the inputs of the unit before it.
+    - A tensor that several units receive is copied once. Parameters, small tensors and tensors in host memory are not
       copied.
     """
 
@@ -39,12 +39,12 @@ class OffloadedInputs:
         self._streams: dict[torch.device, Any] = {}
 
     def saving_inputs(self) -> saved_tensors_hooks:
-        """Return the context for one call of a unit."""
+        """Return the context in which to call a unit; each call needs a new one."""
         self._forward.begin_call()
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def is_offloaded(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is offloaded to the host."""
+        """Return whether `tensor` is of a device and size that is offloaded."""
         return tensor.device.type == "cuda" and tensor.nbytes >= _MIN_BYTES
 
     def _pack(self, tensor: Tensor) -> "_NotOffloaded | _Offloaded":
@@ -65,7 +65,7 @@ class OffloadedInputs:
         return kept
 
     def _free_copied(self) -> None:
-        """Free GPU inputs of earlier units, once the computing stream has waited for their copies."""
+        """Free the GPU inputs of earlier units, after making the compute stream wait for their copies."""
         state = self._forward
         while state.under_way:
             kept = state.under_way[0]()
@@ -74,7 +74,7 @@ class OffloadedInputs:
             state.under_way.popleft()
             if kept is not None and kept.original is not None:
                 _check_unchanged(kept.original, kept.version)
-                self._wait(kept.copied, kept.device)  # so that nothing reuses the memory before
+                self._wait(kept.copied, kept.device)  # nothing may reuse the memory before the copy has ended
                 kept.original = None
 
     def _unpack(self, packed: "_NotOffloaded | _Offloaded") -> Tensor:
@@ -97,7 +97,7 @@ class OffloadedInputs:
         return value
 
     def _fetch_before(self, packed: "_Offloaded") -> None:
-        """Start to fetch the other inputs of the same unit, and those of the unit before it."""
+        """Start copying back the other inputs of the same unit, and those of the unit before it."""
         before = packed.before
         while before is not None and (kept := before()) is not None and kept.call >= packed.call - 1:
             if kept.num_uses > 0:
@@ -105,17 +105,17 @@ class OffloadedInputs:
             before = kept.before
 
     def _fetch(self, kept: "_Offloaded") -> None:
-        """Start to copy `kept` back, if it is only on the host."""
+        """Start copying `kept` back, if it is only in host memory."""
         if kept.original is not None or kept.fetched is not None:
             return
         kept.fetched = torch.empty_like(kept.host, device=kept.device)
         kept.arrived = self._copy(kept.fetched, kept.host, kept.device)
-        if kept.fetched.is_cuda:  # it may be freed before anything has waited for the copy
+        if kept.fetched.is_cuda:  # the tensor may be freed before any stream has waited for the copy
             kept.fetched.record_stream(self._streams[kept.device])
 
     @torch.no_grad()
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
-        """Start a copy that waits for all work queued so far; return an event at its end, `None` on CPU."""
+        """Start a copy that waits for all work queued so far; return an event at its end, or `None` on CPU."""
         with self._on_stream(device) as stream:
             target.copy_(source, non_blocking=True)
             return None if stream is None else stream.record_event()
@@ -135,7 +135,7 @@ class OffloadedInputs:
 
 
 class _Current:
-    """Context in which a stream is the current one; entering it returns the stream."""
+    """Context manager that makes a stream the current one; `__enter__` returns the stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -159,27 +159,29 @@ class _NotOffloaded:
 
 @dataclass(eq=False)
 class _Offloaded:
-    """A saved tensor with a copy on the host. The autograd graph owns this object; other references are weak."""
+    """A saved tensor with a copy in host memory. The autograd graph owns this object; other references are weak."""
 
     host: Tensor
     device: torch.device
     call: int
+    """The number of the unit call that saved it."""
     before: "ref[_Offloaded] | None"
     """The tensor offloaded before this one."""
     original: Tensor | None
-    """The tensor itself, until its copy has finished."""
+    """The tensor itself, until it is freed."""
     version: int
     num_uses: int = 1
     """How many times the backward pass will unpack it."""
     copied: Any = None
-    """Event of the end of the copy to the host."""
+    """The event at the end of the copy to host memory."""
     fetched: Tensor | None = None
+    """The copy back on the device."""
     arrived: Any = None
-    """Event of the end of the copy back to the device."""
+    """The event at the end of the copy back to the device."""
 
 
 class _ForwardState(local):
-    """What this thread has offloaded. With several devices in a process, each has its own thread."""
+    """The tensors that this thread has offloaded. With several devices in a process, each has its own thread."""
 
     def __init__(self) -> None:
         self.call = 0
@@ -214,6 +216,6 @@ def _check_unchanged(tensor: Tensor, version: int) -> None:
     if _version(tensor) != version:
         raise ConfigurationError(
             f"An input of a unit, a tensor of shape {tuple(tensor.shape)}, was changed in place after the unit had "
-            "received it. Activation checkpointing recomputes the unit from its inputs, and would get another result. "
-            "Change a copy: `x = x + y`, not `x += y`."
+            "received it. Activation checkpointing recomputes the unit from its inputs, and would get a different "
+            "result. Change a copy: `x = x + y`, not `x += y`."
         )

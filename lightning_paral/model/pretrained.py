@@ -1,7 +1,8 @@
-"""Recognize `from_pretrained` of transformers in `configure_model`, so that it is left alone.
+"""Detect `PreTrainedModel.from_pretrained` of transformers, so that nothing interferes with it.
 
-It builds the model on the meta device, inserts tensors from mapped files, and draws what the files lack. It gives the
-same values as in one process only if nothing is drawn, copied or sharded in between.
+It builds the model on the meta device, inserts tensors from memory-mapped files, and initializes the parameters that
+the files lack. The values equal those in one process only if nothing else draws random numbers, or copies or shards
+tensors, in between.
 """
 
 import sys
@@ -10,11 +11,11 @@ import torch
 from torch.nn import Parameter
 
 
-def is_loading() -> bool:
+def is_loading_pretrained() -> bool:
     """Return whether `PreTrainedModel.from_pretrained` is on the call stack.
 
-    Searches the stack because a patch would come too late for a `configure_model` that imports transformers itself, and
-    because transformers is not to be imported for others.
+    It searches the stack because a patch would come too late for a `configure_model` that imports transformers itself,
+    and because runs that do not use transformers should not import it.
     """
     if "transformers.modeling_utils" not in sys.modules:
         return False
@@ -27,10 +28,10 @@ def is_loading() -> bool:
 
 
 def is_placeholder(device: torch.device) -> bool:
-    """Return whether a new tensor on `device` is only a placeholder that `from_pretrained` replaces."""
-    return device.type == "meta" and is_loading()
+    """Return whether a tensor created on `device` now is a placeholder that `from_pretrained` will replace."""
+    return device.type == "meta" and is_loading_pretrained()
 
 
-def was_loaded(parameter: Parameter) -> bool:
+def is_pretrained(parameter: Parameter) -> bool:
     """Return whether `from_pretrained` has read `parameter` from a file."""
     return bool(getattr(parameter, "_is_hf_initialized", False))

@@ -1,4 +1,4 @@
-"""Notice changes of `requires_grad` during a run, and check that all ranks make the same ones."""
+"""Detect changes of `requires_grad` during a run, and check that all ranks make the same changes."""
 
 import hashlib
 import json
@@ -26,11 +26,11 @@ _requires_grad = attrgetter("requires_grad")
 class TrainedParameters:
     """Tracks which parameters of a module require a gradient.
 
-    A check takes about 30 ns per parameter. It also notices new parameters, by torch's global registration hooks.
+    A check takes about 30 ns per parameter. It also detects new parameters, with torch's global registration hooks.
 
     Args:
-        module: its parameters are tracked, except those that it tells DDP to ignore.
-        undo: stack that the function to stop tracking is pushed to.
+        module: the module whose parameters are tracked, except those that it tells DDP to ignore.
+        undo: removes the registration hooks when it is closed.
     """
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
@@ -43,21 +43,21 @@ class TrainedParameters:
 
     @property
     def all_by_name(self) -> dict[str, Parameter]:
-        """All parameters at the last `update`."""
+        """All parameters as of the last `update`, by name."""
         return dict(zip(self._names, self._parameters, strict=True))
 
     def current_by_name(self) -> dict[str, Parameter]:
-        """All parameters that the module has now."""
+        """Return all parameters that the module has now, by name."""
         ignored = ignored_by_ddp(self._module)
         return {name: p for name, p in self._module.named_parameters() if name not in ignored}
 
     @property
     def by_name(self) -> dict[str, Parameter]:
-        """The parameters that require a gradient, in the order of the module: those of a DDP reducer made now."""
+        """The parameters that require a gradient, in the module's order: those that a new DDP reducer would have."""
         return {name: parameter for name, parameter in self.all_by_name.items() if parameter.requires_grad}
 
     def have_changed(self) -> bool:
-        """Return whether some `requires_grad` has changed since the last `update`, or a parameter may be new."""
+        """Return whether a `requires_grad` has changed since the last `update`, or a parameter may be new."""
         return self._registered or self._read() != self._flags
 
     def update(self) -> list[str]:
@@ -85,8 +85,8 @@ class TrainingAgreement:
     """Checks that all ranks train the same parameters.
 
     Args:
-        trained: tracks the parameters of this rank.
-        dims: which ranks train the same parameters: those that differ in their data rank alone.
+        trained: the parameters of this rank.
+        dims: the ranks of the run. Ranks that differ only in their data rank must train the same parameters.
         timeout: how long to wait for other ranks.
     """
 
@@ -96,17 +96,18 @@ class TrainingAgreement:
         self._timeout = timeout
         self._epoch: int | None = None
         self._epoch_name = ""
-        """A random name that rank 0 draws for each epoch, because the store may still hold keys of another fit."""
+        """A random name that rank 0 draws for each epoch, because the store may still hold keys of an earlier fit."""
 
     def update(self, epoch: int, batch_idx: int, is_relevant: Callable[[], bool] = lambda: True) -> bool:
-        """Read `requires_grad` again if it may have changed, and compare ranks. *Collective* once per epoch.
+        """Read `requires_grad` again if it may have changed, and compare the ranks. *Collective* once per epoch.
 
-        After a relevant change the ranks that changed wait for all others, and raise if one does not come in time.
+        After a relevant change, each rank that made it waits for the others, and raises if one of them has not made a
+        change before the timeout.
 
         Args:
-            epoch: of the step that begins.
-            batch_idx: of the step that begins.
-            is_relevant: called after reading; returns whether a change has consequences that need all ranks to agree.
+            epoch: the epoch of the step that begins.
+            batch_idx: the batch index of the step that begins.
+            is_relevant: called after the flags have been read; returns whether all ranks must agree on a change.
 
         Returns:
             Whether `requires_grad` was read.
@@ -121,7 +122,7 @@ class TrainingAgreement:
         where, names = f"At batch {batch_idx} of epoch {epoch}", list(self.trained.by_name)
         if epoch_begins:
             digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            data_ranks = self._dims.data_ranks_on_host()
+            data_ranks = self._dims.data_rank_group()
             by_rank = data_ranks.gather((digest, new_run_name()))
             self._epoch_name = by_rank[0][1]
             if len({each for each, _ in by_rank}) > 1:
@@ -144,20 +145,20 @@ def first_names(names: list[str]) -> str:
 
 def _check_same(trained_by_rank: list[list[str]], where: str) -> None:
     trained = [set(names) for names in trained_by_rank]
-    disputed = sorted(set().union(*trained) - trained[0].intersection(*trained))
-    if not disputed:
+    differing = sorted(set().union(*trained) - trained[0].intersection(*trained))
+    if not differing:
         return
-    ranks = [rank for rank, names in enumerate(trained) if disputed[0] in names]
+    ranks = [rank for rank, names in enumerate(trained) if differing[0] in names]
     raise ConfigurationError(
-        f"{where}, the ranks do not train the same parameters: {disputed[0]} has requires_grad=True on rank "
-        f"{', '.join(map(str, ranks))} only. Gradients are averaged over all ranks, so set requires_grad alike on all "
-        f"of them. Disputed: {first_names(disputed)}."
+        f"{where}, the ranks do not train the same parameters: {differing[0]} has requires_grad=True on rank "
+        f"{', '.join(map(str, ranks))} only. Gradients are averaged over all ranks, so set the same requires_grad on "
+        f"all of them. Parameters that differ: {first_names(differing)}."
     )
 
 
 def _changed_on_some(where: str, changed: list[str], absent: list[int]) -> str:
     return (
         f"{where}, requires_grad of {first_names(changed)} changed on this rank, but not on rank "
-        f"{', '.join(map(str, absent))}. Gradients are averaged over all ranks, so set requires_grad alike on all of "
-        "them, in the same step."
+        f"{', '.join(map(str, absent))}. Gradients are averaged over all ranks, so set the same requires_grad on all "
+        "of them, in the same step."
     )

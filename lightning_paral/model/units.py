@@ -1,4 +1,4 @@
-"""Units: the submodules whose parameters are sharded and gathered together; the root unit has the remaining ones."""
+"""Units: submodules whose parameters are sharded and gathered together. The root unit has the remaining parameters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ class Unit:
     """A submodule and its own parameters."""
 
     name: str
-    """Dotted, from the root; empty for the root."""
+    """The dotted name from the root; empty for the root."""
     module: Module
     parameters: tuple[Parameter, ...]
-    """Each once; without those of units inside this one."""
+    """Without duplicates, and without the parameters of units inside this one."""
 
     @property
     def num_params(self) -> int:
-        """Number of elements in `parameters`."""
+        """The number of elements in `parameters`."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `parameters`, unsharded."""
+        """The size of `parameters` in bytes, unsharded."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
 
@@ -36,7 +36,7 @@ class Units:
     """A module divided into units: every parameter is in exactly one of `inner` and `root`."""
 
     inner: tuple[Unit, ...]
-    """In the order of the model; a unit that contains others comes before them."""
+    """In the module's order; a unit that contains others precedes them."""
     root: Unit
 
     @property
@@ -48,30 +48,31 @@ class Units:
 def choose_units(
     root: Module, units: UnitChoice = "auto", min_params: int | None = None, *, children: bool = False
 ) -> Units:
-    """Divide `root` into units. Parameters may be on any device, meta included.
+    """Divide `root` into units. Parameters may be on any device, including meta.
 
-    Parameters shared between units make one unit of their nearest common ancestor that has a `forward`.
+    Units that share a parameter are replaced with one unit: their nearest common ancestor that has a `forward`.
 
     Args:
-        root: the full module.
-        units: `"auto"` finds repeated blocks: layers of one class in a `ModuleList` or `Sequential` (themselves
-            composed, or holding a matrix), and the classes a `transformers` model must not have split. Otherwise
-            classes or their names, with subclasses, or a predicate of a submodule's dotted name and itself.
-        min_params: in place of `units`: take the smallest submodules with at least so many parameters that are in no
-            smaller unit.
-        children: also make a unit of each callable module that `root` holds directly, or in a list or dict.
+        root: the module to divide.
+        units: `"auto"` chooses repeated blocks: submodules of the same class in a `ModuleList` or `Sequential` that
+            have submodules or a matrix, and the classes in `_no_split_modules` of a `transformers` model. Otherwise,
+            classes or their names, including subclasses; or a function that takes a submodule's dotted name and the
+            submodule, and returns whether to choose it.
+        min_params: used in place of `units`: choose the smallest submodules that have at least this many parameters
+            outside of smaller units.
+        children: also choose each callable module that `root` holds directly, or in a list or dict.
 
     Raises:
         ConfigurationError: no submodule matches `units` or `min_params`.
     """
     check_unit_choice(units, min_params)
     if min_params is not None:
-        chosen = set(_of_size(root, min_params))
+        chosen = set(_smallest_with(min_params, root))
         if not chosen:
             total = sum(parameter.numel() for parameter in root.parameters())
             raise ConfigurationError(
-                f"min_params={min_params:,}: no submodule of {type(root).__name__} has so many parameters. It has "
-                f"{total:,} in all. Lower min_params, or name classes with units=[...]."
+                f"min_params={min_params:,}: no submodule of {type(root).__name__} has that many parameters. The "
+                f"module has {total:,} in total. Lower min_params, or name classes with units=[...]."
             )
     elif units == "auto":
         chosen = set(_repeated_blocks(root))
@@ -98,8 +99,8 @@ def _repeated_blocks(root: Module) -> Iterator[Module]:
         children = list(module.children())
         repeated: set[type[Module]] = set()
         if isinstance(module, ModuleList | Sequential):
-            kinds = [type(child) for child in children if _is_block(child)]
-            repeated = {kind for kind in kinds if kinds.count(kind) > 1}
+            classes = [type(child) for child in children if _is_block(child)]
+            repeated = {cls for cls in classes if classes.count(cls) > 1}
         for child in children:
             if type(child) in repeated or type(child).__name__ in unsplittable:
                 yield child
@@ -124,7 +125,7 @@ def _is_block(module: Module) -> bool:
     return any(composed or parameter.dim() > 1 for parameter in module.parameters())
 
 
-def _of_size(root: Module, min_params: int) -> Iterator[Module]:
+def _smallest_with(min_params: int, root: Module) -> Iterator[Module]:
     chosen: list[Module] = []
     counted: set[Parameter] = set()
 
@@ -156,29 +157,29 @@ def _match(root: Module, units: UnitChoice) -> list[Module]:
             )
     else:
         chosen = []
-        for kind in units:
-            found = [module for _, module in submodules if _is_of(module, kind)]
+        for cls in units:
+            found = [module for _, module in submodules if _is_instance(module, cls)]
             if not found:
                 classes = sorted(
                     {type(module).__name__ for _, module in submodules if next(module.parameters(), None) is not None}
                 )
                 raise ConfigurationError(
-                    f"units names {kind if isinstance(kind, str) else kind.__name__!r}, but no submodule of "
-                    f"{type(root).__name__} is of that class. Classes with parameters in it: {_shortened(classes)}."
+                    f"units names {cls if isinstance(cls, str) else cls.__name__!r}, but no submodule of "
+                    f"{type(root).__name__} is of that class. Its classes with parameters: {_shortened(classes)}."
                 )
             chosen += found
     lists = [module for module in chosen if not has_forward(module)]
     if lists:
         raise ConfigurationError(
-            f"units chooses a {type(lists[0]).__name__}, which is never called itself. Choose the modules in it."
+            f"units chooses a {type(lists[0]).__name__}, which has no forward. Choose the modules in it."
         )
     return chosen
 
 
-def _is_of(module: Module, kind: str | type[Module]) -> bool:
-    if isinstance(kind, str):
-        return any(base.__name__ == kind for base in type(module).__mro__[:-1] if base is not Module)
-    return isinstance(module, kind)
+def _is_instance(module: Module, cls: str | type[Module]) -> bool:
+    if isinstance(cls, str):
+        return any(base.__name__ == cls for base in type(module).__mro__[:-1] if base is not Module)
+    return isinstance(module, cls)
 
 
 def _name_of(predicate: Callable[..., bool]) -> str:
@@ -190,14 +191,14 @@ def _shortened(names: list[str], most: int = 30) -> str:
 
 
 def _join_tied(root: Module, chosen: set[Module]) -> None:
-    """Replace units that share a parameter by their nearest callable common ancestor."""
+    """Replace units that share a parameter with their nearest callable common ancestor, in place."""
     modules = dict(root.named_modules(remove_duplicate=False))
-    places: dict[Parameter, list[str]] = {}
+    holders: dict[Parameter, list[str]] = {}
     for name, module in modules.items():
         for parameter in own_parameters(module).values():
             if parameter is not None:
-                places.setdefault(parameter, []).append(name)
-    shared = [names for names in places.values() if len(names) > 1]
+                holders.setdefault(parameter, []).append(name)
+    shared = [names for names in holders.values() if len(names) > 1]
     changed = True
     while changed:
         changed = False
@@ -246,12 +247,12 @@ def _partition(root: Module, chosen: set[Module]) -> Units:
 
 
 def as_tree(units: Units) -> str:
-    """Return a tree of the units with their sizes; equal neighbours share a line."""
+    """Return a printable tree of the units with their sizes. Consecutive equal units share a line."""
     lines = [f"{type(units.root.module).__name__} (the root): {_size(units.root)}"]
     groups: list[list[Unit]] = []
     for unit in units.inner:
         last = groups[-1][-1] if groups else None
-        if last is not None and _are_alike(last, unit):
+        if last is not None and _are_equal(last, unit):
             groups[-1].append(unit)
         else:
             groups.append([unit])
@@ -264,11 +265,11 @@ def as_tree(units: Units) -> str:
     return "\n".join(lines)
 
 
-def _are_alike(one: Unit, other: Unit) -> bool:
-    def likeness(unit: Unit) -> tuple[object, ...]:
+def _are_equal(one: Unit, other: Unit) -> bool:
+    def description(unit: Unit) -> tuple[object, ...]:
         return type(unit.module), unit.name.rpartition(".")[0], unit.num_params, unit.num_bytes
 
-    return likeness(one) == likeness(other)
+    return description(one) == description(other)
 
 
 def _size(unit: Unit) -> str:
@@ -276,18 +277,18 @@ def _size(unit: Unit) -> str:
 
 
 def explain_single_unit(units: Units) -> str:
-    """Return a warning that all parameters are in the root: what that costs, and which classes to choose."""
+    """Return a warning that all parameters are in the root, which says what that costs and which classes to choose."""
     root = units.root.module
     sizes: dict[str, int] = {}
     for module in root.modules():
         if module is not root and not isinstance(module, ModuleList | ModuleDict):
-            kind = type(module).__name__
-            sizes[kind] = max(sizes.get(kind, 0), sum(parameter.numel() for parameter in module.parameters()))
-    largest = sorted((kind for kind in sizes if sizes[kind]), key=lambda kind: -sizes[kind])[:5]
+            cls = type(module).__name__
+            sizes[cls] = max(sizes.get(cls, 0), sum(parameter.numel() for parameter in module.parameters()))
+    largest = sorted((cls for cls in sizes if sizes[cls]), key=lambda cls: -sizes[cls])[:5]
     choice = f"units=[{largest[0]!r}]" if largest else "units=[...]"
     return (
-        f"All of {type(root).__name__} is one unit: {_size(units.root)}. Its parameters are gathered all at once, so "
-        "sharding spares gradients and optimizer state but not the peak of parameters, and nothing is gathered while "
-        f"something else computes. Choose units, for instance {choice} or min_params=100_000; classes with most "
-        f"parameters: {', '.join(largest) or 'none, for all parameters are held by the root itself'}."
+        f"All of {type(root).__name__} is one unit: {_size(units.root)}. Its parameters are all gathered at once, so "
+        "sharding saves memory for gradients and optimizer state but not for parameters during a step, and no "
+        f"all-gather overlaps computation. Choose units, for example {choice} or min_params=100_000. Largest classes: "
+        f"{', '.join(largest) or 'none, because the root itself holds all parameters'}."
     )

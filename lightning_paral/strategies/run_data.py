@@ -1,4 +1,4 @@
-"""The data of a run: its loaders, spread over the ranks, and the position in them that checkpoints keep."""
+"""Distribute the loaders of a run over the ranks, and keep the position in the data for checkpoints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,23 +12,24 @@ from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.rng_state import restore_states, without_devices
+from lightning_paral.distributed.rng_state import restore_states, without_cuda_states
 from lightning_paral.options import Sampling
 
 _KEY = "lightning_paral.data"
 
 
 class RunData:
-    """Spreads the loaders of each run over the ranks, and resumes a fit at the position that its checkpoint has.
+    """Distributes the loaders of each run over the ranks, and resumes a fit at the position in its checkpoint.
 
-    A strategy has one of these for all its runs: the position of the last fit is saved after it, too. Each run calls
-    `begin` and `end`; `load` and `resume` only have an effect in a fit that resumes from a checkpoint.
+    A strategy has one `RunData` for all its runs, so that a checkpoint saved after a fit contains the position of the
+    fit. Each run calls `begin` and `end`. `load` and `resume` have an effect only in a fit that resumes.
     """
 
     def __init__(self) -> None:
         self._injection: LoaderDistributor | None = None
         self._position: DataPosition | None = None
-        """Of the last fit; of the last run if there was none."""
+        """The position of the last fit; before the first fit, that of the last evaluation."""
+        self._has_fit = False
         self._dims = ParallelDims()
         self._sampling = Sampling()
         self._saved_position: dict[str, Any] | None = None
@@ -37,19 +38,21 @@ class RunData:
     def begin(
         self, trainer: Trainer, dims: ParallelDims, sampling: Sampling, seed: int, *, forward_has_collectives: bool
     ) -> None:
-        """Take the place of Lightning's sampler injection for the run that begins.
+        """Replace Lightning's sampler injection until `end`.
 
         Args:
-            trainer: of the run.
-            dims: which ranks draw samples of their own.
-            sampling: how samples are spread over these ranks.
-            seed: determines every order of samples; the same on all ranks.
-            forward_has_collectives: whether ranks without data run padding batches in evaluation.
+            trainer: the Trainer of the run.
+            dims: the arrangement of the ranks; it says which ranks draw different samples.
+            sampling: how the samples are distributed over these ranks.
+            seed: the seed of every order of samples, equal on all ranks.
+            forward_has_collectives: whether ranks that run out of data run padding batches in evaluation.
         """
         self._dims, self._sampling, self._saved_position = dims, sampling, None
         self._injection = LoaderDistributor(trainer, dims, sampling, seed, run_padding=forward_has_collectives)
-        if self._position is None or trainer.state.fn == TrainerFn.FITTING:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit or not self._has_fit:
             self._position = self._injection.position
+        self._has_fit = self._has_fit or is_fit
 
     def end(self) -> None:
         """Restore Lightning's sampler injection. The position can still be saved."""
@@ -57,11 +60,11 @@ class RunData:
             self._injection.end()
 
     def loss_weight(self) -> float:
-        """Return the weight of this rank's mean loss in the mean over ranks; 1.0 where all have as many samples."""
+        """Return the weight of this rank's mean loss in the mean over ranks; 1.0 if all ranks have the same number."""
         return 1.0 if self._injection is None else self._injection.loss_weight()
 
     def with_position(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return `checkpoint` with the position in the data, unless it holds only weights."""
+        """Return `checkpoint` with the position in the data added, unless it contains only weights."""
         if self._position is None or "loops" not in checkpoint:
             return checkpoint
         return {**checkpoint, _KEY: self._position.state()}
@@ -70,21 +73,23 @@ class RunData:
         """Remove the position from `checkpoint`, and keep it for `resume`.
 
         Args:
-            checkpoint: of any strategy or of Lightning; a position need not be in it.
-            random_states: of all ranks, as saved with the position; `None` outside of a fit, which does not resume.
+            checkpoint: a loaded checkpoint of any strategy. Checkpoints that Lightning's own strategies saved have no
+                position.
+            random_states: the random states of all ranks, as saved with the position; `None` in evaluation, which does
+                not resume.
         """
         position = checkpoint.pop(_KEY, None)
         if random_states is not None:
             self._saved_position, self._random_states = position, random_states
 
     def resume(self, devices: Sequence[torch.device]) -> bool:
-        """Move the training loaders to the loaded position, if there is one. *Collective* over the world then.
+        """Move the training loaders to the loaded position. *Collective* over the world if a position was loaded.
 
         Args:
-            devices: of this process, whose random generators are restored.
+            devices: the devices of this process; their random generators are restored.
 
         Returns:
-            bool: whether that is inside an epoch, of which earlier batches are skipped.
+            bool: whether the position is inside an epoch, whose earlier batches are skipped.
         """
         is_inside_epoch = False
         if self._saved_position is not None and self._injection is not None:
@@ -99,6 +104,6 @@ class RunData:
         if len(states) == num_ranks:
             restore_states(list(states), all_ranks(), devices)
         elif states and draws_as_one_process(self._sampling, self._dims.data_size):
-            # Orders of later epochs are drawn from rank 0's generators. Where the module draws nothing, all ranks have
-            # the same.
-            restore_states([without_devices(states[0])] * num_ranks, all_ranks(), devices)
+            # Orders of later epochs are drawn from rank 0's generators. If the module draws no random numbers, the
+            # generators of all ranks are equal, so rank 0's states are right for any number of ranks.
+            restore_states([without_cuda_states(states[0])] * num_ranks, all_ranks(), devices)

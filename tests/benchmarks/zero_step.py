@@ -52,7 +52,7 @@ def steps_by_hand(stage: int, dataset: StandardLibrary, num_steps: int) -> list[
     num_elements = sum(parameter.numel() for parameter in model.parameters())
     config = settings.complete({"zero_optimization": {"stage": stage}}, {})
     config |= {
-        "zero_optimization": settings.fill_in(
+        "zero_optimization": settings.add_device_defaults(
             config["zero_optimization"], stage, num_elements, device_type="cpu", num_ranks=dist.get_world_size()
         ),
         "gradient_clipping": 1.0,

@@ -68,7 +68,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"cpu_offload": True}, "no option 'cpu_offload'. Use offload=True."),
     (ParalFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "Use units=..., with classes"),
     (ParalFSDPStrategy, {"sharding_strategy": "FULL_SHARD"}, "Use reshard_after_forward=False for SHARD_GRAD_OP"),
-    (ParalFSDPStrategy, {"start_method": "spawn"}, "the script is run again for each further rank"),
+    (ParalFSDPStrategy, {"start_method": "spawn"}, "each further rank runs the script again"),
     (ParalFSDPStrategy, {"wrap": True}, "no option 'wrap'. Its options are accumulate, activation_checkpointing,"),
     (ParalZeROStrategy, {"offload_optimiser": "cpu"}, "Did you mean offload_optimizer?"),
     (ParalZeROStrategy, {"offload_params": "cpu"}, "Use offload_parameters='cpu'."),
@@ -143,7 +143,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalDDPStrategy, {"timeout": -30}, "timeout=-30 has to be longer than zero"),
     (ParalDDPStrategy, {"timeout": float("inf")}, "timeout=inf has to be longer than zero and finite"),
     (ParalDDPStrategy, {"timeout": timedelta(0)}, "has to be longer than zero"),
-    (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets are larger than 0 MiB."),
+    (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
     (ParalDDPStrategy, {"model_averaging_period": 0}, "model_averaging_period has to be at least 1."),
     (ParalDDPStrategy, {"split": "globl"}, "split='globl' is not known. Choose from: 'batch', 'global'."),
     (ParalDDPStrategy, {"remainder": "pad"}, "remainder='pad' is not known. Choose from: 'drop', 'wrap'."),
@@ -153,7 +153,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"accumulate": "unshared"}, "Choose 'sharded' or 'unsharded'."),
     (ParalFSDPStrategy, {"units": ["Block"], "min_params": 100}, "Give units, or min_params"),
     (ParalFSDPStrategy, {"units": []}, "units is empty"),
-    (ParalZeROStrategy, {"stage": 4}, "stage=4 is not one of ZeRO's"),
+    (ParalZeROStrategy, {"stage": 4}, "stage=4 is not a stage of ZeRO"),
     (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "Offload(device='gpu') is not known. Choose 'cpu' or 'nvme'."),
     (ParalZeROStrategy, {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage=3, but stage=2"),
     (ParalZeROStrategy, {"reduce_bucket_numel": -1}, "reduce_bucket_numel has to be at least 1."),
@@ -172,13 +172,13 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         {"deepspeed_config": {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}},
         "'devic' in zero_optimization.offload_optimizer, which DeepSpeed does not know. Did you mean 'device'?",
     ),
-    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "It belongs in the section zero_optimization"),
+    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "Move it to the section zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"fp16": {"enable": True}}}, "'enable' in fp16, which DeepSpeed does not"),
     (ParalZeROStrategy, {"deepspeed_config": {"aio": {"queue_dept": 8}}}, "Did you mean 'queue_depth'"),
     (
         ParalZeROStrategy,
         {"deepspeed_config": {"train_batch_size": 8}},
-        "train_batch_size=8, which belongs",
+        "train_batch_size=8, which Lightning controls",
     ),
 ]
 
@@ -230,26 +230,26 @@ REAL_CONFIG = {
 
 
 TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
-    ("paral_dp", {"num_nodes": 2}, "paral_dp is one process on one host, but num_nodes=2"),
-    ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not train in on CPU. Use 'bf16-true'."),
+    ("paral_dp", {"num_nodes": 2}, "paral_dp is one process on one node, but num_nodes=2"),
+    ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not support on CPU. Use 'bf16-true'."),
     (lambda: ParalFSDPStrategy(replicate=3), {}, "replicate=3 does not divide the 2 ranks"),
     (lambda: ParalFSDPStrategy(replicate=0), {}, "replicate=0 does not divide the 2 ranks. Choose one of 1, 2"),
-    (lambda: ParalFSDPStrategy(reshard_after_forward=3), {}, "does not divide the 2 ranks that a copy of the model"),
+    (lambda: ParalFSDPStrategy(reshard_after_forward=3), {}, "does not divide the 2 ranks over which a replica is"),
     (lambda: ParalDDPStrategy(process_group_backend="glo"), {}, "needs 'glo', which this build of torch does not have"),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"fp16": {"enabled": True}}),
         {},
-        "fp16.enabled=True, but Trainer(precision='32-true') says otherwise. Set Trainer(precision='16-true')",
+        "fp16.enabled=True, which contradicts Trainer(precision='32-true'). Set Trainer(precision='16-true')",
     ),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": True}}),
         {"precision": "bf16-mixed"},
-        "bf16.enabled=True, but Trainer(precision='bf16-mixed') says otherwise",
+        "bf16.enabled=True, which contradicts Trainer(precision='bf16-mixed')",
     ),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": False}}),
         {"precision": "bf16-true"},
-        "Leave the precision to the Trainer, and take 'bf16' out",
+        "Let the Trainer set the precision, and remove 'bf16'",
     ),
 ]
 
@@ -323,7 +323,7 @@ def test_old_name_of_lightning_is_refused_or_replaced(tmp_path: Path) -> None:
         pytest.skip("pytorch_lightning is not installed")
     refused = run_script(tmp_path, OLD_NAME.format(first=""))
     assert refused.stdout.count("but this Trainer comes from pytorch_lightning") == 4, refused
-    assert "replace_pytorch_lightning() comes too late" in refused.stderr
+    assert "replace_pytorch_lightning() was called too late" in refused.stderr
 
     replaced = run_script(tmp_path, OLD_NAME.format(first="lightning_paral.replace_pytorch_lightning()"))
     assert replaced.stdout.count("step 1") == 2, replaced

@@ -5,8 +5,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from lightning_paral import ActivationCheckpointing
 from tests.contract.cases import MORE_CASES
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 ROW = """
@@ -17,6 +21,7 @@ CASES = (StrategyCase(label="flat_all_reduce", world_sizes=(1, 2), themes_of_use
 """
 SUITES = (
     "tests/contract/test_parity.py",
+    "tests/contract/test_buffers.py",
     "tests/contract/test_sampling.py",
     "tests/contract/test_lightning_api.py",
     "tests/contract/test_user_code.py",
@@ -26,6 +31,7 @@ CONTRACTS = "flat_all_reduce and not test_feature and not test_user_code_equals 
 ROWS = "flat_all_reduce and (max_steps or during)"
 SOME = (
     "test_training_equals_one_process[flat_all_reduce-2-3]",
+    "test_validation_in_a_fit_equals_one_process_with_the_final_weights_and_buffers[flat_all_reduce-2]",
     "test_evaluation_equals_one_process[flat_all_reduce-2-batch]",
     "test_training_on_global_batches_equals_one_process[flat_all_reduce-2]",
     "test_resuming_inside_an_epoch_equals_the_uninterrupted_run[flat_all_reduce-batch]",
@@ -34,6 +40,27 @@ SOME = (
     "test_feature_works_as_in_one_process_or_is_refused[`max_steps=3`-flat_all_reduce]",
     "test_user_code_equals_one_process_or_is_refused[freezing during the run-flat_all_reduce]",
 )
+
+
+def count_forward_passes(**options: Any) -> int:
+    """Return how often a layer runs in one training step under the example strategy."""
+    from examples.flat_all_reduce import FlatAllReduceStrategy
+
+    model = Regression()
+    calls: list[None] = []
+    model.hidden.register_forward_hook(lambda *_: calls.append(None))
+    trainer = quiet_trainer(strategy=FlatAllReduceStrategy(**options), devices=2, max_epochs=1)
+    trainer.fit(model, regression_data(1, 2))
+    return len(calls)
+
+
+def recompute_linear() -> int:
+    return count_forward_passes(activation_checkpointing=ActivationCheckpointing(units=["Linear"]))
+
+
+def test_activation_checkpointing_is_applied_without_a_line_in_the_strategy(on_ranks) -> None:
+    assert on_ranks(2, count_forward_passes) == [1, 1]
+    assert on_ranks(2, recompute_linear) == [2, 2]
 
 
 def test_strategy_from_another_folder_passes_the_contracts(tmp_path: Path) -> None:

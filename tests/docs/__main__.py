@@ -1,28 +1,27 @@
 """Write the generated parts of the documentation: `python -m tests.docs --write`.
 
-Without `--write`, print the pages that are not up to date and exit with 1 if there are any.
+Without `--write`, print the files that are not up to date and exit with 1 if there are any. A plot is drawn again if
+its data have changed; `--plots` draws all of them. Drawing needs matplotlib, which the extra `docs` installs.
 """
 
 import argparse
 import sys
 
-from tests.docs.generated import PAGES, ROOT
+from tests.docs.generated import ROOT, stale_files
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.docs", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write them")
+    parser.add_argument("--write", action="store_true", help="write the files that are not up to date")
+    parser.add_argument("--plots", action="store_true", help="write all plots, even if their data have not changed")
     options = parser.parse_args()
-    stale = 0
-    for path, render in PAGES.items():
-        text = render()
-        if path.exists() and path.read_text() == text:
-            continue
-        stale += 1
-        if options.write:
-            path.write_text(text)
-        print("written" if options.write else "not up to date", path.relative_to(ROOT))
-    if stale and not options.write:
+    stale = stale_files(redraw=options.plots)
+    writes = options.write or options.plots
+    for path, render in stale.items():
+        if writes:
+            path.write_text(render())
+        print("written" if writes else "not up to date", path.relative_to(ROOT))
+    if stale and not writes:
         sys.exit(1)
 
 

@@ -25,9 +25,9 @@ class Block:
     language: str
     text: str
     title: str | None
-    """The file it is to be saved as."""
+    """The file that readers save it as."""
     reason: str | None
-    """Why it is not run."""
+    """Why the tests do not run it; `None` if they do."""
 
     @property
     def lines(self) -> list[str]:
@@ -37,7 +37,7 @@ class Block:
 
 
 def blocks_of(path: Path) -> list[Block]:
-    """Return the blocks of a page in the order they are read."""
+    """Return the blocks of a page in their order."""
     page = path.relative_to(DOCS).as_posix()
     return [
         Block(page, found["language"], found["text"], found["title"], found["reason"])
@@ -55,12 +55,12 @@ class Command:
 
     @property
     def is_training(self) -> bool:
-        """Whether it is `paral` with a command of the Trainer."""
+        """Whether it runs `paral` with a command of the Trainer."""
         return self.program == "paral" and self.arguments[0] in ("fit", "validate", "test", "predict")
 
 
 def command_of(line: str) -> Command:
-    """Return a line with its launcher taken off: the tests' ranks are started already."""
+    """Return the command of a line, without its launcher: the ranks of the tests are already running."""
     words, variables = shlex.split(line), {}
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")

@@ -1,4 +1,4 @@
-"""Whether the options in snippets exist: keywords of calls against the signatures of what is called."""
+"""Check that the options in snippets exist: compare keywords of calls with the signature of the class."""
 
 import ast
 import inspect
@@ -30,7 +30,7 @@ def wrong_options(source: str) -> Iterator[str]:
     """Yield `Class(option)` for each keyword in `source` that the class does not have.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: `source` is not Python.
     """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
@@ -47,7 +47,7 @@ def wrong_options(source: str) -> Iterator[str]:
 
 
 def inline_calls(text: str) -> Iterator[str]:
-    """Yield the inline code of a page that is Python with a call in it."""
+    """Yield the inline code of a page that is Python and ends with a call."""
     without_blocks = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for code in re.findall(r"`([^`\n]+\))`", without_blocks):
         try:

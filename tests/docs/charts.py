@@ -1,69 +1,111 @@
-"""Plots of measured results, as SVG: dots on one axis, a row per name."""
+"""Plots of measured results as SVG, drawn with matplotlib, which the extra `docs` installs.
 
-import math
-from collections.abc import Callable, Sequence
+Whether a plot is up to date can be seen without matplotlib: the file contains its data.
+"""
+
+import io
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from html import unescape
+from pathlib import Path
+from typing import Any
 
-ROW, LEFT, WIDTH, TOP, RIGHT = 26, 210, 820, 74, 130
-INK, FAINT, DOT, PAPER = "#1f2430", "#c9ced8", "#3949ab", "#ffffff"
+INK, FAINT, COLOR, PAPER = "#1f2430", "#d5d9e2", "#3949ab", "#ffffff"
+WIDTH, ROW_HEIGHT, MARGIN = 5.6, 0.27, 0.85
+"""In inches. The width is that of a phone in landscape, so that the text can be read on narrow pages."""
+STYLE = {
+    "figure.facecolor": PAPER,  # not transparent: the pages also have a dark theme
+    "savefig.facecolor": PAPER,
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so files are the same everywhere
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": INK,
+    "xtick.labelsize": 8,
+    "ytick.color": INK,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "lightning_paral",  # equal IDs in every run
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
-    """Dots on one axis."""
+class Panel:
+    """Values on one axis, a row for each."""
 
     title: str
-    subtitle: str
     rows: Sequence[tuple[str, float, str]]
-    """Name, value, and the value in words."""
-    ticks: Sequence[tuple[float, str]]
-    marked: float
+    """Name, value, and the text next to the value."""
+    limits: tuple[float, float]
+    """Ends of the axis."""
+    reference: float
     """Where a vertical line is drawn."""
-    marked_as: str
-    scale: Callable[[float], float] = float
-    """What is linear in the width: the identity, or a logarithm."""
+    reference_label: str
+    log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Panels below each other."""
+
+    panels: Sequence[Panel]
+
+    @property
+    def data(self) -> str:
+        """What the plot shows, in words; the file contains it."""
+        return "; ".join(
+            f"{panel.title}: " + ", ".join(f"{name} {value:.3g} ({text})" for name, value, text in panel.rows)
+            for panel in self.panels
+        )
+
+    def is_up_to_date(self, path: Path) -> bool:
+        """Return whether the file at `path` shows this data."""
+        found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text()) if path.exists() else None
+        return found is not None and unescape(found[1]) == self.data
 
     def render(self) -> str:
-        """Return the SVG."""
-        first, last = self.scale(self.ticks[0][0]), self.scale(self.ticks[-1][0])
+        """Return the SVG.
 
-        def x_of(value: float) -> float:
-            part = (self.scale(value) - first) / (last - first)
-            return LEFT + min(1.0, max(0.0, part)) * (WIDTH - LEFT - RIGHT)
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        import matplotlib as mpl
+        from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a display
 
-        bottom = TOP + ROW * len(self.rows)
-        height = bottom + 52
-        lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-            f'font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif" font-size="13" fill="{INK}">',
-            f"<title>{escape(self.title)}</title>",
-            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>',
-            f'<text x="20" y="30" font-size="17" font-weight="600">{escape(self.title)}</text>',
-            f'<text x="20" y="51" opacity="0.75">{escape(self.subtitle)}</text>',
-        ]
-        for value, label in self.ticks:
-            lines += [
-                f'<line x1="{x_of(value):.1f}" x2="{x_of(value):.1f}" y1="{TOP}" y2="{bottom}" stroke="{FAINT}"/>',
-                f'<text x="{x_of(value):.1f}" y="{bottom + 18}" text-anchor="middle" opacity="0.75">{label}</text>',
-            ]
-        at = x_of(self.marked)
-        lines += [
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}" stroke="{INK}" stroke-dasharray="4 3"/>',
-            f'<text x="{at:.1f}" y="{bottom + 38}" text-anchor="middle">{escape(self.marked_as)}</text>',
-        ]
-        for number, (name, value, words) in enumerate(self.rows):
-            y, x = TOP + ROW * (number + 0.5), x_of(value)
-            lines += [
-                f'<text x="20" y="{y + 4:.1f}" font-family="ui-monospace, DejaVu Sans Mono, monospace">{name}</text>',
-                f'<line x1="{LEFT}" x2="{x:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{DOT}" stroke-width="2"/>',
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{DOT}"/>',
-                f'<text x="{x + 11:.1f}" y="{y + 4:.1f}" stroke="{PAPER}" stroke-width="4" paint-order="stroke">'
-                f"{escape(words)}</text>",
-            ]
-        return "\n".join([*lines, "</svg>"]) + "\n"
+        heights = [MARGIN + ROW_HEIGHT * len(panel.rows) for panel in self.panels]
+        with mpl.rc_context(STYLE):
+            figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+            figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12, hspace=0.08)  # type: ignore[union-attr, call-arg]
+            axes = figure.subplots(len(self.panels), squeeze=False, height_ratios=heights)[:, 0]
+            for panel, axis in zip(self.panels, axes, strict=True):
+                _draw(panel, axis)
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Description": self.data})
+        return re.sub(r" +$", "", file.getvalue(), flags=re.MULTILINE)
 
 
-def log10(value: float) -> float:
-    """Return the decimal logarithm; what is smaller than 1e-9 counts as that."""
-    return math.log10(max(value, 1e-9))
+def _draw(panel: Panel, axis: Any) -> None:
+    names = [name for name, _, _ in panel.rows]
+    values = [value for _, value, _ in panel.rows]
+    positions = range(len(names))
+    if panel.log:
+        axis.set_xscale("log")
+    axis.set_xlim(panel.limits)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.hlines(positions, panel.limits[0], values, color=COLOR, linewidth=2)
+    axis.scatter(values, positions, s=36, color=COLOR, zorder=3)
+    axis.axvline(panel.reference, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    for position, (_, value, text) in enumerate(panel.rows):
+        label = axis.annotate(text, (value, position), xytext=(8, 0), textcoords="offset points", va="center")
+        label.set_bbox({"facecolor": PAPER, "edgecolor": "none", "pad": 1})
+    axis.set_title(panel.title, pad=8)
+    axis.set_yticks(positions, names)
+    axis.set_xlabel(panel.reference_label)
+    axis.tick_params(which="both", length=0)
+    axis.grid(axis="x", color=FAINT, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)

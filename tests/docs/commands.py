@@ -1,4 +1,4 @@
-"""docs/reference/commands.md: what `paral` and each of its commands print for `--help`."""
+"""docs/reference/commands.md: the output of `paral --help` and of `--help` for each command."""
 
 import io
 import os
@@ -18,10 +18,10 @@ INTRODUCTION = """\
 
 <!-- Generated from the code by `python -m tests.docs --write`. -->
 """
-OF_TRAINER = """\
+TRAINER_COMMANDS_SECTION = """\
 ## paral fit, validate, test, predict
 
-These are LightningCLI for any `LightningModule` and `LightningDataModule`: `--model`, `--data`, `--trainer` and their
+These are a LightningCLI for any `LightningModule` and `LightningDataModule`: `--model`, `--data`, `--trainer` and their
 options, `--config FILE` any number of times, `--print_config`, `--ckpt_path`, `--seed_everything`. Modules in the
 current folder can be named in a `class_path`. `paral fit --help` lists all options. See
 [YAML and the command line](../guides/command-line.md).
@@ -31,8 +31,8 @@ STATUS = """\
 
 | status | meaning |
 |---|---|
-| 0 | it worked |
-| 1 | an error; it is printed on standard error |
+| 0 | success |
+| 1 | an error, which is printed on standard error |
 | 2 | wrong arguments |
 | 130 | interrupted by Ctrl-C |
 """
@@ -41,11 +41,11 @@ STATUS = """\
 def render_commands() -> str:
     """Return the page."""
     assert set(TRAINER_COMMANDS) == {"fit", "validate", "test", "predict"}
-    parts = [INTRODUCTION, _block(printed_by("--help")), OF_TRAINER]
+    parts = [INTRODUCTION, _block(printed_by("--help")), TRAINER_COMMANDS_SECTION]
     for command in COMMANDS:
         parts += [f"## paral {command}\n", _block(printed_by(command, "--help"))]
         if command == "strategies":
-            parts += ["It prints these names, with the class and the arguments behind each:\n", _names()]
+            parts += ["It prints these names, with the class and the arguments of each:\n", _names()]
     return "\n".join([*parts, STATUS])
 
 
@@ -55,7 +55,7 @@ def _names() -> str:
 
 
 def printed_by(*arguments: str) -> str:
-    """Return what `paral` prints for the arguments, in 80 columns."""
+    """Return the output of `paral` with these arguments, 80 columns wide."""
     printed = io.StringIO()
     with (
         patch.object(sys, "argv", ["paral", *arguments]),

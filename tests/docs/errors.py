@@ -1,4 +1,4 @@
-"""docs/reference/errors.md: every error and warning that the package raises, read from its source."""
+"""docs/reference/errors.md: every error and warning of the package, extracted from its source."""
 
 import ast
 import re
@@ -13,17 +13,17 @@ from lightning_paral import errors
 
 ROOT = Path(lightning_paral.__file__).parent
 KINDS = {
-    "ParalError": "Base of all. `except ParalError` catches every error of this package.",
-    "ConfigurationError": "Bad input. Nothing was trained yet, or the step that found it did not count. Change "
-    "what the message names. It is a `ValueError`, too.",
+    "ParalError": "The base class. `except ParalError` catches every error of this package.",
+    "ConfigurationError": "Wrong input. It is raised before training, or by the step that detects it. Change what "
+    "the message names. It is also a `ValueError`.",
     "ProcessGroupError": "The ranks could not be joined. See [Clusters](../guides/clusters.md#network).",
     "UnusedParametersError": "Under DDP, parameters took no part in the loss. See the message for the three remedies.",
     "CheckpointError": "A checkpoint could not be written, is damaged, or does not fit. A failed save leaves the old "
     "checkpoint in place; a failed load changes nothing. See [Checkpoints](../guides/checkpoints.md).",
-    "MissingCheckpointError": "There is no checkpoint at the path. It is a `FileNotFoundError`, too.",
-    "StorageOptionsError": "`storage_options` were given where none are taken. It is a `TypeError`, too.",
-    "PrivateNameError": "The installed torch, Lightning or DeepSpeed is not one of the tested versions, and lacks "
-    "something. Install a tested one: see [Requirements](../index.md#requirements).",
+    "MissingCheckpointError": "There is no checkpoint at the path. It is also a `FileNotFoundError`.",
+    "StorageOptionsError": "`storage_options` were given to a strategy that takes none. It is also a `TypeError`.",
+    "PrivateNameError": "The installed torch, Lightning or DeepSpeed is not a tested version, and lacks a name that "
+    "this package uses. Install a tested version: see [Requirements](../index.md#requirements).",
 }
 TOPICS = {
     "Names, options, commands": ("options", "option_names", "option_types", "registry", "other_trainers", "cli"),
@@ -35,28 +35,28 @@ TOPICS = {
     "DDP": ("engines/ddp", "strategies/ddp", "comm"),
     "FSDP": ("engines/fsdp", "strategies/fsdp"),
     "ZeRO": ("engines/zero", "strategies/zero"),
-    "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin"),
+    "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin", "strategies/checkpoint_saving"),
     "Versions": ("compat", "tested_versions", "_version"),
 }
-"""By heading: paths of modules and folders; the longest that fits a module decides."""
+"""Paths of modules and folders by heading. The longest path that contains a module decides."""
 NOTES = {
     "Ranks and process groups": "See also [Clusters](../guides/clusters.md).",
     "Data and evaluation": "See also [Data and exact evaluation](../guides/data.md).",
     "Modules": "See also [Your own project](../guides/own-project.md).",
     "DP": "See also [Limits](../limits.md#dp).",
     "DDP": "See also [Limits](../limits.md#ddp).",
-    "FSDP": "See also [Limits](../limits.md#fsdp). What FSDP refuses, `paral_ddp` usually trains.",
-    "ZeRO": "See also [Limits](../limits.md#zero). What ZeRO refuses, `paral_fsdp` or `paral_ddp` usually train.",
-    "Checkpoints": "A checkpoint that is damaged, incomplete or hostile is not loaded, and no weight has changed: take "
-    "an earlier one, or copy the named file again. `paral verify` lists all faults of a checkpoint. For what is not "
-    "trusted, see [Safe loading](../guides/checkpoints.md#safe-loading).",
+    "FSDP": "See also [Limits](../limits.md#fsdp). `paral_ddp` usually trains what FSDP refuses.",
+    "ZeRO": "See also [Limits](../limits.md#zero). `paral_fsdp` or `paral_ddp` usually train what ZeRO refuses.",
+    "Checkpoints": "A checkpoint that is damaged, incomplete or hostile is refused before any weight changes. Use an "
+    "earlier one, or copy the named file again. `paral verify` lists all faults of a checkpoint. About trust, see "
+    "[Safe loading](../guides/checkpoints.md#safe-loading).",
     "Versions": "Install tested versions: see [Requirements](../index.md#requirements).",
 }
 INTRODUCTION = """\
 # Errors
 
-Every error and every warning of this package, by topic. `…` stands for what the message fills in. Search this page for
-the first words of your message; what follows them says what to do. See also [A run that failed](../guides/failures.md).
+Every error and every warning of this package, by topic. `…` stands for values that a message fills in. Search this page
+for the first words of your message; the rest says what to do. See also [A run that failed](../guides/failures.md).
 
 <!-- Generated from the code by `python -m tests.docs --write`. -->
 """
@@ -65,7 +65,7 @@ WARNINGS = ("rank_zero_warn", "warn")
 
 @dataclass(frozen=True)
 class Message:
-    """A message as it stands in the source."""
+    """The template of a message in the source."""
 
     kind: str
     topic: str
@@ -92,7 +92,7 @@ def render_errors() -> str:
 
 @cache
 def messages() -> list[Message]:
-    """Return all messages, each once, in the order of files."""
+    """Return all messages, each once, in the order of the files."""
     found: dict[tuple[str, str], Message] = {}
     for path in sorted(ROOT.rglob("*.py")):
         for kind, texts in _raised_in(path):
@@ -155,7 +155,7 @@ def _raised_in(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _templates(node: ast.expr, function: ast.FunctionDef, depth: int = 0) -> list[str]:
-    """Return what an expression may be as text, with `…` for what is filled in; nothing where that is not known."""
+    """Return the possible texts of an expression, with `…` for values that are filled in; empty if unknown."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.JoinedStr):
@@ -210,7 +210,7 @@ def _entries(found: list[Message]) -> Iterator[str]:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Return what is wrong, the first sentence, and what to do, the rest."""
+    """Return the first sentence, which says what is wrong, and the rest, which says what to do."""
     text = re.sub(r"…(\s*…)+", "…", " ".join(text.split()))
     end = re.search(r"(?<=[\w)\]'\"`…])[.?] (?=[A-Z`…])", text)
     return (text, "") if end is None else (text[: end.start() + 1], text[end.end() :])

@@ -26,19 +26,19 @@ OWN = "lightning_paral"
 INTRODUCTION = """\
 # Options
 
-Every option of every strategy and of the objects that group options. Give them by keyword in Python, and under
-`init_args` in YAML. Names and types are checked as soon as they are given.
+Every option of every strategy and of the objects that group options. Pass them by keyword in Python, and under
+`init_args` in YAML. Names and types are checked when the object is constructed.
 
 <!-- Generated from the code by `python -m tests.docs --write`. -->
 """
 VARIABLES = """\
 ## Environment variables
 
-- **`PARAL_NVME_PATH`**: the folder that `offload_optimizer="nvme"` and `offload_parameters="nvme"` use, and so the
-  strategy `paral_zero3_nvme`.
+- **`PARAL_NVME_PATH`**: the folder for `offload_optimizer="nvme"`, `offload_parameters="nvme"` and the strategy
+  `paral_zero3_nvme`.
 - **`PARAL_TRACEBACK`**: `full` prints every frame and every cause of errors of this package.
 
-torch's own, such as `GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`, `MASTER_ADDR` and `MASTER_PORT`, work as ever.
+torch's own, such as `GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`, `MASTER_ADDR` and `MASTER_PORT`, work as usual.
 """
 
 
@@ -70,7 +70,7 @@ def render_options() -> str:
         exported = name in lightning_paral.__all__
         parts += [f"## {name}\n", _markdown(inspect.getdoc(dataclass).split("\n\n")[0]) + "\n"]
         if not exported:
-            parts += ["Not an object of its own: every strategy with ranks takes these options directly.\n"]
+            parts += ["These are not fields of an object: every strategy with ranks takes them directly.\n"]
         parts += [_entry(option) for option in options_of(dataclass)]
     return "\n".join([*parts, VARIABLES])
 
@@ -88,13 +88,13 @@ def options_of(cls: type) -> Iterator[Option]:
 
 
 def trainers_own(cls: type) -> set[str]:
-    """Return the names of the options that the Trainer fills in."""
+    """Return the names of the options that the Trainer sets."""
     found = inspect.signature(cls).parameters.values()
     return {parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
 
 
 def docs_of(cls: type) -> dict[str, str]:
-    """Return what is written of each option: in the class, in what it inherits of ours, or of the shared options."""
+    """Return the description of each option: of the class, of its base classes of ours, or of the shared options."""
     if cls in DATACLASSES:
         return _attribute_docs(cls)
     docs: dict[str, str] = {}
@@ -104,7 +104,7 @@ def docs_of(cls: type) -> dict[str, str]:
     for owner in (*shared, *reversed(cls.__mro__)):
         if owner.__module__.startswith(OWN):
             docs |= _argument_docs(inspect.cleandoc(owner.__doc__ or ""))
-    return docs
+    return docs | _argument_docs(inspect.cleandoc(cls.__init__.__doc__ or ""))
 
 
 def _argument_docs(docstring: str) -> dict[str, str]:

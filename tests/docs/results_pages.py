@@ -1,23 +1,20 @@
-"""What docs/correctness.md and docs/measurements.md show of the stored results, and their plots."""
+"""The generated parts of docs/correctness.md and docs/measurements.md, and their plots, from the stored results."""
 
 from typing import Any
 
 from lightning_paral import STRATEGIES
 from tests.benchmarks.measure import BENCHMARKS
 from tests.benchmarks.results import load
-from tests.docs.charts import Chart, log10
+from tests.docs.charts import Panel, Plot
 
 ONE_PROCESS = "one process"
-PLOTTED = (
-    ("paral_ddp, a step", "ddp_step", "step", "the hand-written loop"),
-    ("paral_fsdp, a step", "fsdp_step", "step", "the hand-written loop"),
-    ("paral_zero1, a step", "zero1_step", "step", "the hand-written loop"),
-    ("paral_zero2, a step", "zero2_step", "step", "the hand-written loop"),
-    ("paral_zero3, a step", "zero3_step", "step", "the hand-written loop"),
-    ("paral_fsdp, a save", "checkpoint", "sharded save", "gathering and torch.save"),
-    ("the same, async_save", "checkpoint", "async save", "the save before it"),
+STEPS = {"paral_ddp": "ddp_step", "paral_fsdp": "fsdp_step"} | {f"paral_zero{n}": f"zero{n}_step" for n in (1, 2, 3)}
+"""The benchmark of a training step, by strategy."""
+SAVES = (
+    ("save", "sharded save", "gathering and torch.save"),
+    ("async_save=True", "async save", "the save above"),
 )
-"""Label, benchmark, which of its ratios, and what it is relative to."""
+"""Label, ratio of the benchmark `checkpoint`, and what it is relative to."""
 SHOWN_STEPS = (1, 2, 5, 10, 20)
 
 
@@ -42,19 +39,19 @@ def blocks_of_correctness() -> dict[str, str]:
     }
 
 
-def correctness_chart() -> str:
+def correctness_plot() -> Plot:
     """Return the plot of the largest differences."""
     rows = load()["correctness"]["rows"]
     found = {entry.name: rows[entry.name]["training_difference"] for entry in STRATEGIES}
-    return Chart(
+    panel = Panel(
         title="Training losses equal those of one process",
-        subtitle="Largest relative difference over 20 steps of a small GPT, 2 ranks, fp32",
         rows=[(name, value, f"{value:.1e}" if value else "0") for name, value in found.items()],
-        ticks=[(10.0**exponent, f"1e{exponent}") for exponent in range(-9, -1)],
-        marked=1.2e-7,
-        marked_as="precision of fp32",
-        scale=log10,
-    ).render()
+        limits=(1e-9, 1e-2),
+        reference=1.2e-7,
+        reference_label="largest relative difference in 20 steps; dashed: precision of fp32",
+        log=True,
+    )
+    return Plot(panels=[panel])
 
 
 def blocks_of_measurements() -> dict[str, str]:
@@ -66,22 +63,33 @@ def blocks_of_measurements() -> dict[str, str]:
     }
 
 
-def measured_chart() -> str:
-    """Return the plot of times next to hand-written code."""
+def measured_plot() -> Plot:
+    """Return the plot of times relative to hand-written code."""
     found = load()
-    ratios = [(label, found[name]["ratios"][which], beside) for label, name, which, beside in PLOTTED]
-    return Chart(
-        title="Time next to hand-written code",
-        subtitle="Divided by the time of what stands beside the dot; 2 ranks on 2 CPU cores, gloo",
-        rows=[(label, ratio, f"{ratio:.2f} times {beside}") for label, ratio, beside in ratios],
-        ticks=[(number / 4, f"{number / 4:g}") for number in range(6)],
-        marked=1.0,
-        marked_as="the same time",
-    ).render()
+    steps = {name: found[benchmark]["ratios"]["step"] for name, benchmark in STEPS.items()}
+    saves = [(label, found["checkpoint"]["ratios"][which], beside) for label, which, beside in SAVES]
+    return Plot(
+        panels=[
+            Panel(
+                title="A training step, by strategy",
+                rows=[(name, ratio, f"{ratio:.2f}") for name, ratio in steps.items()],
+                limits=(0.0, 1.25),
+                reference=1.0,
+                reference_label="time relative to a hand-written loop; dashed: equal",
+            ),
+            Panel(
+                title="A checkpoint of 2.4 GB under paral_fsdp",
+                rows=[(label, ratio, f"{ratio:.2f} of {beside}") for label, ratio, beside in saves],
+                limits=(0.0, 1.25),
+                reference=1.0,
+                reference_label="time relative to what the row names; dashed: equal",
+            ),
+        ]
+    )
 
 
 def _shown(record: dict[str, Any]) -> str:
-    """Return what a benchmark printed; for those measured before it was stored, the table made of it."""
+    """Return the output of a benchmark; for records without it, which are older, their table."""
     return f"```text\n{record['printed']}\n```" if "printed" in record else str(record["table"]).rstrip()
 
 

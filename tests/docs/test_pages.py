@@ -13,7 +13,7 @@ from lightning_paral import STRATEGIES, errors
 from tests.benchmarks.measure import BENCHMARKS
 from tests.benchmarks.results import load
 from tests.docs.errors import KINDS, WARNINGS, messages
-from tests.docs.generated import PAGES
+from tests.docs.generated import PAGES, PLOTS
 from tests.docs.options import DATACLASSES, STRATEGY_CLASSES, options_of, trainers_own
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,22 @@ def names(path: Path) -> str:
 @pytest.mark.parametrize("path", PAGES, ids=names)
 def test_generated_parts_are_up_to_date(path: Path) -> None:
     assert path.read_text() == PAGES[path](), "run `python -m tests.docs --write`"
+
+
+@pytest.mark.parametrize("path", PLOTS, ids=names)
+def test_plots_show_the_measured_data(path: Path) -> None:
+    assert PLOTS[path]().is_up_to_date(path), "run `python -m tests.docs --write`"
+
+
+@pytest.mark.parametrize("path", PLOTS, ids=names)
+def test_plots_are_drawn_with_their_data(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; the extra `docs` installs it")
+    plot, drawn = PLOTS[path](), tmp_path / "plot.svg"
+
+    drawn.write_text(plot.render())
+
+    assert plot.is_up_to_date(drawn)
+    assert drawn.read_text() == plot.render()
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -113,7 +129,7 @@ def test_messages_that_the_guide_quotes_are_those_of_the_code() -> None:
     text = (DOCS / "guides" / "failures.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE)
     known = [message.text for message in messages()]
-    source = "\n".join(path.read_text() for path in (PACKAGE / "engines").rglob("*.py"))  # lines of the log, too
+    source = "\n".join(path.read_text() for path in (PACKAGE / "engines").rglob("*.py"))  # also lines of the log
 
     assert len(quoted) > 4
     for message in quoted:

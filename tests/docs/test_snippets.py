@@ -1,4 +1,4 @@
-"""Every snippet of the documentation does what it says, in the order a reader meets them."""
+"""Every snippet of the documentation runs, in the order of the page."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def names(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def files_of_readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the pages ask readers to save, and those of the repository that commands name."""
+    """A folder with the files that readers are asked to save, and with those of the repository that commands name."""
     folder = tmp_path_factory.mktemp("reader")
     for path in WITH_CODE:
         for block in blocks_of(path):
@@ -116,7 +116,7 @@ def wait_for_other_ranks() -> None:
 
 @contextmanager
 def arranged(folder: str, argv: list[str], variables: dict[str, str]) -> Iterator[None]:
-    """Let this process look like one that a reader started in `folder`."""
+    """Set up this process as if a reader had started it in `folder`."""
     before = sys.argv, os.getcwd(), dict(os.environ), list(sys.path)
     sys.argv, sys.path[:0] = argv, [folder]
     os.chdir(folder)
@@ -132,7 +132,7 @@ def arranged(folder: str, argv: list[str], variables: dict[str, str]) -> Iterato
 
 
 def check_yaml(block: Block, folder: Path) -> None:
-    """Let the parser of `paral` check a configuration, on top of the example's."""
+    """Parse a configuration with `paral`, on top of that of the example."""
     path = folder / "block.yaml"
     path.write_text(block.text)
     arguments = ["fit", "--config", "configs/gpt.yaml", "--config", str(path), "--print_config"]
@@ -171,5 +171,5 @@ def test_marks_name_a_reason() -> None:
     marked = [block for path in HAND_WRITTEN for block in blocks_of(path) if block.reason is not None]
     num_marks = sum(path.read_text().count("<!-- not run") for path in HAND_WRITTEN)
 
-    assert len(marked) == num_marks  # each stands right before its block
+    assert len(marked) == num_marks  # each is right before its block
     assert all(len(block.reason.split()) >= 3 for block in marked if block.reason)

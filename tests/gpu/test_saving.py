@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_paral.checkpoint.io.arena import Arena, _pin, _unpin, fresh_bytes
-from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import SaveJob
@@ -83,7 +83,7 @@ def test_tensors_of_callbacks_are_copied_to_the_host() -> None:
     parameter = nn.Parameter(torch.ones(5, device="cuda"))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    copy: dict[str, Any] = copied_to_host({"a": value, "view": value[10:], "parameter": parameter})
+    copy: dict[str, Any] = copy_to_host({"a": value, "view": value[10:], "parameter": parameter})
     assert torch.cuda.max_memory_allocated() == before
     assert {tensor.device.type for tensor in copy.values()} == {"cpu"}
     assert torch.equal(copy["a"], torch.arange(1000.0))

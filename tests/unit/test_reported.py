@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from lightning_paral.distributed import launcher, process_group
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
-from lightning_paral.distributed.process_group import is_first_to_say
+from lightning_paral.distributed.process_group import is_first_to_report
 
 
 class BrokenStore:
@@ -24,19 +24,19 @@ class BrokenStore:
 
 def test_same_error_is_logged_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_stores", {("localhost", 1, 0, 2): (HashStore(), 1)})
-    assert is_first_to_say("failed on rank 0 of 2")
-    assert is_first_to_say("failed on rank 0 of 2")
+    assert is_first_to_report("failed on rank 0 of 2")
+    assert is_first_to_report("failed on rank 0 of 2")
     another = os.getpid() + 1
     monkeypatch.setattr(process_group.os, "getpid", lambda: another)
-    assert not is_first_to_say("failed on rank 1 of 2")
-    assert is_first_to_say("failed for another reason")
+    assert not is_first_to_report("failed on rank 1 of 2")
+    assert is_first_to_report("failed for another reason")
 
 
 def test_every_rank_logs_its_error_if_the_store_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for stores in ({}, {("localhost", 1, 0, 2): (BrokenStore(), 1)}):
         monkeypatch.setattr(process_group, "_stores", stores)
-        assert is_first_to_say("failed")
-        assert is_first_to_say("failed")
+        assert is_first_to_report("failed")
+        assert is_first_to_report("failed")
 
 
 def test_children_are_ended_without_lightnings_observer(monkeypatch: pytest.MonkeyPatch) -> None:

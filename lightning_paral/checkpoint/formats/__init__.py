@@ -1,1 +1,1 @@
-"""The forms of a checkpoint on disk, each with its writer and its reader."""
+"""The formats of a checkpoint on disk, each with its writer and its reader."""

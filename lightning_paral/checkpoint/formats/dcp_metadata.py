@@ -1,4 +1,4 @@
-"""Parse `.metadata` of a Distributed Checkpoint as plain data, validate it, and only then make torch's objects."""
+"""Parse `.metadata` of a Distributed Checkpoint as plain data, validate it, and only then create torch's objects."""
 
 from collections.abc import Callable
 from math import prod
@@ -29,16 +29,16 @@ _PATHS = {f"{module}.{name}" for module in ("pathlib", "pathlib._local") for nam
 _VALUES = {_MEMORY_FORMAT, "torch.Size", "torch.serialization._get_layout", "builtins.getattr", *_PATHS}
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_LARGEST = 2**63
-_BYTES_PER_CHUNK = 8
+_MAX_NUMBER = 2**63
+_BYTES_PER_CHUNK = 8  # no pickle of a chunk is smaller
 _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
 
 
 class _MetadataRules:
-    """Admits only the types that the metadata of a Distributed Checkpoint consist of."""
+    """Allows only the types that occur in the metadata of a Distributed Checkpoint."""
 
-    def named(self, module: str, name: str) -> Any:
+    def find_global(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in _DTYPES:
             return _DTYPES[full]
@@ -62,34 +62,34 @@ class _MetadataRules:
             return PurePosixPath(*args)
         if name == _MEMORY_FORMAT or (name in _RECORDS and not args):
             return Made(name, args)
-        raise PickleError(f"it calls {name} with {len(args)} arguments, which metadata never contain")
+        raise PickleError(f"it calls {name} with {len(args)} arguments, which never occurs in metadata")
 
     def build(self, target: Made, state: Any) -> None:
         if target.by not in _RECORDS or type(state) is not (tuple if target.by.endswith("TensorProperties") else dict):
             raise PickleError(f"it sets attributes of {target.by}, which is not allowed")
 
-    def stored(self, identity: Any) -> Any:
-        raise PickleError("it refers to data outside of the pickle")
+    def persistent_load(self, identity: Any) -> Any:
+        raise PickleError("it refers to data outside the pickle")
 
 
 def load_metadata(data: bytes, name: object) -> metadata.Metadata:
-    """Return the metadata in the file `.metadata` of a Distributed Checkpoint. No code from the file runs.
+    """Return the metadata in the file `.metadata` of a Distributed Checkpoint, without running code from the file.
 
-    Fields that this version of torch does not know are dropped, and missing ones have their defaults.
+    Fields that this version of torch does not have are dropped, and missing fields get their defaults.
 
     Args:
         data: the content of the file.
-        name: the name of the file, for errors.
+        name: the name of the file, for error messages.
 
     Raises:
-        CheckpointError: the file is damaged, or holds anything but metadata.
+        CheckpointError: the file is damaged, or contains anything other than metadata.
     """
     try:
         return _metadata(interpret(data, _MetadataRules()), len(data))
     except RefusedError as error:
         raise CheckpointError(
-            f"{name} asks for {error.name}, which has no place in a checkpoint's metadata. It was not loaded: the file "
-            "is damaged or hostile."
+            f"{name} refers to {error.name}, which never occurs in the metadata of a checkpoint. The file is damaged "
+            "or hostile, and was not loaded."
         ) from error
     except PickleError as error:
         raise CheckpointError(f"{name} is damaged or hostile: {error}.") from error
@@ -104,9 +104,9 @@ def _metadata(root: Any, nbytes: int) -> metadata.Metadata:
     tensors = {_key(key): value for key, value in _dict(fields["state_dict_metadata"], "tensors").items()}
     num_chunks = sum(len(_fields_of_tensor(value)["chunks"]) for value in tensors.values() if not _is_bytes(value))
     if num_chunks * _BYTES_PER_CHUNK > nbytes:
-        raise PickleError(f"it has {num_chunks} chunks in {nbytes} bytes")
+        raise PickleError(f"it has {num_chunks} chunks in {nbytes} bytes, which is impossible")
     state = {key: metadata.BytesStorageMetadata() if _is_bytes(v) else _tensor(key, v) for key, v in tensors.items()}
-    storage = _optional(fields.get("storage_data"), lambda found: _dict(found, "places"))
+    storage = _optional(fields.get("storage_data"), lambda found: _dict(found, "locations"))
     locations = {_index(key): _storage_info(value) for key, value in (storage or {}).items()}
     about = _optional(fields.get("storage_meta"), lambda found: _storage_meta(found))
     return metadata.Metadata(
@@ -117,9 +117,9 @@ def _metadata(root: Any, nbytes: int) -> metadata.Metadata:
     )
 
 
-def _known(kind: Any, **fields: Any) -> dict[str, Any]:
-    """Return the `fields` that the dataclass `kind` of this version of torch has."""
-    return {name: value for name, value in fields.items() if name in kind.__dataclass_fields__}
+def _known(cls: Any, **fields: Any) -> dict[str, Any]:
+    """Return those of `fields` that the dataclass `cls` has in this version of torch."""
+    return {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
 
 
 def _tensor(key: str, found: Any) -> metadata.TensorStorageMetadata:
@@ -131,14 +131,14 @@ def _tensor(key: str, found: Any) -> metadata.TensorStorageMetadata:
     dtype = properties.state[0] if properties.state else None
     if not isinstance(dtype, torch.dtype):
         raise PickleError(f"{key} has no dtype")
-    if prod(size) * dtype.itemsize >= _LARGEST:
-        raise PickleError(f"the shape of {key} is {size}, more than any memory")
+    if prod(size) * dtype.itemsize >= _MAX_NUMBER:
+        raise PickleError(f"the shape of {key} is {size}, which is too large")
     chunks = []
     for chunk in fields["chunks"]:
         about = _state(chunk, "ChunkStorageMetadata")
         bounds = [_numbers(about[name], f"a chunk of {key}") for name in ("offsets", "sizes")]
         if any(len(numbers) != len(size) for numbers in bounds):
-            raise PickleError(f"a chunk of {key} has not as many dimensions as its shape {size}")
+            raise PickleError(f"a chunk of {key} has a different number of dimensions than its shape {size}")
         chunks.append(metadata.ChunkStorageMetadata(*map(torch.Size, bounds)))
     return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), torch.Size(size), chunks)
 
@@ -162,27 +162,28 @@ def _index(found: Any) -> metadata.MetadataIndex:
 
 def _storage_info(found: Any) -> Any:
     if type(found) is not Made or found.by != _STORAGE_INFO:
-        raise PickleError("it does not say where tensors lie")
+        raise PickleError("it does not give the locations of tensors")
     fields = found.state
     offset, length = _numbers((fields["offset"], fields["length"]), "a location in a file")
     if fields.get("transform_descriptors"):
         raise PickleError(
-            f"{_key(fields['relative_path'])} was written with transforms ({fields['transform_descriptors']}), as of "
-            "compression, which are not read. Load it with torch.distributed.checkpoint, and save it without them"
+            f"{_key(fields['relative_path'])} was written with transforms ({fields['transform_descriptors']}), such as "
+            "compression, which are not supported. Load the checkpoint with torch.distributed.checkpoint, and save it "
+            "without transforms"
         )
     return StorageInfo(_key(fields["relative_path"]), offset, length)
 
 
 def _planner_data(found: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Return the path of each key in nested dicts and lists; `None` if another kind of planner wrote the metadata."""
+    """Return the path of each key in nested dicts and lists; `None` if a custom planner wrote the metadata."""
     if type(found) is not dict:
         return None
     paths = {}
     for key, path in found.items():
         if type(path) not in (tuple, list) or not 0 < len(path) <= _MAX_PATH:
-            raise PickleError(f"{key!r:.100} has no path")
-        if not all(_is(str, step) or (_is(int, step) and 0 <= step < _LARGEST) for step in path):
-            raise PickleError(f"{key!r:.100} has the path {path!r:.100}")
+            raise PickleError(f"the path of {key!r:.100} is empty, too long or of the wrong type")
+        if not all(_is(str, step) or (_is(int, step) and 0 <= step < _MAX_NUMBER) for step in path):
+            raise PickleError(f"{key!r:.100} has the invalid path {path!r:.100}")
         paths[_key(key)] = tuple(path)
     return paths
 
@@ -195,7 +196,7 @@ def _storage_meta(found: Any) -> Any:
 
 def _state(found: Any, name: str) -> dict[str, Any]:
     if type(found) is not Made or found.by != f"{_DCP}{name}" or type(found.state) is not dict:
-        raise PickleError(f"it has {found.by if type(found) is Made else type(found).__name__} in place of a {name}")
+        raise PickleError(f"it has {found.by if type(found) is Made else type(found).__name__} instead of a {name}")
     return found.state
 
 
@@ -207,14 +208,14 @@ def _dict(found: Any, what: str) -> dict[Any, Any]:
 
 def _key(found: Any) -> str:
     if type(found) is not str:
-        raise PickleError(f"it has a {type(found).__name__} in place of a name")
+        raise PickleError(f"it has a {type(found).__name__} instead of a name")
     return found
 
 
 def _numbers(found: Any, what: str) -> tuple[int, ...]:
     if type(found) is not tuple or len(found) > _MAX_DIMENSIONS:
-        raise PickleError(f"{what} is no tuple of sizes")
-    if not all(type(number) is int and 0 <= number < _LARGEST for number in found):
+        raise PickleError(f"{what} is not a tuple of sizes")
+    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in found):
         raise PickleError(f"{what} is {found!r:.100}")
     return found
 
@@ -223,5 +224,5 @@ def _optional(found: Any, read: Callable[[Any], T]) -> T | None:
     return None if found is None else read(found)
 
 
-def _is(kind: type, value: Any) -> bool:
-    return type(value) is kind
+def _is(cls: type, value: Any) -> bool:
+    return type(value) is cls

@@ -1,4 +1,4 @@
-"""Read weights from folders that Lightning's `deepspeed` strategies saved, of any stage and number of ranks."""
+"""Read weights from folders saved by Lightning's `deepspeed` strategies, under any stage and number of ranks."""
 
 import re
 from collections.abc import Mapping
@@ -18,21 +18,22 @@ from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.shards import identity
 from lightning_paral.errors import CheckpointError
 
-_OF_DEEPSPEED = {
+_DEEPSPEED_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
     "checkpoint_parallel_dimensions",
 }  # fmt: skip
+"""Keys that DeepSpeed adds to the entries of Lightning's checkpoint."""
 _RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_00", re.ASCII)
 _MAX_TAG_BYTES = 4096
 
 
 def find_folder(path: Path) -> Path | None:
-    """Return the folder with the files of the ranks if `path` is a DeepSpeed checkpoint, else `None`.
+    """Return the folder with the ranks' files if `path` is a DeepSpeed checkpoint; otherwise `None`.
 
     Raises:
-        CheckpointError: the name of that folder leads out of `path`, or is no name.
+        CheckpointError: the name of that folder is invalid, or leads out of `path`.
     """
     root = LocalStorage(path)
     size = root.size("latest")
@@ -49,12 +50,16 @@ def find_folder(path: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
-    """Return the checkpoint as Lightning dumps it, with weights in fp32 where there are master copies.
+    """Return the checkpoint in Lightning's format. Weights that have an fp32 master copy are returned in fp32.
 
-    Optimizer states, whose format is DeepSpeed's own, are left out.
+    Optimizer states are left out, because their format is specific to DeepSpeed.
+
+    Args:
+        folder: the folder with the ranks' files, see `find_folder`.
+        weights_only: `False` trusts the checkpoint and runs code in it.
 
     Raises:
-        CheckpointError: files are missing, incomplete, damaged, or hold code and `weights_only` is set.
+        CheckpointError: files are missing or damaged, or contain code and `weights_only` is `True`.
     """
     with explain_read_errors(folder):
         return _read(folder, weights_only)
@@ -63,32 +68,32 @@ def read_deepspeed(folder: Path, weights_only: bool) -> dict[str, Any]:
 def _read(folder: Path, weights_only: bool) -> dict[str, Any]:
     if (folder / "mp_rank_00_model_states.pt").is_file():
         states = _load(folder / "mp_rank_00_model_states.pt", weights_only)
-        weights = states["module"] | _masters_of_stage1(folder, states, weights_only)
+        weights = states["module"] | _read_stage1_masters(folder, states, weights_only)
     else:
         states, weights = _read_stage3(folder, weights_only)
-    for name, same in dict(states.get("shared_params") or {}).items():
-        if same in weights:
-            weights[name] = weights[same]
-    checkpoint = {key: value for key, value in states.items() if key not in _OF_DEEPSPEED}
+    for name, source in dict(states.get("shared_params") or {}).items():
+        if source in weights:
+            weights[name] = weights[source]
+    checkpoint = {key: value for key, value in states.items() if key not in _DEEPSPEED_KEYS}
     return checkpoint | {"state_dict": weights}
 
 
-def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool) -> dict[str, Tensor]:
-    """Return the fp32 master copies of parameters of stages 1 and 2, if they were saved.
+def _read_stage1_masters(folder: Path, states: dict[str, Any], weights_only: bool) -> dict[str, Tensor]:
+    """Return the fp32 master weights of stage 1 or 2; an empty dict if the parameters are fp32, or if none were saved.
 
-    The parameters of a group are flattened to one vector, of which each rank has a flat range. Follows DeepSpeed's
-    `zero_to_fp32`.
+    DeepSpeed flattens the parameters of a group into one vector, and each rank has a flat range of it. Follows
+    DeepSpeed's `zero_to_fp32`.
     """
     groups = states.get("param_shapes") or []
     if all(states["module"][name].dtype == torch.float32 for shapes in groups for name in shapes):
         return {}
-    ranks = _optimizers_by_rank(folder, weights_only)
-    if not ranks or "single_partition_of_fp32_groups" not in ranks[0]:
+    optimizers = _load_optimizers_by_rank(folder, weights_only)
+    if not optimizers or "single_partition_of_fp32_groups" not in optimizers[0]:
         return {}
     weights = {}
     for group, shapes in enumerate(groups):
-        flats = [rank["single_partition_of_fp32_groups"][group].view(-1) for rank in ranks]
-        paddings = (ranks[0].get("param_alignment_paddings") or {group: [0] * len(shapes)})[group]
+        flats = [optimizer["single_partition_of_fp32_groups"][group].view(-1) for optimizer in optimizers]
+        paddings = (optimizers[0].get("param_alignment_paddings") or {group: [0] * len(shapes)})[group]
         position = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             numel, start, ranges = prod(shape), 0, []
@@ -103,16 +108,17 @@ def _masters_of_stage1(folder: Path, states: dict[str, Any], weights_only: bool)
 
 
 def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state that rank 0 saved, and the weights of stage 3, each divided evenly among the ranks."""
-    models = _by_rank(folder, "model_states", weights_only)
-    ranks = _optimizers_by_rank(folder, weights_only)
-    if len(models) != len(ranks):
+    """Return the state that rank 0 saved, and the weights of stage 3, each sharded evenly over the ranks."""
+    models = _load_by_rank(folder, "model_states", weights_only)
+    optimizers = _load_optimizers_by_rank(folder, weights_only)
+    if len(models) != len(optimizers):
         raise CheckpointError(
-            f"{folder} has model states of {len(models)} ranks and optimizer states of {len(ranks)}: files are missing."
+            f"{folder} has the model states of {len(models)} ranks, but the optimizer states of {len(optimizers)}. "
+            "Files are missing."
         )
     weights: dict[str, Any] = {}
     for group, shapes in enumerate(models[0]["param_shapes"]):
-        flats = [rank["fp32_flat_groups"][group] for rank in ranks]
+        flats = [optimizer["fp32_flat_groups"][group] for optimizer in optimizers]
         position = 0
         for name, shape in shapes.items():
             numel = ceil(prod(shape) / len(flats))
@@ -130,19 +136,19 @@ def _read_stage3(folder: Path, weights_only: bool) -> tuple[dict[str, Any], dict
 def _from_padded_shards(
     folder: Path, name: str, shape: tuple[int, ...], shards: list[Tensor], shard_numel: int
 ) -> Tensor:
-    """Return a tensor from flat shards of `shard_numel` elements each, the last of them padded."""
+    """Return a tensor from flat shards of `shard_numel` elements each, with padding at the end."""
     starts = [min(prod(shape), rank * shard_numel) for rank in range(len(shards))]
     ranges = [(start, shard.view(-1)[: prod(shape) - start]) for start, shard in zip(starts, shards, strict=True)]
     return _from_flat_ranges(folder, name, shape, ranges)
 
 
 def _from_flat_ranges(folder: Path, name: str, shape: tuple[int, ...], ranges: list[tuple[int, Tensor]]) -> Tensor:
-    """Return a tensor from flat ranges, each given by the index of its first element and its values."""
+    """Return a tensor from flat ranges, each given as the index of its first element and its values."""
     found = sum(values.numel() for _, values in ranges)
     if found != prod(shape):
         raise CheckpointError(
-            f"{folder} has {found} of the {prod(shape)} elements of {name}. DeepSpeed saves what is offloaded "
-            "to NVMe as copies of its own files, which are not read: save without that offload, or under "
+            f"{folder} has {found} of the {prod(shape)} elements of {name}. DeepSpeed saves tensors that are "
+            "offloaded to NVMe as copies of its swap files, which cannot be read. Save without NVMe offload, or under "
             "paral_zero3_nvme."
         )
     chunks = []
@@ -155,38 +161,40 @@ def _from_flat_ranges(folder: Path, name: str, shape: tuple[int, ...], ranges: l
     return LazyTensor(shape, ranges[0][1].dtype, chunks)
 
 
-def _optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
-    ranks = [states["optimizer_state_dict"] for states in _by_rank(folder, "optim_states", weights_only)]
-    counts = ranks[0].get("partition_count", len(ranks)) if ranks else 0
+def _load_optimizers_by_rank(folder: Path, weights_only: bool) -> list[dict[str, Any]]:
+    optimizers = [states["optimizer_state_dict"] for states in _load_by_rank(folder, "optim_states", weights_only)]
+    counts = optimizers[0].get("partition_count", len(optimizers)) if optimizers else 0
     count = max(counts) if isinstance(counts, list) else counts
-    if count != len(ranks):
-        raise CheckpointError(f"{folder} has optimizer states of {len(ranks)} of {count} ranks: files are missing.")
-    return ranks
+    if count != len(optimizers):
+        raise CheckpointError(
+            f"{folder} has the optimizer states of {len(optimizers)} of {count} ranks. Files are missing."
+        )
+    return optimizers
 
 
-def _by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]]:
+def _load_by_rank(folder: Path, kind: str, weights_only: bool) -> list[dict[str, Any]]:
     found = {}
     for path in folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}.pt"):
         match = _RANK.search(path.name)
         if match is None:
-            raise CheckpointError(f"{path} is not named after a rank.")
+            raise CheckpointError(f"The name of {path} does not contain a valid rank.")
         found[int(match.group(1))] = path
     if sorted(found) != list(range(len(found))):
-        raise CheckpointError(f"{folder} has {kind} of ranks {sorted(found)} only: files are missing.")
+        raise CheckpointError(f"{folder} has only the {kind} of ranks {sorted(found)}. Files are missing.")
     return [_load(found[rank], weights_only) for rank in range(len(found))]
 
 
 def _load(path: Path, weights_only: bool) -> dict[str, Any]:
     if LocalStorage(path.parent).size(path.name) is None:
         raise CheckpointError(f"{path} is missing.")
-    found = load_safely(path, weights_only=weights_only, mmap=True, extra=_harmless())
+    found = load_safely(path, weights_only=weights_only, mmap=True, extra=_deepspeed_data_types())
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not states of a rank.")
+        raise CheckpointError(f"{path} contains a {type(found).__name__}, not the states of a rank.")
     return dict(found)
 
 
-def _harmless() -> tuple[Any, ...]:
-    """Return the types of DeepSpeed that occur in its checkpoints and only carry data."""
+def _deepspeed_data_types() -> tuple[Any, ...]:
+    """Return the DeepSpeed types that occur in its checkpoints and only carry data."""
     try:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -1,4 +1,4 @@
-"""Open a checkpoint of any form: one file, a sharded folder, or a folder of DeepSpeed."""
+"""Open a checkpoint of any format: one file, a sharded folder, or a DeepSpeed folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,15 +20,15 @@ from lightning_paral.errors import CheckpointError
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Return the checkpoint at `path` as Lightning dumps it: `state_dict`, `optimizer_states` with int keys, the rest.
+    """Return the checkpoint at `path` in Lightning's format, with `optimizer_states` keyed by int.
 
     Args:
-        path: file, folder or URL; files behind URLs have been copied to the host.
-        weights_only: `False` trusts the checkpoint, and runs code that it holds.
-        manifest: its manifest; `None` for checkpoints of other tools.
+        path: the path of a file or folder, or the URL of a folder.
+        weights_only: `False` trusts the checkpoint and runs code in it.
+        manifest: the manifest of the checkpoint; `None` for a checkpoint of another tool.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint at `path`, or it is damaged.
     """
     with explain_read_errors(path):
         checkpoint = _open(path, weights_only, manifest)
@@ -38,17 +38,18 @@ def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Ma
 
 
 def _check_structure(path: str | Path, checkpoint: dict[str, Any]) -> None:
-    """Raise a `CheckpointError` if `state_dict` or `optimizer_states` have not the types that they always have."""
+    """Raise a `CheckpointError` if `state_dict` or `optimizer_states` has the wrong type."""
     states = checkpoint.get("optimizer_states", [])
     fits = isinstance(checkpoint["state_dict"], Mapping) and isinstance(states, list)
     fits = fits and all(isinstance(name, str) for name in checkpoint["state_dict"])
     if not fits or not all(map(_is_state, states)):
         raise CheckpointError(
-            f"{path} is damaged, or no checkpoint: its state_dict or optimizer_states have the wrong type."
+            f"{path} is damaged or not a checkpoint: its state_dict or optimizer_states has the wrong type."
         )
 
 
 def _is_state(state: Any) -> bool:
+    """Return whether `state` has the structure of the state of an optimizer."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state", {}), Mapping):
         return False
     groups = state.get("param_groups", [])
@@ -63,25 +64,25 @@ def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> di
         if folder.path.is_file():
             checkpoint = read_full(folder.path, weights_only)
             if "state_dict" not in checkpoint:
-                raise CheckpointError(f"{path} is no checkpoint: it has no 'state_dict'.")
+                raise CheckpointError(f"{path} is not a checkpoint: it has no 'state_dict'.")
             return checkpoint
-        of_deepspeed = find_folder(folder.path)
-        if of_deepspeed is not None:
-            return read_deepspeed(of_deepspeed, weights_only)
+        deepspeed_folder = find_folder(folder.path)
+        if deepspeed_folder is not None:
+            return read_deepspeed(deepspeed_folder, weights_only)
     return _open_sharded(folder, path, weights_only, manifest)
 
 
 def _open_sharded(folder: Folder, path: str | Path, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:
     names = manifest.names if manifest is not None else {}
     if folder.size(names.get(METADATA, METADATA)) is None:
-        raise CheckpointError(f"{path} is no checkpoint: it has no file {METADATA}.")
+        raise CheckpointError(f"{path} is not a checkpoint: it has no file {METADATA}.")
     checkpoint = read_meta(folder, names.get(META, META), weights_only)
     if PACKAGE_STATE_KEY in checkpoint and manifest is None:
-        raise CheckpointError(f"{folder.name(FILE_NAME)} is missing: the checkpoint is incomplete.")
+        raise CheckpointError(f"The checkpoint is incomplete: {folder.name(FILE_NAME)} is missing.")
     if any(not isinstance(key, str) for key in checkpoint):
         raise CheckpointError(f"{folder.name(META)} is damaged: its keys are not strings.")
     tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
-    weights = tree.pop("state_dict", None)
+    weights = tree.pop("state_dict", None)  # other tools call the weights "model"
     checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
     if CURRENT_KEY in tree:
         checkpoint[CURRENT_KEY] = tree.pop(CURRENT_KEY)
@@ -96,7 +97,7 @@ def _open_sharded(folder: Folder, path: str | Path, weights_only: bool, manifest
 
 
 def _fill(checkpoint: Any, tensors: Any) -> None:
-    """Put `tensors`, read, into `checkpoint`, which has `None` in their place: sharded tensors of callbacks."""
+    """Read `tensors`, which are sharded tensors of callbacks, into `checkpoint`, which has `None` in their places."""
     items = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
     for key, value in items:
         if isinstance(value, Tensor):

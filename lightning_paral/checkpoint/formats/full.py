@@ -1,4 +1,4 @@
-"""The full form: one ordinary Lightning file, to which every rank writes its shards. No rank holds the full state."""
+"""The full format: one ordinary Lightning file, to which every rank writes its shards. No rank needs the full state."""
 
 import io
 import os
@@ -35,26 +35,26 @@ def write_full(
     """Write the new file `path`: what `torch.save` would write, and a manifest. *Collective* over `ranks`.
 
     Args:
-        tree: the checkpoint; all values but the tensors of `items` are rank 0's.
+        tree: the checkpoint. Only rank 0's is used, for everything except the tensors of `items`.
         items: the tensors, each with the shard that this rank writes.
-        path: on a file system that the ranks share; shards of ranks that do not see the file are sent to rank 0.
+        path: the path of the file, on a shared file system. Ranks that do not see the file send their shards to rank 0.
         ranks: the ranks that save together.
-        about: fields of the manifest.
-        what: what failed, for errors.
+        about: the fields of the manifest except `files`.
+        what: the action, such as "Saving a.ckpt", for error messages.
 
     Returns:
-        int: size of the file in bytes.
+        int: the size of the file in bytes.
 
     Raises:
-        CheckpointError: a rank could not write; on all ranks.
+        CheckpointError: a rank could not write. Raised on all ranks.
     """
     offsets = ranks.run_on_rank_0(what, lambda: write_skeleton(tree, items, path))
     visible = ranks.gather(path.exists())
     ranks.gather_results(what, lambda: _write_shards(items, offsets, path) if visible[ranks.rank] else None)
     if not all(visible):
         _write_shards_of_others(items, offsets, path, ranks, visible, what)
-    seeing = [rank for rank in range(ranks.world_size) if visible[rank]]
-    sums = ranks.gather_results(what, lambda: _checksums(path, seeing, ranks.rank) if visible[ranks.rank] else {})
+    readers = [rank for rank in range(ranks.world_size) if visible[rank]]
+    sums = ranks.gather_results(what, lambda: _checksums(path, readers, ranks.rank) if visible[ranks.rank] else {})
 
     def finish() -> int:
         embed(path, lambda nbytes: Manifest(files={".": _record(path, nbytes, sums)}, **about))
@@ -64,10 +64,10 @@ def write_full(
 
 
 def write_skeleton(tree: dict[str, Any], items: list[WriteItem], path: Path) -> list[int]:
-    """Write the file with zeros in place of the data of `items`; return the byte offset of each."""
+    """Write the file with zeros instead of the data of `items`, and return the byte offset of the data of each item."""
     fakes = fake_tensors((item.shape, item.dtype) for item in items)
-    at = {where: fake for item, fake in zip(items, fakes, strict=True) for where in (item.path, *item.aliases)}
-    skeleton = replace_at(tree, at)
+    fake_at = {at: fake for item, fake in zip(items, fakes, strict=True) for at in (item.path, *item.aliases)}
+    skeleton = replace_at(tree, fake_at)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         try:
             torch.save(skeleton, path)
@@ -76,6 +76,7 @@ def write_skeleton(tree: dict[str, Any], items: list[WriteItem], path: Path) -> 
             raise
         finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
         finder.dump(skeleton)
+    # torch.save has skipped the data of all storages. Here, only the data of those that are not in `items` is written.
     offset_of = record_offset(path)
     starts = {data: offset_of(f"data/{number}") for number, data in enumerate(finder.found)}
     offsets = [starts[identity_of(fake.untyped_storage())] for fake in fakes]
@@ -88,20 +89,21 @@ def write_skeleton(tree: dict[str, Any], items: list[WriteItem], path: Path) -> 
 
 
 def _raise_os_error(path: Path) -> None:
-    """Write to a file with plain I/O to raise the `OSError` that `torch.save` hides."""
+    """Write to the file with plain I/O, to raise the `OSError` that `torch.save` hides behind a `RuntimeError`."""
     with open(path, "ab", buffering=0) as file:
         file.write(bytes(2**16))
         os.fsync(file.fileno())
 
 
 def _tensor_over(storage: Any) -> Tensor:
+    """Return the bytes of a storage as a tensor on the host."""
     values = torch.empty(0, dtype=torch.uint8)
     values.set_(storage.cpu())
     return values
 
 
 class _StorageFinder(pickle.Pickler):
-    """Collects the storages of an object in the order in which `torch.save` numbers them."""
+    """Collects the storages in an object, in the order in which `torch.save` numbers them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,6 +118,7 @@ class _StorageFinder(pickle.Pickler):
 
 
 def _write_shards(items: list[WriteItem], offsets: list[int], path: Path) -> None:
+    """Write this rank's shards of `items` to the file, and wait until they are on disk."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         with BackgroundFsync(descriptor) as fsync:
@@ -129,7 +132,7 @@ def _write_shards(items: list[WriteItem], offsets: list[int], path: Path) -> Non
 
 
 def _write_chunks(descriptor: int, item: WriteItem, offset: int, chunks: Sequence[Chunk], source: HostBytes) -> None:
-    """Write the next bytes of `source` as `chunks` of a tensor whose data begins at byte `offset` of the file."""
+    """Write the next bytes of `source` to the positions of `chunks`, for a tensor that begins at byte `offset`."""
     for chunk in chunks:
         for start, nbytes in _byte_ranges(item.shape, item.dtype.itemsize, chunk):
             position = offset + start
@@ -139,10 +142,12 @@ def _write_chunks(descriptor: int, item: WriteItem, offset: int, chunks: Sequenc
 
 
 def _byte_ranges(shape: tuple[int, ...], itemsize: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
-    """Yield offset and length in bytes of each contiguous range of `chunk` within the tensor, in order."""
+    """Yield the offset and length in bytes of each contiguous range of `chunk` within the tensor, in order."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
-    num_outer = len(shape)  # each index of the dimensions before the last that is cut begins a range
+    # Trailing dimensions that the chunk spans fully are contiguous with the dimension before them. Each index of the
+    # remaining dimensions except the last begins a range.
+    num_outer = len(shape)
     while num_outer and chunk.sizes[num_outer - 1] == shape[num_outer - 1]:
         num_outer -= 1
     outer = chunk.sizes[: max(0, num_outer - 1)]
@@ -153,7 +158,7 @@ def _byte_ranges(shape: tuple[int, ...], itemsize: int, chunk: Chunk) -> Iterato
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write `data` at byte `offset` of a file."""
+    """Write all of `data` at byte `offset` of a file."""
     while len(data):
         written = os.pwrite(descriptor, data[: 2**30], offset)
         data, offset = data[written:], offset + written
@@ -162,10 +167,13 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 def _write_shards_of_others(
     items: list[WriteItem], offsets: list[int], path: Path, ranks: RankGroup, visible: list[bool], what: str
 ) -> None:
-    """Send the shards of ranks that do not see the file to rank 0, one tensor at a time, and write them there."""
+    """Send the shards of ranks that do not see the file to rank 0, one tensor at a time. Rank 0 writes them.
+
+    *Collective* over `ranks`.
+    """
     for item, offset in zip(items, offsets, strict=True):
-        is_sent = item.shard.chunks and not visible[ranks.rank]
-        local = (item.shard.chunks, item.shard.values().cpu()) if is_sent else None
+        must_send = item.shard.chunks and not visible[ranks.rank]
+        local = (item.shard.chunks, item.shard.values().cpu()) if must_send else None
         received: list[Any] | None = [None] * ranks.world_size if ranks.is_rank_0 else None
         first = dist.get_global_rank(ranks.group, 0) if ranks.group else 0
         dist.gather_object(local, received, dst=first, group=ranks.group)
@@ -180,9 +188,9 @@ def _write_shards_of_others(
         ranks.run_on_rank_0(what, write)
 
 
-def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:
-    """Return the checksums of every `len(seeing)`-th block of the file, by block number: those that this rank reads."""
-    mine = list(enumerate(blocks_of(path.stat().st_size)))[seeing.index(rank) :: len(seeing)]
+def _checksums(path: Path, readers: list[int], rank: int) -> dict[int, int]:
+    """Return the checksums of this rank's blocks of the file, by block number. `readers` take the blocks in turn."""
+    mine = list(enumerate(blocks_of(path.stat().st_size)))[readers.index(rank) :: len(readers)]
     with open(path, "rb", buffering=0) as file:
         return {
             number: checksum_of_block(reader_of(file.fileno()), offset, length) for number, (offset, length) in mine
@@ -190,8 +198,8 @@ def _checksums(path: Path, seeing: list[int], rank: int) -> dict[int, int]:
 
 
 def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
-    """Return the record of the first `nbytes` bytes; only the block in which they end is read again."""
-    totals = {number: total for of_rank in sums for number, total in of_rank.items()}
+    """Return the record of the first `nbytes` bytes of the file. Only the block in which they end is read again."""
+    totals = {number: total for rank_sums in sums for number, total in rank_sums.items()}
     blocks = []
     with open(path, "rb", buffering=0) as file:
         written_blocks = blocks_of(path.stat().st_size)
@@ -203,13 +211,17 @@ def _record(path: Path, nbytes: int, sums: list[dict[int, int]]) -> FileRecord:
 
 
 def read_full(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint in the file at `path`, with tensors memory-mapped.
+    """Return the checkpoint in the file at `path`, with memory-mapped tensors.
+
+    Args:
+        path: the path of the file.
+        weights_only: `False` trusts the checkpoint and runs code in it.
 
     Raises:
-        CheckpointError: the file is damaged, is no checkpoint, or holds code and `weights_only` is set.
+        CheckpointError: the file is damaged or not a checkpoint, or it contains code and `weights_only` is `True`.
     """
     check_regular(path, os.stat(path).st_mode)
     loaded = load_safely(path, weights_only=weights_only, mmap=True)
     if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not a checkpoint.")
+        raise CheckpointError(f"{path} contains a {type(loaded).__name__}, not a checkpoint.")
     return dict(loaded)

@@ -1,4 +1,4 @@
-"""Describe the `transformers` models of a module in its checkpoints, so that `from_pretrained` can load them again."""
+"""Describe the `transformers` models of a module in its checkpoints, so that `paral consolidate` can export them."""
 
 import json
 import re
@@ -18,7 +18,7 @@ KEY = "hugging_face"
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedModel:
-    """Describes a `PreTrainedModel` of a module in plain data."""
+    """A description of a `PreTrainedModel` inside a module, as plain data."""
 
     prefix: str
     """Prefix of the names of its weights in the `state_dict` of the module, including the dot."""
@@ -29,18 +29,18 @@ class PretrainedModel:
     tied: list[str] = field(default_factory=list)
     """Names, without the prefix, of weights that `save_pretrained` drops because loading ties them to others."""
     ignored: list[str] = field(default_factory=list)
-    """Names of weights that `save_pretrained` drops because loading initializes them."""
+    """Names, without the prefix, of weights that `save_pretrained` drops because loading initializes them."""
     obstacle: str | None = None
     """Why the model cannot be written as `save_pretrained` would write it; `None` if it can."""
 
     @staticmethod
     def from_data(data: Any) -> "PretrainedModel":
-        """Return the description that a checkpoint has as a dict.
+        """Return the description that a checkpoint stores as a dict.
 
         Raises:
-            CheckpointError: `data` is no such dict.
+            CheckpointError: `data` is not such a dict.
         """
-        kinds = {
+        types = {
             "prefix": str,
             "config": str,
             "generation_config": str | None,
@@ -48,17 +48,17 @@ class PretrainedModel:
             "ignored": list,
             "obstacle": str | None,
         }
-        if not isinstance(data, Mapping) or any(not isinstance(data.get(key), kind) for key, kind in kinds.items()):
+        if not isinstance(data, Mapping) or any(not isinstance(data.get(key), cls) for key, cls in types.items()):
             raise CheckpointError(
-                "The description of the Hugging Face model in the checkpoint is damaged. Give its config by --config."
+                "The description of the Hugging Face model in the checkpoint is damaged. Pass its config with --config."
             )
-        return PretrainedModel(**{key: data[key] for key in kinds})
+        return PretrainedModel(**{key: data[key] for key in types})
 
 
 def describe_models(module: Module) -> list[dict[str, Any]]:
     """Return the descriptions of the outermost `PreTrainedModel`s in `module`, as dicts.
 
-    `transformers` is not imported: unless the user has, there are no such models.
+    `transformers` is not imported here: unless the user has imported it, no such model exists.
     """
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None:
@@ -67,6 +67,7 @@ def describe_models(module: Module) -> list[dict[str, Any]]:
 
 
 def _outermost(module: Module, base: type) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the module of each instance of `base` that is not inside another instance."""
     found: list[str] = []
     for name, part in module.named_modules():  # parents come first
         if isinstance(part, base) and not any(name.startswith(prefix) for prefix in found):
@@ -92,19 +93,19 @@ def _describe(name: str, model: Any) -> PretrainedModel:
             ignored=sorted(getattr(model, "_keys_to_ignore_on_save", None) or ()),
             obstacle=_obstacle(model),
         )
-    except Exception as error:  # a custom config may raise anything, which must not fail the save
+    except Exception as error:  # a custom config may raise any error, and that must not make the save fail
         return PretrainedModel(prefix=prefix, config="{}", obstacle=f"its config could not be read: {error!r}")
 
 
 def _class_of(model: Module) -> type:
     """Return the class that `model` had before `fully_shard` replaced it by a subclass."""
-    kind = type(model)
-    return kind.__bases__[1] if isinstance(model, FSDPModule) and kind.__bases__[0] is FSDPModule else kind
+    cls = type(model)
+    return cls.__bases__[1] if isinstance(model, FSDPModule) and cls.__bases__[0] is FSDPModule else cls
 
 
 def _tied_to_others(model: Any) -> Iterator[str]:
-    """Yield the names that `save_pretrained` drops: in each group of tied weights, those that are declared as tied."""
-    declared = getattr(model, "all_tied_weights_keys", None)  # {target: source}, from transformers 5 on
+    """Yield the names that `save_pretrained` drops: those that the model declares as tied, but never all of a group."""
+    declared = getattr(model, "all_tied_weights_keys", None)  # {target: source}, since transformers 5
     patterns = list(declared if declared is not None else getattr(model, "_tied_weights_keys", None) or ())
     groups: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -116,7 +117,7 @@ def _tied_to_others(model: Any) -> Iterator[str]:
 
 def _obstacle(model: Any) -> str | None:
     if any(type(part).__module__.split(".")[0] == "peft" for part in model.modules()):
-        return "it has adapters of PEFT. Merge them into the model before it is saved (merge_and_unload)"
+        return "it has PEFT adapters. Merge them into the model before saving (merge_and_unload)"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         return f"it is quantized ({type(quantizer).__name__})"
@@ -124,7 +125,7 @@ def _obstacle(model: Any) -> str | None:
 
 
 def without_wrappers(name: str) -> str:
-    """Return the name of a weight without the prefixes that `torch.compile` adds."""
+    """Return the name of a weight without the prefixes that `torch.compile` adds to it."""
     return name.replace("_orig_mod.", "")
 
 
@@ -133,14 +134,12 @@ def _text(content: dict[str, Any]) -> str:
 
 
 def with_dtype(config: str, dtype: str, everywhere: bool) -> str:
-    """Return the text of `config.json` for weights of `dtype` (`"bfloat16"`).
-
-    `from_pretrained` casts the weights to the dtype in the config.
+    """Return the text of `config.json` with its dtype set to `dtype`, to which `from_pretrained` casts the weights.
 
     Args:
-        config: the text.
-        dtype: the dtype of the weights.
-        everywhere: whether to set it for the parts of a composite model (`text_config`), too.
+        config: the original text.
+        dtype: the name of the dtype of the weights, such as `"bfloat16"`.
+        everywhere: whether to set it also in the configs of the parts of a composite model, such as `text_config`.
     """
     content = json.loads(config)
     content["torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"] = dtype
@@ -151,20 +150,23 @@ def with_dtype(config: str, dtype: str, everywhere: bool) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedWeights:
     """The weights that `from_pretrained` expects for a `config.json`."""
 
     shapes: dict[str, tuple[int, ...]]
+    """The shape of each weight by its name."""
     model: PretrainedModel
+    """The description of the model."""
 
 
-def expected_by(config: str) -> Expected | None:
-    """Return the weights that the model of `config` has; `None` if `transformers` is not installed or lacks its class.
+def expected_weights(config: str) -> ExpectedWeights | None:
+    """Return the weights of the model that `config` describes, which is built on the meta device.
 
-    The model is built on the meta device.
+    Returns:
+        ExpectedWeights | None: `None` if `transformers` is not installed, or does not have the class of the model.
 
     Raises:
-        CheckpointError: it cannot be built.
+        CheckpointError: the model cannot be built.
     """
     try:
         import transformers
@@ -174,14 +176,14 @@ def expected_by(config: str) -> Expected | None:
 
     content = json.loads(config)
     architectures = content.get("architectures") or []
-    kind: Any = getattr(transformers, architectures[0], None) if len(architectures) == 1 else None
-    if getattr(kind, "config_class", None) is None:
+    cls: Any = getattr(transformers, architectures[0], None) if len(architectures) == 1 else None
+    if getattr(cls, "config_class", None) is None:
         return None
     try:
         with torch.device("meta"):
-            model = kind(kind.config_class.from_dict(content))
+            model = cls(cls.config_class.from_dict(content))
     except Exception as error:
-        raise CheckpointError(f"A {architectures[0]} could not be made from its config: {error}") from error
-    return Expected(
+        raise CheckpointError(f"{architectures[0]} could not be built from its config: {error}") from error
+    return ExpectedWeights(
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()}, model=_describe("", model)
     )

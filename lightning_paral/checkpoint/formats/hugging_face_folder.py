@@ -1,4 +1,4 @@
-"""Write the folder that `from_pretrained` loads a model from, given a checkpoint."""
+"""Write a Hugging Face model in a checkpoint to a folder that `from_pretrained` can load."""
 
 import errno
 import json
@@ -13,15 +13,15 @@ import torch
 from lightning_paral.checkpoint.consolidate import Progress, check_free_space
 from lightning_paral.checkpoint.formats.hugging_face import (
     KEY,
-    Expected,
+    ExpectedWeights,
     PretrainedModel,
-    expected_by,
+    expected_weights,
     with_dtype,
     without_wrappers,
 )
 from lightning_paral.checkpoint.formats.safetensors import Layout, Pairs, divide, pairs_of, write_shard
 from lightning_paral.checkpoint.io.atomic import AtomicPath
-from lightning_paral.checkpoint.state.optimizer import listing
+from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.checkpoint.state.prefix import prefixes, without_prefix
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.errors import CheckpointError, ConfigurationError
@@ -29,7 +29,7 @@ from lightning_paral.errors import CheckpointError, ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The content of the folder."""
+    """What to write to the folder."""
 
     pairs: Pairs
     config: str
@@ -39,46 +39,48 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """Size of all weights in bytes."""
+        """Total size of the weights in bytes."""
         return sum(item.nbytes for item, _ in self.pairs)
 
 
 def contents_of(
     checkpoint: Mapping[str, Any], *, config: Path | None, prefix: str | None, only_prefix: bool, cast: bool
 ) -> Contents:
-    """Return the content of the folder for a `PreTrainedModel` in `checkpoint`.
+    """Return what to write to the folder for a `PreTrainedModel` in `checkpoint`.
 
     Args:
-        checkpoint: has the weights to be written.
-        config: the `config.json` of the model, or its folder; `None` takes the config from the checkpoint.
-        prefix: prefix of the weights of the model; required if there are several models, or if `config` is given.
-        only_prefix: drop weights without the prefix instead of raising an error.
-        cast: whether the weights are to be written in another dtype.
+        checkpoint: the checkpoint with the weights.
+        config: the path of `config.json`, or of the folder that contains it; `None` takes the config from the
+            checkpoint.
+        prefix: the prefix of the names of the model's weights. Required if the checkpoint describes several models,
+            or if `config` is given and the checkpoint does not describe exactly one.
+        only_prefix: whether to drop weights without the prefix instead of raising an error.
+        cast: whether the weights will be cast to another dtype.
 
     Raises:
         ConfigurationError: the model cannot be determined from the arguments and the checkpoint.
         CheckpointError: the weights do not match the config, so `from_pretrained` would not load them.
     """
     weights = checkpoint["state_dict"]
-    own = checkpoint.get(PACKAGE_STATE_KEY)
-    own = own if isinstance(own, Mapping) else {}
-    recorded = [PretrainedModel.from_data(data) for data in own.get(KEY) or ()]
+    state = checkpoint.get(PACKAGE_STATE_KEY)
+    state = state if isinstance(state, Mapping) else {}
+    recorded = [PretrainedModel.from_data(data) for data in state.get(KEY) or ()]
     if config is None:
-        model = _chosen(recorded, weights, prefix)
-        expected = expected_by(model.config)
+        model = _model_from_checkpoint(recorded, weights, prefix)
+        expected = expected_weights(model.config)
     else:
-        model, expected = _given(config, recorded, weights, prefix)
+        model, expected = _model_from_config(config, recorded, weights, prefix)
     selected: dict[str, Any] = {}
     for name, value in without_prefix(weights, model.prefix, only=only_prefix).items():
         if selected.setdefault(without_wrappers(name), value) is not value:
             raise CheckpointError(f"Two weights would have the name {without_wrappers(name)}.")
-    frozen = [name for name in own.get("frozen") or () if name.startswith(model.prefix) and name not in weights]
+    frozen = [name for name in state.get("frozen") or () if name.startswith(model.prefix) and name not in weights]
     if frozen:
         raise CheckpointError(
             "The checkpoint was saved without frozen parameters (save_frozen=False), so the model is incomplete. "
-            + listing("Missing", frozen)
+            + list_names("Missing", frozen)
         )
-    pairs = _untied({name: value for name, value in selected.items() if name not in model.ignored}, model)
+    pairs = _untie({name: value for name, value in selected.items() if name not in model.ignored}, model)
     if expected is not None:
         _check(pairs, model, expected)
     dtypes = [item.dtype for item, _ in pairs if item.dtype.is_floating_point]
@@ -91,49 +93,54 @@ def contents_of(
     )
 
 
-def _chosen(recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None) -> PretrainedModel:
-    """Return the model that the checkpoint describes."""
+def _model_from_checkpoint(
+    recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None
+) -> PretrainedModel:
+    """Return the model with the given prefix from the descriptions in the checkpoint."""
     if not recorded:
         raise ConfigurationError(
-            "The checkpoint does not say what Hugging Face model it holds: there was none in the module, or it was not "
-            "saved by a strategy of this package. Give its config: --config FOLDER_OR_FILE --strip-prefix PREFIX. The "
-            f"prefixes there are, and how many names have each: {prefixes(weights) or 'none'}."
+            "The checkpoint does not describe a Hugging Face model: the module did not contain one, or the checkpoint "
+            "was not saved by a strategy of this package. Pass the config of the model: --config FOLDER_OR_FILE "
+            f"--strip-prefix PREFIX. The prefixes in the checkpoint, with the number of names of each, are: "
+            f"{prefixes(weights) or 'none'}."
         )
     names = ", ".join(f"--strip-prefix {model.prefix}" for model in recorded)
     if prefix is None and len(recorded) > 1:
-        raise ConfigurationError(f"The checkpoint holds {len(recorded)} Hugging Face models. Choose one: {names}.")
+        raise ConfigurationError(f"The checkpoint contains {len(recorded)} Hugging Face models. Choose one: {names}.")
     found = [model for model in recorded if prefix is None or model.prefix == prefix]
     if not found:
-        raise ConfigurationError(f"No Hugging Face model has the prefix {prefix!r}. What there is: {names}.")
+        raise ConfigurationError(f"No Hugging Face model has the prefix {prefix!r}. Choose one of: {names}.")
     if found[0].obstacle is not None:
         raise CheckpointError(
-            f"The Hugging Face model {found[0].prefix!r} cannot be written as its save_pretrained would: "
+            f"The Hugging Face model {found[0].prefix!r} cannot be written as its save_pretrained would write it: "
             f"{found[0].obstacle}."
         )
     return found[0]
 
 
-def _given(
+def _model_from_config(
     path: Path, recorded: list[PretrainedModel], weights: Mapping[str, Any], prefix: str | None
-) -> tuple[PretrainedModel, Expected]:
-    """Return the model whose config the user has given."""
+) -> tuple[PretrainedModel, ExpectedWeights]:
+    """Return the model that the config at `path` describes, and the weights that `transformers` expects for it."""
     if prefix is None and len(recorded) == 1:
         prefix = recorded[0].prefix
     if prefix is None:
         raise ConfigurationError(
-            "With --config say which weights are the model's: --strip-prefix PREFIX. The prefixes there are, and how "
-            f"many names have each: {prefixes(weights) or 'none'}."
+            "--config also needs --strip-prefix PREFIX, which selects the weights of the model. The prefixes in the "
+            f"checkpoint, with the number of names of each, are: {prefixes(weights) or 'none'}."
         )
     config = _read(path / "config.json" if path.is_dir() else path)
-    beside = path / "generation_config.json"
-    expected = expected_by(config)
+    generation_path = path / "generation_config.json"
+    expected = expected_weights(config)
     if expected is None:
         raise ConfigurationError(
-            f"The weights of the model of {path} cannot be determined: `transformers` is not installed, or has no "
-            f"class of the name in its 'architectures', {json.loads(config).get('architectures')}. Install it, or "
-            "write the weights alone: OUT.safetensors --strip-prefix PREFIX."
+            f"The weights of the model in {path} cannot be determined: `transformers` is not installed, or does not "
+            f"have the class named in 'architectures', {json.loads(config).get('architectures')}. Install it, or "
+            "write only the weights: OUT.safetensors --strip-prefix PREFIX."
         )
-    generation_config = _read(beside) if path.is_dir() and beside.is_file() else expected.model.generation_config
+    generation_config = expected.model.generation_config
+    if path.is_dir() and generation_path.is_file():
+        generation_config = _read(generation_path)
     return replace(expected.model, prefix=prefix, config=config, generation_config=generation_config), expected
 
 
@@ -142,14 +149,14 @@ def _read(path: Path) -> str:
         text = path.read_text()
         if isinstance(json.loads(text), dict):
             return text
-        reason = "it is no JSON object"
+        reason = "it is not a JSON object"
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
-    raise ConfigurationError(f"{path} is not a model's config: {reason}.")
+    raise ConfigurationError(f"{path} is not the config of a model: {reason}.")
 
 
-def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
-    """Return the tensors to be written: of weights that loading ties again one, of other tied weights each."""
+def _untie(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
+    """Return the tensors to write. Weights that loading ties again are written once, other tied weights each."""
     pairs: Pairs = []
     for item, tensor in pairs_of(weights):
         paths = [item.path, *item.aliases]
@@ -158,34 +165,42 @@ def _untied(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
     return pairs
 
 
-def _check(pairs: Pairs, model: PretrainedModel, expected: Expected) -> None:
-    """Raise unless names and shapes are those that loading expects, which initializes missing weights at random."""
+def _check(pairs: Pairs, model: PretrainedModel, expected: ExpectedWeights) -> None:
+    """Raise unless names and shapes match `expected`; `from_pretrained` initializes missing weights randomly."""
     shapes = {str(item.path[1]): item.shape for item, _ in pairs}
-    made = {*model.tied, *model.ignored, *expected.model.tied, *expected.model.ignored}
-    missing = sorted(expected.shapes.keys() - shapes.keys() - made)
+    set_by_loading = {*model.tied, *model.ignored, *expected.model.tied, *expected.model.ignored}
+    missing = sorted(expected.shapes.keys() - shapes.keys() - set_by_loading)
     unexpected = sorted(shapes.keys() - expected.shapes.keys())
-    others = sorted(
+    mismatched = sorted(
         f"{name} (checkpoint {shape}, config {expected.shapes[name]})"
         for name, shape in shapes.items()
         if expected.shapes.get(name, shape) != shape
     )
-    if missing or unexpected or others:
-        kind = " ".join(json.loads(model.config).get("architectures") or ["model"])
+    if missing or unexpected or mismatched:
+        cls = " ".join(json.loads(model.config).get("architectures") or ["the model"])
         raise CheckpointError(
-            f"The weights are not those of a {kind} of this config, and `from_pretrained` would not load them as they "
-            "are. "
-            + listing("Missing in the checkpoint", missing)
-            + listing("Only in the checkpoint", unexpected)
-            + listing("Of another shape", others)
-            + "Give another --config, or write the weights alone: OUT.safetensors --strip-prefix PREFIX."
+            f"The weights do not match {cls} with this config, so `from_pretrained` would not load them correctly. "
+            + list_names("Missing in the checkpoint", missing)
+            + list_names("Only in the checkpoint", unexpected)
+            + list_names("Different shape", mismatched)
+            + "Pass another --config, or write only the weights: OUT.safetensors --strip-prefix PREFIX."
         )
 
 
 def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
-    """Write the folder `out` atomically, and return its files.
+    """Write the folder `out` atomically.
+
+    Args:
+        contents: what to write.
+        out: the path of the folder; it must not exist, or be empty.
+        max_shard_bytes: the maximum size of a file, unless a single tensor is larger.
+        progress: called after each write.
+
+    Returns:
+        list[Path]: the files written.
 
     Raises:
-        CheckpointError: `out` exists, and is not an empty folder.
+        CheckpointError: `out` exists and is not an empty folder, or the disk does not have enough free space.
     """
     check_free_space(out.parent, contents.nbytes)
     layout: Layout = divide(contents.pairs, "model", max_shard_bytes)
@@ -205,7 +220,9 @@ def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: 
             os.rename(draft.path, out)  # replaces an empty folder only
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise CheckpointError(f"{out} was created meanwhile, and is not replaced: {error}.") from error
+                raise CheckpointError(
+                    f"{out} was created while the model was being written, and is not replaced: {error}."
+                ) from error
             raise
         _sync(out.parent)
     return [out / name for name in sorted([*layout.files, *(name for name, text in texts.items() if text is not None)])]

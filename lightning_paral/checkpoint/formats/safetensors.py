@@ -1,6 +1,8 @@
-"""Write weights as safetensors: one file, or several with an index. Files of other tools are never replaced.
+"""Write weights as safetensors: one file, or several with an index.
 
-Follows https://huggingface.co/docs/safetensors: a header in JSON, then the data.
+Files that other tools wrote are never replaced, except the file that the user names.
+
+A safetensors file is a JSON header followed by the data: https://huggingface.co/docs/safetensors
 """
 
 import json
@@ -25,13 +27,13 @@ from lightning_paral.checkpoint.shards import bytes_of
 from lightning_paral.errors import CheckpointError
 
 Pairs = list[tuple[WriteItem, Tensor]]
-"""The tensors to be written, each with its values."""
+"""The tensors to write, each with its values."""
 
-_MARK = "writers"
-_OURS = "lightning_paral"
+_MARK = "writers"  # key of a metadata entry in files of this package
+_OURS = "lightning_paral"  # its value
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_NO_SUCH_FILE = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
-"""Errors while a file of another format is read."""
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error)
+"""Errors that may occur while reading a file of an unknown format."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,21 +50,27 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors are divided among files."""
+    """The distribution of tensors over files."""
 
     files: dict[str, Pairs]
-    """The tensors of each file, by name."""
+    """The tensors of each file, by file name."""
     index: str | None
-    """The text of the index; `None` for a single file."""
+    """The text of the index; `None` if there is one file."""
 
 
 def pairs_of(weights: dict[str, Any]) -> Pairs:
-    """Return the tensors of `weights`. Tied ones occur once, under their first name, as safetensors requires."""
+    """Return the tensors of `weights`. Tied tensors occur once, under their first name, as safetensors requires."""
     return items_of({"state_dict": {name: v for name, v in weights.items() if isinstance(v, Tensor | Cast)}})
 
 
 def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
-    """Divide tensors among files of at most `max_shard_bytes`, or of one tensor, named as Hugging Face does."""
+    """Divide tensors among files, which are named as Hugging Face names them.
+
+    Args:
+        pairs: the tensors.
+        stem: the first part of the file names.
+        max_shard_bytes: the maximum size of the tensors in a file, unless a single tensor is larger.
+    """
     shards: list[Pairs] = [[]]
     nbytes = 0
     for pair in pairs:
@@ -84,13 +92,20 @@ def divide(pairs: Pairs, stem: str, max_shard_bytes: int) -> Layout:
 def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
     """Write weights to the file `out`, or, if they exceed `max_shard_bytes`, to several files next to it and an index.
 
-    Files that earlier calls wrote for `out`, and this one does not replace, are removed.
+    Files that an earlier call wrote for `out` are replaced or removed.
+
+    Args:
+        weights: tensors by name; other values are ignored.
+        out: the path of the file, ending in `.safetensors`.
+        max_shard_bytes: the maximum size of the tensors in a file, unless a single tensor is larger.
+        progress: called after each write.
 
     Returns:
         list[Path]: the files written.
 
     Raises:
-        CheckpointError: a file that no such call wrote would be replaced or removed. Nothing was written.
+        CheckpointError: a file that this package did not write would be replaced or removed, or the disk does not have
+            enough free space. Nothing was written.
     """
     pairs = pairs_of(weights)
     layout = divide(pairs, out.stem, max_shard_bytes)
@@ -107,44 +122,45 @@ def write_safetensors(weights: dict[str, Any], out: Path, max_shard_bytes: int, 
             written[-1].path.write_text(layout.index)
         for draft in written:
             draft.commit()
-        for path in outdated:  # readers look for one file or an index: leave only one of them
+        for path in outdated:  # readers accept a single file or an index: if both exist, they may load the wrong one
             path.unlink(missing_ok=True)
         return [draft.target for draft in written]
 
 
 def _outdated(out: Path, index_path: Path, layout: Layout) -> list[Path]:
-    """Return the files that earlier calls wrote for `out` and this one does not replace.
+    """Return the files that an earlier call wrote for `out` and this call does not replace.
 
     Raises:
-        CheckpointError: a file that no such call wrote would be removed, or replaced without the user having named it.
+        CheckpointError: a file that this package did not write would be removed, or would be replaced although the user
+            did not name it.
     """
     before = []
     if os.path.lexists(index_path):
         index = _own_index(index_path)
         if index is None:
-            raise _in_the_way(index_path)
+            raise _not_ours_error(index_path)
         before = [index_path, *(out.with_name(name) for name in _shards_in(index, out.stem))]
     if layout.index is not None and os.path.lexists(out):
         before.append(out)
     replaced = [out.with_name(name) for name in layout.files if layout.index is not None]
     for path in (*replaced, *before):
         if path != index_path and os.path.lexists(path) and not is_ours(path):
-            raise _in_the_way(path)
+            raise _not_ours_error(path)
     kept = {*replaced, index_path} if layout.index is not None else {out}
     return [path for path in before if path not in kept]
 
 
-def _in_the_way(path: Path) -> CheckpointError:
+def _not_ours_error(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} is in the way, and `paral consolidate` did not write it: it is neither replaced nor removed. Move it, "
-        "or write elsewhere."
+        f"{path} exists but was not written by `paral consolidate`, so it is neither replaced nor removed. Move it, or "
+        "write elsewhere."
     )
 
 
 def _own_index(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    with suppress(*_NO_SUCH_FILE):
+    with suppress(*_READ_ERRORS):
         index = json.loads(path.read_text())
         if index["metadata"][_MARK] == _OURS and isinstance(index["weight_map"], dict):
             return dict(index["weight_map"])
@@ -152,16 +168,16 @@ def _own_index(path: Path) -> dict[str, Any] | None:
 
 
 def _shards_in(weight_map: dict[str, Any], stem: str) -> list[str]:
-    """Return the names in an index that are names of shards, which never lead to another folder."""
+    """Return the names in an index that are valid names of shards. They cannot lead to another folder."""
     shard = re.compile(re.escape(stem) + r"-\d{5,}-of-\d{5,}\.safetensors")
     return sorted({name for name in weight_map.values() if isinstance(name, str) and shard.fullmatch(name)})
 
 
 def is_ours(path: Path) -> bool:
-    """Whether `path` is a safetensors file with the mark of this package in its header."""
+    """Return whether `path` is a safetensors file with the mark of this package in its header."""
     if not path.is_file():  # opening a FIFO would block
         return False
-    with suppress(*_NO_SUCH_FILE), open(path, "rb") as file:
+    with suppress(*_READ_ERRORS), open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length <= min(_MAX_HEADER_BYTES, path.stat().st_size):
             header = json.loads(file.read(length))
@@ -170,21 +186,21 @@ def is_ours(path: Path) -> bool:
 
 
 def write_shard(shard: Pairs, path: Path, progress: Progress) -> None:
-    """Write the safetensors file `path`.
+    """Write tensors to the safetensors file `path`.
 
     Raises:
-        CheckpointError: a tensor is of a dtype that safetensors does not have.
+        CheckpointError: safetensors does not support the dtype of a tensor.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _MARK: _OURS}}
     position = 0
     for item, _ in shard:
-        kind = _DTYPES.get(item.dtype)
-        if kind is None:
+        dtype = _DTYPES.get(item.dtype)
+        if dtype is None:
             raise CheckpointError(
-                f"safetensors does not support {item.dtype}, the dtype of {item.path[1]}. Choose a --dtype."
+                f"safetensors does not support {item.dtype}, the dtype of {item.path[1]}. Choose another with --dtype."
             )
         header[str(item.path[1])] = {
-            "dtype": kind,
+            "dtype": dtype,
             "shape": list(item.shape),
             "data_offsets": [position, position + item.nbytes],
         }

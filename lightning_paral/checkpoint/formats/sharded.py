@@ -1,7 +1,7 @@
-"""The sharded form: a folder that is an ordinary Distributed Checkpoint, with one file per rank and `meta.pt`.
+"""The sharded format: a folder that is an ordinary Distributed Checkpoint, with one file per rank and `meta.pt`.
 
-Keys and files are those of Lightning's `ModelParallelStrategy`: it, `torch.distributed.checkpoint` and
-`dcp_to_torch_save` read the folder. Tensors have their full shapes and are stored in chunks.
+Keys and file names are those of Lightning's `ModelParallelStrategy`. That strategy, `torch.distributed.checkpoint` and
+`dcp_to_torch_save` can read the folder. Tensors have their full shapes and are stored in chunks.
 """
 
 import io
@@ -42,6 +42,8 @@ from lightning_paral.errors import CheckpointError
 METADATA = ".metadata"
 META = "meta.pt"
 _ALIGNMENT = 64
+# Lists may have elements that no path sets, such as empty dicts, which torch drops. The number of such gaps is limited,
+# because a hostile path with a large index would otherwise create a huge list.
 _GAPS_PER_KEY = 10
 _FREE_GAPS = 10_000
 
@@ -51,9 +53,10 @@ _FREE_GAPS = 10_000
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """The location of a chunk of an item in a rank's file, in bytes."""
+    """The location of a chunk in a rank's file, in bytes."""
 
     item: int
+    """Index of the item that the chunk is a part of."""
     chunk: Chunk
     offset: int
     length: int
@@ -67,13 +70,13 @@ class WrittenFile:
     record: FileRecord
     chunks: list[WrittenChunk]
     objects: dict[TreePath, tuple[int, int]]
-    """Offset and length of each value that is not a tensor."""
+    """Offset and length in bytes of each value that is not a tensor."""
 
 
 def write_rank_file(
     open_file: Callable[[str], ChecksummedWriter], name: str, items: list[WriteItem], objects: dict[TreePath, bytes]
 ) -> WrittenFile:
-    """Write this rank's shards of `items`, and `objects`: serialized values that are not tensors."""
+    """Write a file with this rank's shards of `items`, and with `objects`: serialized values that are not tensors."""
     chunks, locations = [], {}
     with open_file(name) as file, HostBytes.of(items) as source:
         for number, item in enumerate(items):
@@ -89,21 +92,21 @@ def write_rank_file(
 
 
 def _write_chunk(file: ChecksummedWriter, chunk: Chunk, dtype: torch.dtype, source: HostBytes) -> None:
-    """Write what `torch.save` writes for a tensor of shape `chunk.sizes` with the next bytes of `source`."""
-    stand_in = torch.empty(chunk.sizes, dtype=dtype)  # its memory is never touched
+    """Write what `torch.save` writes for a tensor of shape `chunk.sizes`, with its data taken from `source`."""
+    stand_in = torch.empty(chunk.sizes, dtype=dtype)  # its memory is never touched, so it takes none
     filled = _FilledFile(file, source)
     try:
         with config.patch({"save.compute_crc32": False}), torch.serialization.skip_data():  # type: ignore[attr-defined]
             torch.save(stand_in, cast("IO[bytes]", filled))
     except BaseException:
         if filled.error is not None:
-            raise filled.error from None  # torch hides it behind an error of its own
+            raise filled.error from None  # torch replaces it by another error
         raise
-    assert filled.num_filled == stand_in.nbytes, "torch.save has not asked for the data as skip_data says"
+    assert filled.num_filled == stand_in.nbytes, "torch.save did not seek over the data, as skip_data should make it"
 
 
 class _FilledFile:
-    """A file for `torch.save` under `skip_data`: writes bytes of a source where torch skips the data."""
+    """A file for `torch.save` under `skip_data`. When torch seeks over the data, this writes bytes of `source`."""
 
     def __init__(self, file: ChecksummedWriter, source: HostBytes) -> None:
         self._file = file
@@ -113,7 +116,7 @@ class _FilledFile:
         self.error: BaseException | None = None
 
     def seek(self, nbytes: int, whence: int) -> None:
-        """Write the next `nbytes` bytes of the source, over which torch seeks."""
+        """Write the next `nbytes` bytes of the source instead of seeking."""
         assert whence == os.SEEK_CUR
         try:
             for data in self._source.read(nbytes):
@@ -124,8 +127,8 @@ class _FilledFile:
         self.num_filled += nbytes
 
 
-def serialized(values: dict[TreePath, Any]) -> dict[TreePath, bytes]:
-    """Return each value as `torch.save` writes it."""
+def serialize_values(values: dict[TreePath, Any]) -> dict[TreePath, bytes]:
+    """Return each value as the bytes that `torch.save` writes for it."""
     data = {}
     for path, value in values.items():
         buffer = io.BytesIO()
@@ -135,7 +138,7 @@ def serialized(values: dict[TreePath, Any]) -> dict[TreePath, bytes]:
 
 
 def flatten(tree: dict[str, Any]) -> dict[TreePath, Any]:
-    """Return the leaves of nested dicts and lists by path, divided as Distributed Checkpoint does."""
+    """Return the leaves of nested dicts and lists by path. The leaves are those of Distributed Checkpoint."""
     flattened, paths = flatten_state_dict(tree)
     return {paths[key]: value for key, value in flattened.items()}
 
@@ -144,7 +147,7 @@ def make_metadata(items: list[WriteItem], written: list[WrittenFile]) -> bytes:
     """Return the content of `.metadata`.
 
     Raises:
-        CheckpointError: the chunks of the ranks leave gaps or overlap, because the ranks did not save the same.
+        CheckpointError: the chunks of the ranks leave gaps or overlap, because the ranks saved different values.
     """
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -161,7 +164,7 @@ def make_metadata(items: list[WriteItem], written: list[WrittenFile]) -> bytes:
     for item, found in zip(items, chunks, strict=True):
         fault = coverage_fault(item.shape, [chunk.chunk for _, chunk in found])
         if fault is not None:
-            raise CheckpointError(f"The ranks do not agree on {_key(item.path)}: {fault}.")
+            raise CheckpointError(f"The shards of {_key(item.path)} on different ranks do not fit together: {fault}.")
         for path in (item.path, *item.aliases):
             key = _key(path)
             paths[key] = path
@@ -191,32 +194,32 @@ def read_meta(folder: Folder, name: str, weights_only: bool) -> dict[str, Any]:
     """Return the content of `meta.pt`: everything but weights and optimizer state.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the file is missing or damaged, or contains code and `weights_only` is `True`.
     """
     found = load_safely(_read_file(folder, name), weights_only=weights_only, name=folder.name(name))
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{folder.name(name)} holds a {type(found).__name__}, not a dict.")
+        raise CheckpointError(f"{folder.name(name)} contains a {type(found).__name__}, not a dict.")
     return dict(found)
 
 
 def _read_file(folder: Folder, name: str) -> memoryview:
     size = folder.size(name)
     if size is None:
-        raise CheckpointError(f"{folder.name(name)} is missing: the checkpoint is incomplete.")
+        raise CheckpointError(f"The checkpoint is incomplete: {folder.name(name)} is missing.")
     return folder.read(name, 0, size)
 
 
 def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool) -> dict[str, Any]:
-    """Return the content of a Distributed Checkpoint as nested dicts and lists, tensors as `LazyTensor`.
+    """Return the content of a Distributed Checkpoint as nested dicts and lists, with tensors as `LazyTensor`.
 
     Args:
         folder: the folder of the checkpoint.
-        name: the file with its metadata.
+        name: the name of the file with the metadata.
         contiguous: whether all chunks are known to be row-major, as this package writes them.
-        weights_only: `False` trusts values that are not tensors, and runs code that they hold.
+        weights_only: `False` trusts values that are not tensors, and runs code in them.
 
     Raises:
-        CheckpointError: its metadata are damaged, or do not match its files.
+        CheckpointError: the metadata is damaged, or does not match the files.
     """
     metadata = load_metadata(bytes(_read_file(folder, name)), folder.name(name))
 
@@ -224,10 +227,10 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
         info = metadata.storage_data.get(MetadataIndex(key, offsets))
         if info is None:
             at = "" if offsets is None else f" at {tuple(offsets)}"
-            raise CheckpointError(f"{folder.name(name)} does not say where {key}{at} lies: it is incomplete.")
+            raise CheckpointError(f"{folder.name(name)} is incomplete: it has no location for {key}{at}.")
         size = folder.size(info.relative_path)
         if size is None:
-            raise CheckpointError(f"{folder.name(info.relative_path)} is missing: the checkpoint is incomplete.")
+            raise CheckpointError(f"The checkpoint is incomplete: {folder.name(info.relative_path)} is missing.")
         check_range(folder.name(info.relative_path), info.offset, info.length, size)
         return info
 
@@ -250,15 +253,15 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
             chunks.append(StoredChunk(chunk, read, (info.relative_path, info.offset)))
         fault = coverage_fault(about.size, [stored.chunk for stored in chunks])
         if fault is not None:
-            raise CheckpointError(f"{folder} does not hold all of {key}: {fault}.")
+            raise CheckpointError(f"The chunks of {key} in {folder} do not cover the tensor: {fault}.")
         return LazyTensor(about.size, dtype, chunks)
 
     tree: dict[str, Any] = {}
-    room = [_GAPS_PER_KEY * len(metadata.state_dict_metadata) + _FREE_GAPS]
+    gaps_left = [_GAPS_PER_KEY * len(metadata.state_dict_metadata) + _FREE_GAPS]
     for key, about in metadata.state_dict_metadata.items():
         value = read_object(key) if isinstance(about, BytesStorageMetadata) else lazy_tensor(key, about)
         try:
-            insert(tree, (metadata.planner_data or {}).get(key, (key,)), value, room)
+            insert(tree, (metadata.planner_data or {}).get(key, (key,)), value, gaps_left)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder.name(name)} is damaged: {key} has an invalid path ({error}).") from error
     return tree
@@ -274,18 +277,20 @@ def _reader(folder: Folder, info: Any, chunk: Chunk, dtype: torch.dtype, contigu
         if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes or loaded.dtype != dtype:
             is_tensor = isinstance(loaded, Tensor)
             found = f"a tensor of shape {tuple(loaded.shape)}" if is_tensor else f"a {type(loaded).__name__}"
-            raise CheckpointError(f"{name} is damaged: at {info.offset} it holds {found}, not {chunk.sizes}.")
+            raise CheckpointError(
+                f"{name} is damaged: at byte {info.offset} it contains {found}, not a chunk of sizes {chunk.sizes}."
+            )
         return loaded
 
     return read
 
 
 def _view(data: memoryview, chunk: Chunk, dtype: torch.dtype, name: str) -> Tensor:
-    """Return the tensor that `torch.save` wrote to `data`, without a copy."""
+    """Return the tensor that `torch.save` wrote to `data`, without copying it."""
     if chunk.numel == 0:
         return torch.empty(chunk.sizes, dtype=dtype)
     archive = read_archive(lambda offset, size: bytes(data[offset : offset + size]), len(data), name)
     found = [record for key, record in archive.records.items() if key.endswith("/data/0")] if archive else []
     if len(found) != 1 or found[0].size != chunk.numel * dtype.itemsize:
-        raise CheckpointError(f"{name} is damaged: it does not hold a chunk of sizes {chunk.sizes}.")
+        raise CheckpointError(f"{name} is damaged: it does not contain a chunk of sizes {chunk.sizes}.")
     return torch.frombuffer(data, dtype=dtype, count=chunk.numel, offset=found[0].start).view(chunk.sizes)

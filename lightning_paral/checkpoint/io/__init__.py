@@ -1,1 +1,1 @@
-"""Storage, checksummed files, atomic commits, and host memory for staging."""
+"""Storage, files with checksums, atomic commits, and host memory for staging."""

@@ -13,26 +13,27 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.checkpoint.io.files import checksum
-from lightning_paral.checkpoint.io.lock import Lock, abandoned
-from lightning_paral.checkpoint.ownership import check_replaceable, found_in
+from lightning_paral.checkpoint.io.lock import Lock, lock_if_abandoned
+from lightning_paral.checkpoint.ownership import check_replaceable, inspect_path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_BESIDE = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{16})", re.DOTALL)
+_SAVE_NAME = re.compile(r"\.(?P<target>.+)\.(?P<role>saving|replaced|lock)-(?P<save>[0-9a-f]{16})", re.DOTALL)
 
 
 class AtomicPath:
-    """A new file or folder next to `target`, at `path`, which `commit` renames to `target`.
+    """A new file or folder `path` next to `target`. `commit` renames it to `target`.
 
-    A third file next to them stays locked while this process lives. The next save in the folder removes files of saves
-    whose lock is free. `_new_save_id` makes names that files of users do not have.
+    A lock file next to them stays locked until the save ends or this process dies. The next save in the folder removes
+    the files of saves whose lock is free. Their names contain a checksum, see `_new_save_id`, so files of the user are
+    never removed.
 
     Args:
-        target: path of the checkpoint. Missing parent folders are created.
-        folder: whether to make a folder.
+        target: the path of the checkpoint. Missing parent folders are created.
+        folder: whether to create a folder instead of a file.
 
     Raises:
-        CheckpointError: a save to `target` would delete files that are no checkpoint.
+        CheckpointError: a save to `target` would delete files that do not belong to a checkpoint.
     """
 
     def __init__(self, target: Path, *, folder: bool) -> None:
@@ -44,7 +45,7 @@ class AtomicPath:
         while True:
             save = _new_save_id(target)
             self._lock = Lock(_sibling(target, "lock", save))
-            if self._lock.is_kept:
+            if self._lock.exists:
                 break
             self._lock.release()
         self.path = _sibling(target, "saving", save)
@@ -65,10 +66,11 @@ class AtomicPath:
         self.discard()
 
     def commit(self) -> None:
-        """Rename `path` to `target` in one step, then remove what was at `target`.
+        """Rename `path` to `target` in one step, then remove the old checkpoint.
 
         Raises:
-            CheckpointError: by now there are files at `target` that are no checkpoint and would be deleted.
+            CheckpointError: files that do not belong to a checkpoint were created at `target` meanwhile, and would be
+                deleted.
         """
         check_replaceable(self.target, folder=self._is_folder)
         if self.path.is_dir():
@@ -82,7 +84,7 @@ class AtomicPath:
         self.discard()
 
     def _replace_in_steps(self) -> None:
-        """Swap `path` and `target` by renames; between two of them, `resolve` finds the old checkpoint."""
+        """Swap `path` and `target` by renames. While `target` is missing, `resolve` finds the old checkpoint."""
         os.rename(self.target, self._replaced)
         try:
             os.rename(self.path, self.target)
@@ -93,44 +95,47 @@ class AtomicPath:
 
     def discard(self) -> None:
         """Remove `path` and the lock; `target` is unchanged."""
-        with suppress(OSError):  # NFS keeps open files: a later save removes them
+        with suppress(OSError):  # NFS keeps files that are still open; a later save removes them
             delete(self.path)
         self._lock.release()
 
 
 def _new_save_id(target: Path) -> str:
-    """Return a new id for the names of the files that a save puts next to `target`.
+    """Return a new id for the names of the files that a save creates next to `target`: 16 hexadecimal digits.
 
-    Half of it is random, the other half a checksum of that and the name of the target. So a file of a user with a
-    similar name is never taken for one of ours.
+    The first 8 are random. The last 8 are a checksum of them and the name of the target, so that a user's file with a
+    similar name is not mistaken for a file of a save.
     """
     number = uuid.uuid4().hex[:8]
-    return number + _proof(target.name, number)
+    return number + _check_digits(target.name, number)
 
 
-def _proof(name: str, number: str) -> str:
+def _check_digits(name: str, number: str) -> str:
     return f"{checksum(f'lightning_paral {number} {name}'.encode(errors='surrogateescape')):016x}"[:8]
 
 
-def _of_saves(names: list[str]) -> Iterator[re.Match[str]]:
-    """Yield a match for each of `names` that a save has made."""
-    for match in filter(None, map(_BESIDE.fullmatch, names)):
-        if match["save"][8:] == _proof(match["target"][::-1], match["save"][:8]):
+def _match_save_names(names: list[str]) -> Iterator[re.Match[str]]:
+    """Yield a match for each of `names` that was created by a save."""
+    for match in filter(None, map(_SAVE_NAME.fullmatch, names)):
+        if match["save"][8:] == _check_digits(match["target"][::-1], match["save"][:8]):
             yield match
 
 
 def _sibling(target: Path, role: str, save: str) -> Path:
-    """Return the path of a file that a save puts next to `target`.
+    """Return the path of a file that a save creates next to `target`.
 
-    The name of the target is reversed: Lightning searches names for `last` and `hpc_ckpt_`, and would take leftovers of
-    a killed save for the newest checkpoint.
+    It contains the name of the target in reverse. Otherwise Lightning, which searches file names for `last` and
+    `hpc_ckpt_`, would mistake the leftovers of a killed save for the newest checkpoint.
     """
     return target.parent / f".{target.name[::-1]}.{role}-{save}"
 
 
 def resolve(target: Path) -> Path:
-    """Return the path of the checkpoint `target`: another one if a save has moved it away and not replaced it yet."""
-    for _ in range(3):  # it may come back meanwhile
+    """Return the current path of the checkpoint `target`.
+
+    It differs from `target` if a save has renamed the old checkpoint and not yet replaced it.
+    """
+    for _ in range(3):  # the save may replace it between the check and the search
         if os.path.lexists(target):
             break
         with suppress(FileNotFoundError):
@@ -141,27 +146,31 @@ def resolve(target: Path) -> Path:
 
 
 def _replaced_versions(target: Path) -> list[Path]:
+    """Return the paths to which saves have renamed the checkpoint `target`."""
     with suppress(OSError):
-        found = _of_saves(os.listdir(target.parent))
+        found = _match_save_names(os.listdir(target.parent))
         moved = [match[0] for match in found if match["target"][::-1] == target.name and match["role"] == "replaced"]
         return [target.parent / name for name in moved]
     return []
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove files of dead saves in `folder`, and move back checkpoints that they moved away and did not replace."""
-    found = _of_saves(os.listdir(folder))
+    """Remove the files of dead saves in `folder`.
+
+    If a dead save had renamed a checkpoint and not replaced it, the checkpoint gets its name back.
+    """
+    found = _match_save_names(os.listdir(folder))
     for name, save in {(match["target"], match["save"]) for match in found}:
         target = folder / name[::-1]
         draft, replaced, lock = (_sibling(target, role, save) for role in ("saving", "replaced", "lock"))
-        with suppress(OSError), abandoned(lock) as is_left:
-            if not is_left:
+        with suppress(OSError), lock_if_abandoned(lock) as is_abandoned:
+            if not is_abandoned:
                 continue
             if resolve(target) == replaced:
                 os.rename(replaced, target)
             delete(draft)
             if os.path.lexists(replaced):
-                os.rename(replaced, draft)  # half deleted, it must not be taken for a checkpoint
+                os.rename(replaced, draft)  # if this process dies while deleting it, it must not look like a checkpoint
                 delete(draft)
             delete(lock)
 
@@ -169,25 +178,26 @@ def remove_leftovers(folder: Path) -> None:
 def remove(target: Path) -> None:
     """Remove the checkpoint `target` in one step, so that no process reads a part of it.
 
-    Files that do not belong to a checkpoint stay, with a warning.
+    Files that do not belong to a checkpoint are kept, with a warning.
     """
     for path in (*_replaced_versions(target), target):
         if not os.path.lexists(path):
             continue
-        found = found_in(path)
+        found = inspect_path(path)
         if path.is_symlink() or found.is_file:
             path.unlink()
         elif not found.is_checkpoint and not found.is_empty:
-            rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
+            rank_zero_warn(f"{path} is {found.what}, not a checkpoint, and was not removed.")
         elif found.foreign:
             rank_zero_warn(f"{path} was removed except for files that do not belong to the checkpoint: {found.listed}.")
-            for file in found.own:  # first the files that make it a checkpoint
+            for file in found.own:  # the files that identify the folder as a checkpoint come first
                 delete(path / file)
         else:
             _remove_at_once(target, path)
 
 
 def _remove_at_once(target: Path, path: Path) -> None:
+    """Rename `path` to a name that is not a checkpoint, then delete it."""
     save = _new_save_id(target)
     lock = Lock(_sibling(target, "lock", save))
     doomed = _sibling(target, "saving", save)
@@ -200,8 +210,8 @@ def _remove_at_once(target: Path, path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link or a folder with its content, if it exists."""
-    with suppress(FileNotFoundError):  # another process may delete the same leftovers
+    """Delete a file, a link, or a folder and its contents. Do nothing if it does not exist."""
+    with suppress(FileNotFoundError):  # another process may be deleting the same leftovers
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -209,7 +219,7 @@ def delete(path: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two paths in one step. Return `False` where this is not supported: outside Linux, and on NFS."""
+    """Swap two paths in one step. Return `False` if this is not supported: on other systems than Linux, and on NFS."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

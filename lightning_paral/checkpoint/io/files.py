@@ -1,7 +1,7 @@
-"""Files: written sequentially with a checksum of each block, and flushed to the disk in the background.
+"""Files that are written sequentially, with a checksum of each block, and are flushed to disk in the background.
 
-Checksums are XXH3 of 64 bits (https://xxhash.com) of blocks of 64 MiB, so that ranks can divide the work of verifying a
-file. They detect accidental damage, not fraud.
+Each block of 64 MiB has its own 64-bit XXH3 checksum (https://xxhash.com), so that several ranks can verify one file.
+The checksums detect accidental damage, but not manipulation.
 """
 
 import os
@@ -18,23 +18,24 @@ from lightning_paral.errors import CheckpointError
 
 BLOCK_BYTES = 64 * 2**20
 _STEP_BYTES = 2**20  # small enough to stay in the CPU cache between reading and hashing
-_EVERY_BYTES = 128 * 2**20
+_FLUSH_BYTES = 128 * 2**20
 _flush_data = getattr(os, "fdatasync", os.fsync)  # macOS has fsync only
 
 Block = tuple[int, int]
 """Offset and length."""
 
 ReadInto = Callable[[int, memoryview], object]
-"""Called with an offset and a buffer; fills the buffer with the bytes of a file from there."""
+"""Called with an offset and a buffer; fills the buffer with the bytes of a file that begin at the offset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Size and checksums of one file."""
+    """The size and checksums of a file."""
 
     bytes: int
+    """The size in bytes."""
     blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    """Offset, length and checksum of each block, in order, without gaps."""
+    """Offset, length and checksum of each block, in order and without gaps."""
 
 
 class BlockChecksums:
@@ -61,7 +62,7 @@ class BlockChecksums:
                 self._close()
 
     def catch_up(self, read: ReadInto, position: int) -> None:
-        """Read and process the bytes of the file up to `position`, which were written in another way."""
+        """Process the bytes of the file up to `position`, which were not passed to `update`, by reading them."""
         buffer = memoryview(bytearray(min(_STEP_BYTES, position - self.position)))
         while self.position < position:
             part = buffer[: position - self.position]
@@ -69,7 +70,7 @@ class BlockChecksums:
             self.update(part)
 
     def record(self) -> FileRecord:
-        """Return size and checksums of the bytes processed."""
+        """Return the size and checksums of the bytes processed so far. Call this once, at the end of the file."""
         if self._length:
             self._close()
         return FileRecord(bytes=self._offset, blocks=self._blocks)
@@ -87,12 +88,12 @@ def checksum(data: bytes | memoryview) -> int:
 
 
 def blocks_of(nbytes: int) -> list[Block]:
-    """Return offset and length of each block of a file of `nbytes` bytes."""
+    """Return the offset and length of each block of a file of `nbytes` bytes."""
     return [(offset, min(BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, BLOCK_BYTES)]
 
 
 def checksum_of_block(read: ReadInto, offset: int, length: int) -> int:
-    """Return the checksum of `length` bytes of a file from `offset` on."""
+    """Return the checksum of the `length` bytes of a file that begin at `offset`."""
     total, buffer = xxh3_64(), memoryview(bytearray(min(_STEP_BYTES, length)))
     for start in range(offset, offset + length, _STEP_BYTES):
         part = buffer[: offset + length - start]
@@ -118,16 +119,16 @@ def reader_of(descriptor: int) -> ReadInto:
 
 
 def record_bytes(data: bytes) -> FileRecord:
-    """Return size and checksums of a file with the content `data`."""
+    """Return the size and checksums of a file with the content `data`."""
     checksums = BlockChecksums()
     checksums.update(memoryview(data))
     return checksums.record()
 
 
 class BackgroundFsync:
-    """Calls `fsync` in the background while a file is being written, so that the last call has little to wait for.
+    """Calls `fsync` in the background while a file is being written, so that the last call takes little time.
 
-    By default Linux starts writing to the disk once a tenth of the memory is dirty, and the disk is idle until then.
+    By default, Linux starts writing to disk only when a tenth of the memory is dirty. Until then the disk would idle.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -137,19 +138,19 @@ class BackgroundFsync:
         self._unflushed_bytes = 0
 
     def wrote(self, nbytes: int) -> None:
-        """Note that the file has grown by `nbytes`, and start to flush it if enough is unwritten.
+        """Note that the file has grown by `nbytes`, and start flushing it if enough bytes are unflushed.
 
         Raises:
-            OSError: an earlier flush failed. The kernel reports such a failure only once, so it is raised here.
+            OSError: an earlier flush failed. The kernel reports such a failure only once, so `finish` would not see it.
         """
         self._unflushed_bytes += nbytes
-        if self._unflushed_bytes >= _EVERY_BYTES and (self._pending is None or self._pending.done()):
+        if self._unflushed_bytes >= _FLUSH_BYTES and (self._pending is None or self._pending.done()):
             self._check()
             self._pending = self._thread.submit(_flush_data, self._descriptor)
             self._unflushed_bytes = 0
 
     def finish(self) -> None:
-        """Flush the file, and wait for it.
+        """Flush the file and wait until it is on disk.
 
         Raises:
             OSError: this or an earlier flush failed.
@@ -170,11 +171,12 @@ class BackgroundFsync:
 
 
 class ChecksummedWriter:
-    """A new file that is written sequentially, and flushed to the disk when it is closed without an error.
+    """A new file that is written sequentially, and flushed to disk when it is closed without an error.
 
     Args:
-        file: open for writing, at its beginning.
-        on_disk: whether it is a local file. Uploads are durable once they are closed.
+        file: a file open for writing, at its beginning.
+        on_disk: whether it is a file of the operating system, which has to be flushed. Uploads are durable once they
+            are closed.
     """
 
     def __init__(self, file: BinaryIO, *, on_disk: bool) -> None:
@@ -182,7 +184,7 @@ class ChecksummedWriter:
         self._fsync = BackgroundFsync(file.fileno()) if on_disk else None
         self._checksums = BlockChecksums()
         self.error: OSError | None = None
-        """The error of the last write, in place of which `torch.save` raises one of its own."""
+        """The error of the last write. It is kept because `torch.save` replaces it by another error."""
 
     @property
     def position(self) -> int:
@@ -210,14 +212,14 @@ class ChecksummedWriter:
         """Do nothing: closing the file flushes it."""
 
     def record(self) -> FileRecord:
-        """Return size and checksums of what was written."""
+        """Return the size and checksums of the bytes written. Call this once, at the end of the file."""
         return self._checksums.record()
 
     def __enter__(self) -> "ChecksummedWriter":
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._file, self._fsync or nullcontext():
             if error is None:

@@ -1,4 +1,4 @@
-"""Copy what a save writes to the host, so that training can change the originals meanwhile."""
+"""Copy the data of a save to the host, so that training can change the originals while the copies are written."""
 
 from copy import deepcopy
 from functools import partial
@@ -15,19 +15,19 @@ from lightning_paral.checkpoint.shards import LocalShard, identity
 
 
 class Staging:
-    """Host copies of the shards that a rank writes.
+    """Copies on the host of the shards that a rank writes.
 
-    The memory is kept for the next save: allocating it takes longer than copying to it.
+    The memory is kept for the next save, because allocating it takes longer than copying to it.
 
     Args:
-        pin: whether to pin the memory, for originals on CUDA.
+        pin: whether to pin the memory; useful if the tensors are on CUDA.
     """
 
     def __init__(self, *, pin: bool = False) -> None:
         self.arena = Arena(pin=pin)
 
     def stage(self, items: list[WriteItem]) -> None:
-        """Copy the local shards of `items`, and replace them by the copies. Earlier copies are overwritten."""
+        """Copy the local shards of `items`, and replace the shards by the copies. Earlier copies are overwritten."""
         local = [(item, sum(chunk.numel for chunk in item.shard.chunks)) for item in items if item.shard.chunks]
         self.arena.reserve(sum(aligned(numel * item.dtype.itemsize) for item, numel in local))
         streams = set()
@@ -45,39 +45,36 @@ class Staging:
         self.arena.release()
 
 
-def copied_to_host(tree: Any) -> Any:
-    """Return `deepcopy(tree)` with all tensors on the host, using no GPU memory for the copies."""
+def copy_to_host(tree: Any) -> Any:
+    """Return `deepcopy(tree)` with all tensors on the host. The copies use no GPU memory."""
     with _DeepcopyToHost():
         return deepcopy(tree)
 
 
 class _DeepcopyToHost(TorchFunctionMode):
-    """Makes `deepcopy` copy tensors on other devices to the host.
-
-    Copies share memory if the originals do.
-    """
+    """Makes `deepcopy` copy tensors on other devices to the host. Copies share memory if the originals do."""
 
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Parameter) and self.is_elsewhere(args[0]):
+        if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Parameter) and self.needs_copy(args[0]):
             tensor, memo = args
             if id(tensor) not in memo:
-                memo[id(tensor)] = self._copied(tensor)
+                memo[id(tensor)] = self._copy(tensor)
                 vars(memo[id(tensor)]).update(deepcopy(vars(tensor), memo))
             return memo[id(tensor)]
-        if func is Tensor.clone and self.is_elsewhere(args[0]):  # by `Parameter.__deepcopy__`
+        if func is Tensor.clone and self.needs_copy(args[0]):  # called by `Parameter.__deepcopy__`
             return args[0].to("cpu", copy=True)
         return func(*args, **(kwargs or {}))
 
-    def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is not on the host."""
+    def needs_copy(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` has to be copied to the host."""
         return tensor.device.type not in ("cpu", "meta")
 
     @torch.no_grad()
-    def _copied(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             copy = tensor.detach().to("cpu", copy=True)
         else:

@@ -1,4 +1,4 @@
-"""Folders of checkpoint files: on a local or shared file system, or behind fsspec (`s3://`, `memory://`)."""
+"""Folders of checkpoint files: on a local or shared file system, or accessed by fsspec (`s3://`, `memory://`)."""
 
 import mmap
 import os
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.checkpoint.io.atomic import remove
 from lightning_paral.checkpoint.io.files import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.ownership import check_replaceable_at, found_at
+from lightning_paral.checkpoint.ownership import check_replaceable_at, inspect_remote_folder
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
 from lightning_paral.errors import CheckpointError
 
@@ -30,47 +30,53 @@ _MAX_NAME = 4096
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
 COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
-"""Matches the names of local copies of files behind URLs."""
+"""Matches the paths of local copies of files at URLs, see `get_file`."""
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
+    """Return the fsspec file system of a URL, and the path in it.
 
     Raises:
-        CheckpointError: no installed package supports the scheme.
+        CheckpointError: no installed package supports the scheme of the URL.
     """
     try:
-        found, path = url_to_fs(url)
-        found.invalidate_cache()  # it caches listings and sizes, which other ranks may have changed
-        return found, path
+        fs, path = url_to_fs(url)
+        fs.invalidate_cache()  # it caches listings and sizes, which other ranks may have changed
+        return fs, path
     except (ImportError, ValueError) as error:
         extra = _EXTRAS.get(url.split("://")[0])
-        remedy = f"pip install 'lightning_paral[{extra}]' brings it." if extra else "fsspec has to know the scheme."
-        raise CheckpointError(f"There is no access to {url}: {error}. {remedy}") from error
+        remedy = (
+            f"Install the extra: pip install 'lightning_paral[{extra}]'."
+            if extra
+            else "Use a scheme that fsspec supports, or install the package that supports this one."
+        )
+        raise CheckpointError(f"{url} cannot be accessed: {error}. {remedy}") from error
 
 
 def is_remote(path: object) -> bool:
-    """Whether `path` is a URL of a file system other than the operating system's."""
+    """Return whether `path` is a URL of a file system other than the operating system's."""
     return "://" in str(path) and type(file_system(str(path))[0]) is not LocalFileSystem
 
 
 def without_scheme(path: object) -> str:
-    """Return `path` without `file://`; other URLs are returned as they are."""
+    """Return `path` without `file://`; other URLs are returned unchanged."""
     return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
 
 
 def check_name(folder: object, file: str) -> None:
-    """Check that the name of a file, read from a checkpoint, stays in the folder.
+    """Check the name of a file that was read from the metadata of a checkpoint.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the name is invalid, or leads out of `folder`.
     """
     if "\0" in file or not file or file.startswith("/") or ".." in file.split("/") or len(file) > _MAX_NAME:
-        raise CheckpointError(f"{folder} names the file {file[:100]!r}, which is not in its folder: it is hostile.")
+        raise CheckpointError(
+            f"{folder} refers to the file {file[:100]!r}, which is not in its folder. The checkpoint is hostile."
+        )
 
 
 class LocalStorage:
-    """Files in a folder of the operating system's file system."""
+    """A folder of checkpoint files in a file system of the operating system."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -80,18 +86,18 @@ class LocalStorage:
         return str(self.path)
 
     def name(self, file: str) -> str:
-        """Return the name of a file of this folder for errors."""
+        """Return the path of a file of this folder, for error messages."""
         return str(self.path / file)
 
     def create(self, file: str) -> ChecksummedWriter:
-        """Create a file, which must not exist yet."""
+        """Create a file. It must not exist yet."""
         return ChecksummedWriter(open(self.path / file, "xb", buffering=2**20), on_disk=True)
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes; `None` if it does not exist.
 
         Raises:
-            CheckpointError: its name or a link leads out of the folder, or it is a FIFO, a socket or a device.
+            CheckpointError: its name or a link leads out of the folder, or the file is a FIFO, a socket or a device.
         """
         path = self._inside(file)
         try:
@@ -102,7 +108,7 @@ class LocalStorage:
         return about.st_size if stat.S_ISREG(about.st_mode) else None
 
     def is_folder(self, name: str) -> bool:
-        """Whether the folder contains a folder `name`.
+        """Return whether the folder contains a folder `name`.
 
         Raises:
             CheckpointError: the name or a link leads out of the folder.
@@ -115,28 +121,28 @@ class LocalStorage:
         folder = os.path.realpath(self.path)
         if os.path.commonpath((folder, os.path.realpath(path))) != folder:
             raise CheckpointError(
-                f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Put a copy of the "
-                "file in its place."
+                f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Replace the link by "
+                "a copy of the file."
             )
         return path
 
     def hold(self, file: str) -> None:
-        """Memory-map a file. Later reads are of this version, even if a save replaces the folder."""
+        """Memory-map a file, so that later reads return this version even if a save replaces the folder."""
         if file not in self._maps:
             descriptor = open_regular(self._inside(file))
             try:
                 size = os.fstat(descriptor).st_size
-                # Private and writable: torch warns about memory that is read-only.
+                # Private and writable, because torch warns about read-only memory.
                 access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
                 self._maps[file] = memoryview(mmap.mmap(descriptor, 0, *access) if size else b"")
             finally:
                 os.close(descriptor)
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return `length` bytes of a file from `offset` on, memory-mapped.
+        """Return the `length` bytes of a file that begin at `offset`, memory-mapped.
 
         Raises:
-            CheckpointError: the file is shorter.
+            CheckpointError: the file is too short.
         """
         self.hold(file)
         check_range(self.name(file), offset, length, len(self._maps[file]))
@@ -145,7 +151,7 @@ class LocalStorage:
         return self._maps[file][offset : offset + length]
 
     def _populate(self, file: str, offset: int, length: int) -> None:
-        """Map all pages of a range at once (Linux 5.14), and not one by one when they are touched."""
+        """Map all pages of a range at once (since Linux 5.14), instead of one by one at their first access."""
         start = offset - offset % mmap.PAGESIZE
         with suppress(OSError, ValueError):
             mapped: Any = self._maps[file].obj
@@ -161,13 +167,13 @@ class LocalStorage:
 
 
 def check_range(name: str, offset: int, length: int, size: int) -> None:
-    """Raise a `CheckpointError` if a file of `size` bytes does not have `length` bytes from `offset` on."""
+    """Raise a `CheckpointError` if a file of `size` bytes does not have `length` bytes at `offset`."""
     if offset < 0 or length < 0 or offset + length > size:
-        raise CheckpointError(f"{name} is damaged: it has {size} bytes, not {length} from {offset} on.")
+        raise CheckpointError(f"{name} is damaged: it has {size} bytes, so it has no {length} bytes at {offset}.")
 
 
 class FsspecStorage:
-    """Files below a URL, accessed by fsspec."""
+    """A folder of checkpoint files at a URL, accessed by fsspec."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -179,29 +185,29 @@ class FsspecStorage:
         return self.url
 
     def name(self, file: str) -> str:
-        """Return the name of a file of this folder for errors."""
+        """Return the URL of a file of this folder, for error messages."""
         return f"{self.url}/{file}"
 
     def create(self, file: str) -> ChecksummedWriter:
-        """Create a file. It exists once it is closed."""
+        """Create or replace a file. It becomes visible when it is closed."""
         try:
             self.fs.makedirs(self.path, exist_ok=True)
             return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
         except FileExistsError as error:
             raise CheckpointError(
-                f"There is a file at {self.url}, where a folder would be saved. Remove it, or save elsewhere."
+                f"{self.url} is a file, so a folder cannot be saved there. Remove the file, or save elsewhere."
             ) from error
 
-    def keep(self, files: set[str]) -> None:
-        """Remove all other files of checkpoints: those of earlier and dead saves, and a file in place of the folder."""
+    def remove_except(self, files: set[str]) -> None:
+        """Remove the files of other saves: all checkpoint files except `files`, and a file with the folder's name."""
         if self.fs.isfile(self.path):  # in an object store, a file may have the same name as a folder
             self.fs.rm_file(self.path)
-        for name in found_at(self.fs, self.path).own:
+        for name in inspect_remote_folder(self.fs, self.path).own:
             if name not in files:
                 self.fs.rm(f"{self.path}/{name}", recursive=True)
 
     def size(self, file: str) -> int | None:
-        """Return the size of a file in bytes, `None` if there is none.
+        """Return the size of a file in bytes; `None` if it does not exist.
 
         Raises:
             CheckpointError: its name leads out of the folder.
@@ -215,13 +221,13 @@ class FsspecStorage:
         return self._sizes[file]
 
     def hold(self, file: str) -> None:
-        """Do nothing: files of another save have other names."""
+        """Do nothing: another save uses different file names, so it does not replace this file."""
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
-        """Return `length` bytes of a file from `offset` on. Following bytes are fetched, too, for sequential reads.
+        """Return the `length` bytes of a file that begin at `offset`. Reads ahead, for sequential access.
 
         Raises:
-            CheckpointError: the file is shorter.
+            CheckpointError: the file is too short.
         """
         check_range(self.name(file), offset, length, self.size(file) or 0)
         name, start, data = self._ahead
@@ -231,12 +237,12 @@ class FsspecStorage:
         return memoryview(bytearray(data[offset - start : offset - start + length]))
 
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
-        """Return the checksum of each of `blocks`. Several requests are in flight at once."""
+        """Return the checksum of each of `blocks`. Several requests run at the same time."""
         with ThreadPoolExecutor(_NUM_REQUESTS) as requests:
             return list(requests.map(lambda block: checksum(self._read(file, *block)), blocks))
 
     def _read(self, file: str, offset: int, length: int) -> bytes:
-        # By keyword: the second positional parameter differs between file systems.
+        # Pass `start` by keyword, because the second positional parameter differs between file systems.
         data: bytes = self.fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + length)
         return data
 
@@ -245,7 +251,7 @@ def put_file(source: Path, url: str) -> None:
     """Copy a local file to a URL, replacing a file or checkpoint there.
 
     Raises:
-        CheckpointError: there is a folder that is no checkpoint.
+        CheckpointError: a folder that is not a checkpoint exists at the URL.
     """
     fs, path = file_system(url)
     fs.makedirs(path.rpartition("/")[0] or fs.root_marker, exist_ok=True)
@@ -254,13 +260,13 @@ def put_file(source: Path, url: str) -> None:
         fs.put_file(str(source), path)
         return
     sibling = f"{path}.{source.name}"
-    fs.put_file(str(source), sibling)  # before the folder is removed: this may fail
+    fs.put_file(str(source), sibling)  # before the folder is removed, because this may fail
     fs.rm(path, recursive=True)
     fs.mv(sibling, path)
 
 
 def get_file(url: str) -> Path | None:
-    """Copy the file at a URL to a temporary file, and return its path; `None` if there is no file."""
+    """Copy the file at a URL to a temporary file, and return the path of the copy; `None` if there is no file."""
     fs, path = file_system(url)
     if not fs.isfile(path):
         return None
@@ -271,7 +277,7 @@ def get_file(url: str) -> Path | None:
 
 
 def remove_at(path: str) -> None:
-    """Remove the checkpoint at a path or URL, if there is one. Other files stay, with a warning."""
+    """Remove the checkpoint at a path or URL, if there is one. Other files are kept, with a warning."""
     if not is_remote(path):
         remove(Path(path))
         return
@@ -280,12 +286,12 @@ def remove_at(path: str) -> None:
         fs.rm_file(name)
     if not fs.isdir(name):
         return
-    found = found_at(fs, name)
+    found = inspect_remote_folder(fs, name)
     if not found.is_checkpoint and not found.is_empty:
-        rank_zero_warn(f"{path} is {found.what}, not a checkpoint. It was not removed.")
+        rank_zero_warn(f"{path} is {found.what}, not a checkpoint, and was not removed.")
     elif found.foreign:
         rank_zero_warn(f"{path} was removed except for files that do not belong to the checkpoint: {found.listed}.")
-        for file in found.own:  # first what makes it a checkpoint
+        for file in found.own:  # the files that identify the folder as a checkpoint come first
             fs.rm(f"{name}/{file}", recursive=True)
     else:
         fs.rm(name, recursive=True)

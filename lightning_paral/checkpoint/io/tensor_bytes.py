@@ -1,4 +1,4 @@
-"""Read the bytes of tensors slice by slice: the next is copied from the GPU while the previous one is written."""
+"""Read the bytes of tensors in slices: the next slice is copied from the GPU while the previous one is written."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,18 +13,18 @@ from lightning_paral.checkpoint.shards import bytes_of, flat
 
 
 class HostBytes:
-    """The bytes of tensors on the host, one after the other, in one pass.
+    """The concatenated bytes of tensors, read on the host in one pass.
 
-    Tensors on the host are read in place. Others are copied in slices to two pinned buffers, on a separate stream:
-    the next slice, of the same tensor or the next, is being copied while the caller uses the current one.
+    Tensors on the host are read in place. Other tensors are copied in slices to two pinned buffers on a separate
+    stream: while the caller uses one slice, the next one is being copied, even if it belongs to the next tensor.
 
     Args:
-        tensors: contiguous tensors. Each is requested when the bytes of the previous one have been read; if that was
-            copied from a GPU, one slice earlier.
+        tensors: contiguous tensors. The next tensor is requested when all bytes of the previous one have been read; if
+            the previous one is copied from a GPU, one slice earlier.
     """
 
     buffer_bytes = 2**25
-    """Size of each buffer: a power of two, to which torch rounds pinned tensors up."""
+    """Size of each buffer in bytes: a power of two, because torch rounds the size of pinned tensors up to one."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._buffers: list[Tensor] = []
@@ -39,11 +39,11 @@ class HostBytes:
         return HostBytes(flat(item.shard.values().to(item.dtype)) for item in items if item.shard.chunks)
 
     def is_copied(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is not on the host and has to be copied to the buffers."""
+        """Return whether `tensor` is not on the host, and has to be copied to the buffers."""
         return tensor.device.type != "cpu"
 
     def read(self, nbytes: int) -> Iterator[memoryview]:
-        """Yield the next `nbytes` bytes in views, each valid until the next is requested."""
+        """Yield the next `nbytes` bytes as views. Each view is valid until the next one is requested."""
         while nbytes:
             if not self._rest:
                 self._rest = bytes_of(next(self._slices))
@@ -52,7 +52,7 @@ class HostBytes:
             yield view
 
     def close(self) -> None:
-        """Wait for pending copies, and release tensors and buffers."""
+        """Wait for pending copies, and release the tensors and buffers."""
         self._slices.close()
         self._buffers, self._rest = [], memoryview(b"")
 
@@ -71,21 +71,21 @@ class HostBytes:
                     continue
                 if not self.is_copied(data):
                     while pending:
-                        yield pending.pop(0).finished()
+                        yield pending.pop(0).wait()
                     yield data
                     continue
                 for part in torch.split(data, self.buffer_bytes):
                     pending.append(self._copy(part))
                     if len(pending) == 2:
-                        yield pending.pop(0).finished()
+                        yield pending.pop(0).wait()
             while pending:
-                yield pending.pop(0).finished()
+                yield pending.pop(0).wait()
         finally:
             for copy in pending:
-                copy.finished()
+                copy.wait()
 
     def _copy(self, source: Tensor) -> "_Copy":
-        """Start to copy `source` to the buffer of the slice before the last, which the caller no longer uses."""
+        """Start copying `source` to the less recently used buffer, whose slice the caller no longer uses."""
         if len(self._buffers) < 2:
             self._buffers.append(torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=source.is_cuda))
         target = self._buffers[self._num_copies % 2][: source.numel()]
@@ -106,14 +106,14 @@ class HostBytes:
 
 @dataclass
 class _Copy:
-    """A pending copy. It keeps the source alive, whose memory could otherwise be reused before the copy ends."""
+    """A pending copy. It keeps the source alive, because its memory could otherwise be reused before the copy ends."""
 
     source: Tensor | None
     target: Tensor
     event: Any
 
-    def finished(self) -> Tensor:
-        """Wait for the copy, and return the slice on the host."""
+    def wait(self) -> Tensor:
+        """Wait until the copy has ended, and return the slice on the host."""
         if self.event is not None:
             self.event.synchronize()
         self.source = None

@@ -1,8 +1,7 @@
-"""Read the directory of a zip archive of `torch.save` strictly, before anything else reads the archive.
+"""Read the directory of a zip archive written by `torch.save` strictly, before anything else reads the archive.
 
-Every record must be stored uncompressed, and no two may overlap, so that no reader needs more memory than the file has
-bytes.
-https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+Records must be uncompressed and must not overlap, so that no reader needs more memory than the size of the file.
+Follows https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
 import os
@@ -16,7 +15,7 @@ from typing import Any
 from lightning_paral.errors import CheckpointError
 
 Read = Callable[[int, int], bytes]
-"""Called with offset and size; returns bytes of a file, fewer at its end."""
+"""Called with an offset and a size; returns that many bytes of a file, or fewer at its end."""
 
 _END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\x05\x06"
 _LOCATOR, _LOCATOR_MAGIC = Struct("<4sLQL"), b"PK\x06\x07"
@@ -35,25 +34,26 @@ class Record:
     """A file in an archive."""
 
     header: int
-    """Offset of its header."""
+    """Offset of its header in bytes."""
     start: int
-    """Offset of its data."""
+    """Offset of its data in bytes."""
     size: int
+    """Size of its data in bytes."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The records of a zip archive, all of them uncompressed and without overlaps."""
+    """The records of a zip archive by name. They are uncompressed and do not overlap."""
 
     records: dict[str, Record]
     comment: bytes
 
 
 def open_regular(path: str | Path) -> int:
-    """Return a descriptor of the regular file at `path`, open for reading.
+    """Open the regular file at `path` for reading, and return its descriptor.
 
     Raises:
-        CheckpointError: it is a FIFO, a socket or a device, which might block forever.
+        CheckpointError: it is a FIFO, a socket or a device, which could block forever.
         OSError: it cannot be opened.
     """
     check_regular(path, os.stat(path).st_mode)
@@ -67,10 +67,10 @@ def open_regular(path: str | Path) -> int:
 
 
 def check_regular(path: str | Path, mode: int) -> None:
-    """Raise a `CheckpointError` if `mode`, of `path`, is that of a FIFO, a socket or a device."""
-    for is_kind, name in _SPECIAL:
-        if is_kind(mode):
-            raise CheckpointError(f"{path} is {name}, not a file of a checkpoint. Remove it.")
+    """Raise a `CheckpointError` if `mode`, the mode of `path`, is that of a FIFO, a socket or a device."""
+    for matches, name in _SPECIAL:
+        if matches(mode):
+            raise CheckpointError(f"{path} is {name}, which cannot be a file of a checkpoint. Remove it.")
 
 
 _SPECIAL = (
@@ -82,15 +82,20 @@ _SPECIAL = (
 
 
 def read_archive(read: Read, nbytes: int, name: object) -> Archive | None:
-    """Return the directory of an archive of `nbytes` bytes; `None` if it is no zip archive.
+    """Return the directory of a zip archive; `None` if the file is not a zip archive.
+
+    Args:
+        read: reads bytes of the file.
+        nbytes: the size of the file.
+        name: the name of the file, for error messages.
 
     Raises:
-        CheckpointError: it is damaged, compressed, or not laid out as by `torch.save`; names `name`.
+        CheckpointError: the archive is damaged, compressed, or has a different layout than those of `torch.save`.
     """
     try:
         return _read(read, nbytes)
     except (error, ValueError) as fault:
-        raise CheckpointError(f"{name} is damaged or truncated, or no checkpoint: {fault}.") from fault
+        raise CheckpointError(f"{name} is damaged, truncated or not a checkpoint: {fault}.") from fault
 
 
 def _read(read: Read, nbytes: int) -> Archive | None:
@@ -109,9 +114,9 @@ def _read(read: Read, nbytes: int) -> Archive | None:
     located = read(max(0, end - _LOCATOR.size), _LOCATOR.size)
     if located[:4] == _LOCATOR_MAGIC:
         end -= _LOCATOR.size + _END64.size
-        _, _, place, _ = _LOCATOR.unpack(located)
+        _, _, end64, _ = _LOCATOR.unpack(located)
         magic, _, _, _, _, _, *large = _END64.unpack(read(max(0, end), _END64.size))
-        if place != end or magic != _END64_MAGIC:
+        if end64 != end or magic != _END64_MAGIC:
             raise ValueError("the end of its zip archive is broken")
         _, count, size, offset = large
     if offset + size != end or size > _MAX_DIRECTORY_BYTES or count * _ENTRY.size > size:
@@ -134,9 +139,9 @@ def _records(read: Read, directory: bytes, count: int, end: int) -> dict[str, Re
         at += num_name + num_extra + num_comment
         size, packed, header = _large(extra, size, packed, header)
         if method != 0 or flags & _ENCRYPTED or packed != size:
-            raise ValueError(f"its record {name} is compressed or encrypted, which torch.save does not do")
+            raise ValueError(f"its record {name} is compressed or encrypted, but torch.save does neither")
         if name.lower() in seen:  # torch ignores the case of names
-            raise ValueError(f"its record {name} is there twice")
+            raise ValueError(f"its record {name} occurs twice")
         seen.add(name.lower())
         found[name] = _record(read, name, header, size)
     if at != len(directory):
@@ -144,10 +149,10 @@ def _records(read: Read, directory: bytes, count: int, end: int) -> dict[str, Re
     position = 0
     for name, record in sorted(found.items(), key=lambda item: item[1].header):
         if record.header < position:
-            raise ValueError(f"its record {name} lies in the bytes of another")
+            raise ValueError(f"its record {name} overlaps another record")
         position = record.start + record.size
     if position > end:
-        raise ValueError("its records reach into its directory")
+        raise ValueError("its records overlap its directory")
     return found
 
 
@@ -155,18 +160,18 @@ def _record(read: Read, name: str, header: int, size: int) -> Record:
     local: Any = read(header, _LOCAL.size)
     magic, _, flags, method, _, _, _, _, _, num_name, num_extra = _LOCAL.unpack(local)
     if magic != _LOCAL_MAGIC or method != 0 or flags & _ENCRYPTED:
-        raise ValueError(f"its record {name} does not begin where it should")
+        raise ValueError(f"its record {name} does not begin at the offset in the directory")
     if read(header + _LOCAL.size, num_name) != name.encode():
-        raise ValueError(f"its record {name} has another name where it begins")
+        raise ValueError(f"its record {name} has another name in its own header")
     return Record(header, header + _LOCAL.size + num_name + num_extra, size)
 
 
 def _large(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return sizes and offset, read from the Zip64 field if they do not fit into 32 bits."""
+    """Return the sizes and the offset, taken from the Zip64 field if they do not fit into 32 bits."""
     at = 0
     while at + _EXTRA.size <= len(extra):
-        kind, length = _EXTRA.unpack_from(extra, at)
-        if kind == 1:
+        field_id, length = _EXTRA.unpack_from(extra, at)
+        if field_id == 1:
             values = iter(Struct(f"<{length // 8}Q").unpack_from(extra, at + _EXTRA.size))
             size, packed, header = (next(values, v) if v == _UNKNOWN else v for v in (size, packed, header))
             break

@@ -7,19 +7,24 @@ import numpy
 
 from lightning_paral.checkpoint.safe_load.opcodes import Made, PickleError
 
-_NUM_REFCOUNTED = 0b111  # of numpy's flags: elements are objects
-_OBJECT_FLAGS = 63
+_REFCOUNT_FLAGS = 0b111  # numpy's flags for elements that are objects: refcounted, list-pickled, item pointer
+_OBJECT_FLAGS = 63  # all flags of the dtype `object`
 
 
 def check_dtype(code: str, state: Any) -> None:
-    """Raise if numpy would misinterpret memory: as objects, or as fields beyond the end of an element."""
+    """Raise a `PickleError` if numpy would read memory as objects, or read fields beyond the end of an element.
+
+    Args:
+        code: the first argument of `numpy.dtype`, such as `"f8"`.
+        state: the pickled state of the dtype.
+    """
     fits = type(state) is tuple and 8 <= len(state) <= 9 and type(state[7]) is int and state[1] in ("<", ">", "|", "=")
     if fits:
         _, _, subarray, names, fields, size, alignment, flags = state[:8]
         expected = _sized(code) if code[0] in "SUV" else -1
         fits = subarray is None and size == expected and type(size) is int and alignment in _ALIGNMENTS
         fits = fits and all(_is_unit(unit) for unit in state[8:])
-        fits &= flags == _OBJECT_FLAGS if code[0] == "O" else flags >= 0 and not flags & _NUM_REFCOUNTED
+        fits &= flags == _OBJECT_FLAGS if code[0] == "O" else flags >= 0 and not flags & _REFCOUNT_FLAGS
         if fits and (names is not None or fields is not None):
             fits = code[0] == "V" and type(names) is tuple and type(fields) is dict and set(names) == set(fields)
             fits = fits and all(_is_field(field, size) for field in fields.values())
@@ -31,7 +36,7 @@ _ALIGNMENTS = (-1, 1, 2, 4, 8, 16)
 
 
 def _is_unit(unit: Any) -> bool:
-    """Whether this is the unit of a time dtype: no metadata, a name and counts."""
+    """Return whether this is the unit of a time dtype: without metadata, a name and counts."""
     if type(unit) is not tuple or len(unit) != 2 or unit[0] not in (None, {}) or type(unit[1]) is not tuple:
         return False
     name, *counts = unit[1]
@@ -51,7 +56,7 @@ def _sized(code: str) -> int:
 
 
 def item_bytes(dtype: Made) -> int:
-    """Return the size of an element of a `numpy.dtype`."""
+    """Return the size of an element of a `numpy.dtype` in bytes."""
     return _sized(dtype.args[0]) if dtype.args[0][0] in "SUV" else numpy.dtype(dtype.args[0]).itemsize
 
 
@@ -66,4 +71,4 @@ def check_array(state: Any) -> None:
         else:
             fits = type(values) is bytes and len(values) == prod(shape) * item_bytes(dtype)
     if not fits:
-        raise PickleError("it has an array whose bytes are not those of its shape and dtype")
+        raise PickleError("it has an array whose data does not match its shape and dtype")

@@ -1,7 +1,7 @@
-"""Interpret pickles as data: a machine for the opcodes that never imports, calls or instantiates anything.
+"""Interpret pickles as data, without importing, calling or instantiating anything.
 
-Globals and the results of calls are represented by `Named` and `Made`, if the rules admit them. Time and memory are
-bounded by the size of the file. Follows https://docs.python.org/3/library/pickletools.html.
+Globals and the results of calls are represented by `Named` and `Made`, if the rules allow them. Time and memory are
+bounded by the size of the pickle. Follows https://docs.python.org/3/library/pickletools.html.
 """
 
 from collections.abc import Callable
@@ -12,31 +12,32 @@ from typing import Any, Protocol
 _MAX_KEY_DEPTH = 4
 _BYTES_PER_CONTAINER = 4
 FREE_CONTAINERS = 1000
-_LARGE_INT = 2**61 - 1  # larger integers collide in hash, and a dict of them takes quadratic time
+"""Number of containers that a pickle of any size may have. Each `_BYTES_PER_CONTAINER` bytes allow one more."""
+_LARGE_INT = 2**61 - 1  # the hashes of larger integers can collide, so that a dict of them takes quadratic time
 
 
 class PickleError(Exception):
-    """A pickle is damaged, or would take more time or memory than its size warrants."""
+    """A pickle is damaged, contains something that is not allowed, or takes too much time or memory for its size."""
 
 
 class RefusedError(PickleError):
-    """A pickle asks for a global that is not admitted: `name`."""
+    """A pickle refers to the global `name`, which is not allowed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"it asks for {name}")
+        super().__init__(f"it refers to {name}")
         self.name = name
 
 
 @dataclass(frozen=True)
 class Named:
-    """A global that a pickle asks for."""
+    """A global that a pickle refers to."""
 
     name: str
 
 
 @dataclass(eq=False)
 class Made:
-    """The result of calling `by` with `args`, on which `state` and `items` are set."""
+    """The result of calling the global `by` with `args`, and then setting its `state` and `items`."""
 
     by: str
     args: tuple[Any, ...]
@@ -45,18 +46,18 @@ class Made:
 
 
 class Rules(Protocol):
-    """Which globals, calls and states a pickle may contain. Each method raises a `PickleError` for others."""
+    """Decides which globals, calls and states a pickle may contain. Each method raises a `PickleError` for others."""
 
-    def named(self, module: str, name: str) -> Any:
+    def find_global(self, module: str, name: str) -> Any:
         """Return a stand-in for a global."""
 
     def call(self, callee: Named, args: tuple[Any, ...]) -> Any:
         """Return a stand-in for the result of a call."""
 
     def build(self, target: Made, state: Any) -> None:
-        """Check a state that is set on `target`, which has none yet."""
+        """Check a state that is about to be set on `target`, which has no state yet."""
 
-    def stored(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         """Return a stand-in for an object that is stored outside the pickle."""
 
 
@@ -66,10 +67,11 @@ _UINT32, _UINT64, _FLOAT = Struct("<I"), Struct("<Q"), Struct(">d")
 
 
 def interpret(data: bytes, rules: Rules) -> Any:
-    """Return the object of the pickle `data`: plain data, `Named`, `Made`, and stand-ins that `rules` return.
+    """Return the object in the pickle `data`: plain data, `Named`, `Made`, and stand-ins returned by `rules`.
 
     Raises:
-        PickleError: it is damaged, contains something that `rules` do not admit, or is too expensive for its size.
+        PickleError: the pickle is damaged, contains something that `rules` do not allow, or is too expensive for its
+            size.
     """
     machine = _Machine(data, rules)
     try:
@@ -88,6 +90,7 @@ class _Machine:
         """The stack below each open mark."""
         self.memo: dict[int, Any] = {}
         self.left = FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        """How many more containers the pickle may create."""
 
     def run(self) -> Any:
         data, memo, handlers = self.data, self.memo, _HANDLERS
@@ -110,7 +113,7 @@ class _Machine:
                 handler = handlers[code]
                 if handler is None:
                     raise PickleError(
-                        f"its pickle has the opcode {code:#x} at byte {self.at - 1}, which has no place there"
+                        f"its pickle has the opcode {code:#x} at byte {self.at - 1}, which is not allowed"
                     )
                 handler(self)
 
@@ -126,7 +129,7 @@ class _Machine:
     def bytes(self, form: Struct) -> bytes:
         length = self.number(form)
         if length < 0 or length > len(self.data) - self.at:
-            raise PickleError(f"its pickle is to have {length} bytes where {len(self.data) - self.at} are left")
+            raise PickleError(f"its pickle asks for {length} bytes when {len(self.data) - self.at} are left")
         self.at += length
         return self.data[self.at - length : self.at]
 
@@ -148,10 +151,10 @@ class _Machine:
         self.stack.append(value)
 
     def push_new(self, value: Any) -> None:
-        """Push an object that takes memory of its own."""
+        """Push a new object, which counts as a container."""
         self.left -= 1
         if self.left < 0:
-            raise PickleError("its pickle has more containers than its size has room for")
+            raise PickleError("its pickle has too many containers for its size")
         self.stack.append(value)
 
     # What opcodes do
@@ -160,37 +163,37 @@ class _Machine:
         self.below.append(self.stack)
         self.stack = []
 
-    def tuple_of(self, count: int) -> None:
+    def push_tuple(self, count: int) -> None:
         items = tuple(self.stack[-count:])
         if len(items) != count:
-            raise PickleError("its pickle is damaged: it takes what is not there")
+            raise PickleError("its pickle is damaged: its stack has too few objects")
         del self.stack[-count:]
         self.push_new(items)
 
-    def named(self, module: Any, name: Any) -> None:
+    def push_global(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise PickleError("its pickle names what is not a name")
-        self.push(self.rules.named(module, name))
+            raise PickleError("its pickle has a global whose name is not a string")
+        self.push(self.rules.find_global(module, name))
 
-    def named_on_stack(self) -> None:
+    def push_stack_global(self) -> None:
         name, module = self.pop(), self.pop()
-        self.named(module, name)
+        self.push_global(module, name)
 
     def call(self) -> None:
         args, callee = self.pop(), self.pop()
         if type(args) is not tuple or type(callee) is not Named:
-            raise PickleError(f"its pickle calls what is no function: {type(callee).__name__}")
+            raise PickleError(f"its pickle calls a {type(callee).__name__}, which is not a function")
         self.push_new(self.rules.call(callee, args))
 
     def build(self) -> None:
         state, target = self.pop(), self.stack[-1]
         if type(target) is not Made or target.state is not None:
-            raise PickleError(f"its pickle sets attributes of {_said(target)}, which have no place there")
+            raise PickleError(f"its pickle sets attributes of {_describe(target)}, which is not allowed")
         self.rules.build(target, state)
         target.state = state
 
-    def stored(self) -> None:
-        self.push_new(self.rules.stored(self.pop()))
+    def push_persistent(self) -> None:
+        self.push_new(self.rules.persistent_load(self.pop()))
 
     def remember(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
@@ -198,7 +201,7 @@ class _Machine:
     def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
-            raise PickleError(f"its pickle appends to {_said(target)}")
+            raise PickleError(f"its pickle appends to {_describe(target)}")
         target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
@@ -206,7 +209,7 @@ class _Machine:
         if type(target) is Made and target.by in _MAPPINGS:
             target = target.items
         if type(target) is not dict or len(items) % 2:
-            raise PickleError(f"its pickle sets items of {_said(target)}")
+            raise PickleError(f"its pickle sets items of {_describe(target)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key)
             target[key] = value
@@ -214,12 +217,12 @@ class _Machine:
     def add_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not set:
-            raise PickleError(f"its pickle adds to {_said(target)}")
+            raise PickleError(f"its pickle adds to {_describe(target)}")
         for item in items:
             check_key(item)
             target.add(item)
 
-    def frozen(self) -> None:
+    def push_frozenset(self) -> None:
         items = self.pop_mark()
         for item in items:
             check_key(item)
@@ -230,7 +233,7 @@ _MAPPINGS = ("collections.OrderedDict", "collections.Counter")
 
 
 def check_key(key: Any, depth: int = 0) -> None:
-    """Raise a `PickleError` for a key that is no plain value, or that is slow to hash or made to collide."""
+    """Raise a `PickleError` for a key that is not a plain value, is slow to hash, or may be chosen to collide."""
     if type(key) is tuple and depth < _MAX_KEY_DEPTH:
         for item in key:
             check_key(item, depth + 1)
@@ -238,10 +241,10 @@ def check_key(key: Any, depth: int = 0) -> None:
         if not -_LARGE_INT < key < _LARGE_INT:
             raise PickleError("its pickle has integer keys that are too large")
     elif type(key) not in (str, bytes, float, bool, type(None), frozenset, complex, Made, Named):
-        raise PickleError(f"its pickle has {_said(key)} as a key")
+        raise PickleError(f"its pickle has {_describe(key)} as a key")
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return value.name if type(value) is Named else value.by if type(value) is Made else f"a {type(value).__name__}"
 
 
@@ -250,8 +253,8 @@ def _pop_twice(machine: _Machine) -> list[Any]:
     return [key, value]
 
 
-_Do = Callable[[_Machine], Any]
-_OPCODES: dict[int, _Do] = {
+_Handler = Callable[[_Machine], Any]
+_OPCODES: dict[int, _Handler] = {
     0x80: lambda m: m.number(_UINT8),  # PROTO
     0x95: lambda m: m.number(_UINT64),  # FRAME, which does not change what follows
     0x28: _Machine.mark,
@@ -276,23 +279,23 @@ _OPCODES: dict[int, _Do] = {
     0x29: lambda m: m.push(()),
     0x8F: lambda m: m.push_new(set()),
     0x74: lambda m: m.push_new(tuple(m.pop_mark())),  # TUPLE
-    0x85: lambda m: m.tuple_of(1),
-    0x86: lambda m: m.tuple_of(2),
-    0x87: lambda m: m.tuple_of(3),
+    0x85: lambda m: m.push_tuple(1),
+    0x86: lambda m: m.push_tuple(2),
+    0x87: lambda m: m.push_tuple(3),
     0x61: lambda m: m.extend([m.pop()]),  # APPEND
     0x65: lambda m: m.extend(m.pop_mark()),
     0x73: lambda m: m.set_items(_pop_twice(m)),  # SETITEM
     0x75: lambda m: m.set_items(m.pop_mark()),
     0x90: lambda m: m.add_items(m.pop_mark()),
-    0x91: _Machine.frozen,
+    0x91: _Machine.push_frozenset,
     0x71: lambda m: m.remember(m.number(_UINT8)),  # BINPUT
     0x72: lambda m: m.remember(m.number(_UINT32)),
     0x6A: lambda m: m.push(m.memo[m.number(_UINT32)]),
-    0x63: lambda m: m.named(m.line(), m.line()),  # GLOBAL
-    0x93: _Machine.named_on_stack,
+    0x63: lambda m: m.push_global(m.line(), m.line()),  # GLOBAL
+    0x93: _Machine.push_stack_global,
     0x52: _Machine.call,  # REDUCE
     0x81: _Machine.call,  # NEWOBJ
     0x62: _Machine.build,
-    0x51: _Machine.stored,  # BINPERSID
+    0x51: _Machine.push_persistent,  # BINPERSID
 }
-_HANDLERS: list[_Do | None] = [_OPCODES.get(code) for code in range(256)]
+_HANDLERS: list[_Handler | None] = [_OPCODES.get(code) for code in range(256)]

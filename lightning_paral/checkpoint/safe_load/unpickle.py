@@ -1,4 +1,4 @@
-"""Load what `torch.save` wrote without running code from it: only harmless types are admitted."""
+"""Load files written by `torch.save` without running code from them: only harmless types are allowed."""
 
 import io
 import os
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_paral.checkpoint.safe_load.allowed_globals import TorchRules, of_python
+from lightning_paral.checkpoint.safe_load.allowed_globals import TorchRules, python_globals
 from lightning_paral.checkpoint.safe_load.archive import Archive, Read, open_regular, read_archive
 from lightning_paral.checkpoint.safe_load.opcodes import FREE_CONTAINERS, Made, PickleError, RefusedError, interpret
 from lightning_paral.errors import CheckpointError
 
 _NAMED = re.compile(r"GLOBAL (\S+)|class (\S+)")
-_LOCK = RLock()  # torch has one set of admitted types per process
+_LOCK = RLock()  # torch has one set of allowed types per process
 _MAX_DEPTH = 100
 _EXPANSION = 64
 _CONTAINERS = (dict, list, tuple, Made)
@@ -27,17 +27,17 @@ _CONTAINERS = (dict, list, tuple, Made)
 def load_safely(
     file: Any, *, weights_only: bool = True, mmap: bool = False, name: object = None, extra: tuple[type, ...] = ()
 ) -> Any:
-    """Return what `torch.save` wrote, with tensors on the host.
+    """Load a file written by `torch.save`, with tensors on the host.
 
     Args:
-        file: a path, a file open for reading, or the bytes of one.
-        weights_only: `False` trusts the file: objects of any type are made, and their code runs.
-        mmap: map tensors instead of reading them; needs a path.
-        name: the name of the file in errors.
-        extra: further types that are harmless.
+        file: a path, a file open for reading, or the bytes of a file.
+        weights_only: `False` trusts the file: objects of any type are created, and their code runs.
+        mmap: whether to memory-map tensors instead of reading them; requires a path.
+        name: the name of the file in error messages; `None` uses `file`.
+        extra: additional types that are harmless.
 
     Raises:
-        CheckpointError: the file holds a type that is not admitted, or is damaged.
+        CheckpointError: the file is damaged, or contains a type that is not allowed.
     """
     name = name or file
     file = _BytesFile(file) if isinstance(file, memoryview) else file
@@ -50,44 +50,45 @@ def load_safely(
     except RefusedError as error:
         raise CheckpointError(_refusal(name, error.name)) from error
     except PickleError as error:
-        raise CheckpointError(f"{name} is damaged, or holds what cannot be loaded safely: {error}.") from error
+        raise CheckpointError(f"{name} is damaged, or cannot be loaded safely: {error}.") from error
     except pickle.UnpicklingError as error:
         found = _NAMED.search(str(error))
         what = (found.group(1) or found.group(2)).strip("'>.,") if found else None
         if what is None:
-            raise CheckpointError(f"{name} is damaged, or holds what cannot be loaded safely: {error}") from error
+            raise CheckpointError(f"{name} is damaged, or cannot be loaded safely: {error}") from error
         raise CheckpointError(_refusal(name, what)) from error
     except (CheckpointError, OSError):
         raise
     except (AttributeError, ImportError) as error:
-        raise CheckpointError(f"{name} holds an object of a type that cannot be imported here: {error}") from error
-    except Exception as error:  # torch's readers raise what they come upon
+        raise CheckpointError(f"{name} contains an object of a type that cannot be imported: {error}") from error
+    except Exception as error:  # torch may raise any error for a damaged file
         raise CheckpointError(
-            f"{name} is damaged or truncated, or no checkpoint: {type(error).__name__}: {error}"
+            f"{name} is damaged, truncated or not a checkpoint: {type(error).__name__}: {error}"
         ) from error
 
 
 def _refusal(name: object, what: str) -> str:
     return (
-        f"{name} holds an object of {what!r}. Making it would run code, so it was not loaded. If you trust the "
-        f"file, import that type and say torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before. "
-        "To trust everything in it, use CheckpointOptions(weights_only=False), or give weights_only=False to "
-        "trainer.fit (validate, test, predict) or load_from_checkpoint, or --trust to the command `paral`."
+        f"{name} contains an object of type {what!r}. Creating it could run code, so the file was not loaded. If you "
+        "trust the file, import the type and call "
+        f"torch.serialization.add_safe_globals([{what.rsplit('.', 1)[-1]}]) before loading. To trust everything in it, "
+        "use CheckpointOptions(weights_only=False), or pass weights_only=False to trainer.fit (validate, test, "
+        "predict) or load_from_checkpoint, or --trust to the command `paral`."
     )
 
 
 def _check(file: Any, name: object, extra: tuple[type, ...] = ()) -> None:
-    """Check what a file of `torch.save` would import and call, and what loading it would cost.
+    """Check what loading a file written by `torch.save` would import and call, and how much memory it would take.
 
     Raises:
-        PickleError: it asks for something that is not admitted, or would take more memory than its size warrants.
-        CheckpointError: it is damaged, or was not written by `torch.save`.
+        PickleError: the file contains something that is not allowed, or would take too much memory for its size.
+        CheckpointError: the file is damaged, or was not written by `torch.save`.
     """
     with _reading(file) as (read, nbytes):
         archive = read_archive(read, nbytes, name)
         top = _top(archive)
         if archive is None or f"{top}data.pkl" not in archive.records:
-            raise CheckpointError(f"{name} is damaged, or no checkpoint: it is not what torch.save writes.")
+            raise CheckpointError(f"{name} is damaged or not a checkpoint: it is not a file written by torch.save.")
         record = archive.records[f"{top}data.pkl"]
         data = read(record.start, record.size)
     prefix = f"{top}data/"
@@ -96,7 +97,7 @@ def _check(file: Any, name: object, extra: tuple[type, ...] = ()) -> None:
 
 
 def _top(archive: Archive | None) -> str:
-    """Return the prefix of all record names in an archive, which torch takes from the first record."""
+    """Return the prefix of all record names in an archive. Like torch, take it from the first record."""
     return f"{next(iter(archive.records), '').split('/')[0]}/" if archive is not None else "/"
 
 
@@ -112,9 +113,10 @@ def _children(value: Any) -> Any:
 
 
 def check_expansion(root: Any, nbytes: int) -> None:
-    """Raise a `PickleError` if traversing `root`, from a pickle of `nbytes`, would not end, or take too many steps.
+    """Raise a `PickleError` if traversing `root` would not end, or would take too many steps for a pickle of `nbytes`.
 
-    An object that is referenced twice is traversed twice by its users, together with all that it references.
+    Code that traverses the tree visits an object that is referenced twice, and everything below it, twice. A small
+    pickle of nested references can therefore take exponential time.
     """
     limit = _EXPANSION * nbytes + FREE_CONTAINERS
     steps: dict[int, tuple[int, int]] = {}  # number of steps and depth of each object traversed
@@ -127,13 +129,13 @@ def check_expansion(root: Any, nbytes: int) -> None:
         if done:
             found = [steps[id(child)] for child in _children(value) if type(child) in _CONTAINERS]
             count = 1 + len(_children(value)) + sum(number for number, _ in found)
-            depth = 1 + max((deep for _, deep in found), default=0)
+            depth = 1 + max((depth for _, depth in found), default=0)
             if count > limit or depth > _MAX_DEPTH:
-                raise PickleError("its pickle is nested deeper, or refers to itself more often, than any checkpoint")
+                raise PickleError("its pickle is nested too deeply, or repeats references too often")
             steps[id(value)] = (count, depth)
             open_now.discard(id(value))
         elif id(value) in open_now:
-            raise PickleError("its pickle holds itself")
+            raise PickleError("its pickle contains itself")
         elif id(value) not in steps:
             open_now.add(id(value))
             path.append((value, True))
@@ -141,7 +143,7 @@ def check_expansion(root: Any, nbytes: int) -> None:
 
 
 class _BytesFile(io.RawIOBase):
-    """A file over bytes in memory or in a mapped file, which are not copied."""
+    """A file-like object over bytes in memory or in a mapped file, without copying them."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -169,7 +171,7 @@ class _BytesFile(io.RawIOBase):
 
 @contextmanager
 def _reading(file: Any) -> Iterator[tuple[Read, int]]:
-    """Give a function that reads from `file`, a path or an open file, and its size; restore the file's position."""
+    """Yield a function that reads from `file`, a path or an open file, and its size. Restore the file's position."""
     if isinstance(file, str | os.PathLike):
         descriptor = open_regular(os.fspath(file))
         try:
@@ -191,23 +193,27 @@ def _reading(file: Any) -> Iterator[tuple[Read, int]]:
 
 @contextmanager
 def _safe_globals(extra: tuple[type, ...] = ()) -> Iterator[None]:
-    """Admit the types of this package for `torch.load`; those that the user has admitted stay admitted."""
+    """Allow the types of this package in `torch.load` inside the context, in addition to those of the user."""
     with _LOCK:
         before = set(torch.serialization.get_safe_globals())
-        ours = [kind for kind in (*of_python(), *extra) if kind not in before]
+        ours = [kind for kind in (*python_globals(), *extra) if kind not in before]
         with torch.serialization.safe_globals(ours):
             yield
 
 
-def warn_of_refused(file: Any) -> None:
-    """Warn if loading will refuse what `torch.save` has written to `file`, a path or a file open for reading."""
+def warn_about_refused_types(file: Any) -> None:
+    """Warn if loading will refuse a file that `torch.save` has written.
+
+    Args:
+        file: a path, or a file open for reading.
+    """
     with _safe_globals():
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if refused:
         rank_zero_warn(
-            f"The checkpoint holds {', '.join(sorted(refused))}, and loading makes no objects of types that could run "
-            "code. Save numbers, strings, tensors, arrays and containers of them instead, or allow the types by "
-            "torch.serialization.add_safe_globals before loading."
+            f"The checkpoint contains {', '.join(sorted(refused))}. Loading will refuse it, because creating objects "
+            "of these types could run code. Save numbers, strings, tensors, arrays and containers of them instead, or "
+            "allow the types with torch.serialization.add_safe_globals before loading."
         )
         return
     try:

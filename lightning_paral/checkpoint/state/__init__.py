@@ -1,1 +1,1 @@
-"""What goes into a checkpoint and comes out of one: weights, optimizer state, hyper-parameters."""
+"""The state in a checkpoint: weights, optimizer state and hyper-parameters."""

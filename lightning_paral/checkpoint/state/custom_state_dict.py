@@ -1,4 +1,4 @@
-"""Call a `state_dict` or `load_state_dict` that a module overrides, with shards in place of parameters."""
+"""Call a `state_dict` or `load_state_dict` that a module overrides, with shards instead of parameters."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,29 +11,30 @@ from torchmetrics import Metric
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.state.load_hooks import run_own_load_hooks, without_load_hooks
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.compat.torch.state_dicts import loading_by, saving_by, versions_in
+from lightning_paral.compat.torch.state_dicts import load_submodules_by, save_submodules_by, versions_in
 from lightning_paral.errors import CheckpointError
 
 
-def saves_its_own(module: Module) -> bool:
-    """Whether `module` or a submodule overrides `state_dict`."""
+def overrides_state_dict(module: Module) -> bool:
+    """Return whether `module` or a submodule overrides `state_dict`."""
     return any(
         type(part).state_dict is not Module.state_dict and not isinstance(part, Metric) for part in module.modules()
     )
 
 
-def loads_its_own(module: Module) -> bool:
-    """Whether `module` overrides `load_state_dict`; torch never calls that of a submodule."""
+def overrides_load_state_dict(module: Module) -> bool:
+    """Return whether `module` overrides `load_state_dict`. Overrides in submodules do not count: torch ignores them."""
     return type(module).load_state_dict is not Module.load_state_dict
 
 
-def own_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict[str, Any]:
-    """Return `module.state_dict()` with `shard(parameter)` in place of each parameter.
+def call_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict[str, Any]:
+    """Return `module.state_dict()` with `shard(parameter)` instead of each parameter.
 
-    Overrides may add, rename and delete entries. Operations on the tensors must be supported by shards.
+    Overrides of `state_dict` may add, rename and delete entries. They may apply operations to tensors that shards
+    support.
 
     Raises:
-        CheckpointError: it did not return a dict with string keys.
+        CheckpointError: `module.state_dict()` did not return a dict with string keys.
     """
 
     def save(part: Module, own: Callable[..., Any], destination: Any, prefix: str, _: Any) -> None:
@@ -46,17 +47,17 @@ def own_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict
             elif isinstance(value, Tensor):
                 destination[name] = value.detach()
 
-    with saving_by(module, save):
+    with save_submodules_by(module, save):
         state = module.state_dict()
     if not isinstance(state, Mapping) or any(not isinstance(name, str) for name in state):
         raise CheckpointError(
-            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, not a dict of tensors by name, "
-            "which a checkpoint has to have. Return one."
+            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, but a checkpoint requires a dict "
+            "of tensors by name. Return one."
         )
     return dict(state) if versions_in(state) is None else state
 
 
-def load_its_own(
+def call_load_state_dict(
     module: Module,
     state_dict: Mapping[str, Any],
     *,
@@ -64,17 +65,17 @@ def load_its_own(
     left_out: Collection[str],
     into: ShardedState,
 ) -> None:
-    """Call `module.load_state_dict(state_dict, strict=strict)`, and let `into` load the tensors that it can.
+    """Call `module.load_state_dict(state_dict, strict=strict)`. Parameters that `into` can load are loaded by it.
 
     Args:
-        module: overrides `load_state_dict`.
-        state_dict: as it was saved.
-        strict: passed on.
-        left_out: names that may be missing.
+        module: a module that overrides `load_state_dict`.
+        state_dict: the saved entries.
+        strict: as in `Module.load_state_dict`.
+        left_out: names that may be missing even if `strict`.
         into: the state of `module`.
 
     Raises:
-        RuntimeError: names or shapes do not match, as `Module.load_state_dict` raises it.
+        RuntimeError: names or shapes do not match, as for `Module.load_state_dict`.
     """
     filled = set()
 
@@ -88,7 +89,7 @@ def load_its_own(
                 continue
             shape = into.full_shape(parameter)
             if tuple(saved.shape) != shape:
-                errors.append(f"{prefix + name} has shape {tuple(saved.shape)}, and in the module {shape}.")
+                errors.append(f"{prefix + name} has shape {tuple(saved.shape)}, but {shape} in the module.")
                 done.add(prefix + name)
             elif id(parameter) in filled or into.write_shard(parameter, saved):
                 filled.add(id(parameter))
@@ -97,5 +98,5 @@ def load_its_own(
             own({name: value for name, value in state.items() if name not in done}, prefix, about, *rest)
         missing[:] = [name for name in missing if name not in done and name not in left_out]
 
-    with loading_by(module, load), torch.no_grad():
+    with load_submodules_by(module, load), torch.no_grad():
         module.load_state_dict(state_dict, strict=strict)

@@ -1,4 +1,4 @@
-"""Optimizers after a run that sharded their state: each rank keeps its shards on the host, as flat ranges."""
+"""Optimizers after a run that sharded their state: each rank keeps its shards on the host as flat ranges."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,12 +19,14 @@ from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
 Names = list[list[str]]
+"""The names of the parameters in each group of an optimizer."""
 
 
 class EndedOptimizers:
     """Keeps the parameter names of the optimizers of past fits.
 
-    A later evaluation may shard the module again and replace its parameters, and names could not be found any more.
+    A later evaluation may shard the module again and replace its parameters, after which the names could not be looked
+    up in the module.
     """
 
     def __init__(self) -> None:
@@ -35,10 +37,11 @@ class EndedOptimizers:
         """Give `optimizer` the parameters that the module has after the run, and this rank's shards of its state.
 
         Args:
-            optimizer: the optimizer of the user.
+            optimizer: the user's optimizer.
             module: the module after the run.
-            state: with int keys, as `Optimizer.state_dict` returns it; `None` keeps the state of the optimizer.
-            parameters: maps parameters of the optimizer to those of the module, where they differ.
+            state: the state with int keys, as `Optimizer.state_dict` returns it; `None` keeps the current state of
+                `optimizer`.
+            parameters: maps parameters of the optimizer to those of the module; those that are the same may be absent.
         """
         local = list(optimizer.state.items()) if state is None else _by_parameter(optimizer, state)
         for group in optimizer.param_groups:
@@ -49,7 +52,7 @@ class EndedOptimizers:
         self._names[optimizer] = param_names(optimizer, module)
 
     def lose(self, optimizer: Optimizer, reason: str) -> None:
-        """Note that the state of `optimizer` was lost at the end of the run."""
+        """Record that the state of `optimizer` was lost at the end of the run, and why."""
         self._lost[optimizer] = reason
 
     def names(self, optimizer: Optimizer, module: Module) -> Names:
@@ -60,7 +63,7 @@ class EndedOptimizers:
         """
         if optimizer in self._lost:
             raise ConfigurationError(
-                f"The optimizer's state can be saved during trainer.fit only: {self._lost[optimizer]}. Use "
+                f"The optimizer's state can be saved only during trainer.fit: {self._lost[optimizer]}. Use "
                 "ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
             )
         return self._names.get(optimizer) or param_names(optimizer, module)
@@ -72,7 +75,7 @@ def _by_parameter(optimizer: Optimizer, state: State) -> list[tuple[Parameter, d
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """Return this rank's values of `value` on the host: a plain tensor, or a `FlatShard`."""
+    """Return this rank's elements of `value` on the host, as a plain tensor or a `FlatShard`."""
     if isinstance(value, FlatShard):
         return _flat_shard(value, value.start, value.read())
     if not isinstance(value, DTensor):
@@ -81,12 +84,13 @@ def _on_host(value: Tensor) -> Tensor:
     coordinate = value.device_mesh.get_coordinate()
     if chunk is None or coordinate is None:
         return _flat_shard(value, 0, torch.empty(0, dtype=value.dtype))
-    span = flat_range_of(value.shape, chunk) if chunk.numel else (0, 0)
-    if span is None:
-        return value.detach()  # the user has sharded it along another dimension
-    replica = any(n for n, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate())
+    flat_range = flat_range_of(value.shape, chunk) if chunk.numel else (0, 0)
+    if flat_range is None:
+        return value.detach()  # the user has sharded it along a dimension other than the first
+    # Only the first replica keeps its elements, because `gather_full_tensor` adds up the shards of all ranks.
+    is_copy = any(n for n, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate())
     local = flat(value.to_local())
-    return _flat_shard(value, span[0], local[:0] if replica else local)
+    return _flat_shard(value, flat_range[0], local[:0] if is_copy else local)
 
 
 def _flat_shard(value: Tensor, start: int, local: Tensor) -> Tensor:
@@ -97,10 +101,10 @@ def _flat_shard(value: Tensor, start: int, local: Tensor) -> Tensor:
 
 
 def gather_full_tensor(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of the full tensor on the host, of the same dtype. *Collective* over the world for a `FlatShard`.
+    """Return a copy of the full tensor on the host, in the same dtype. *Collective* over the world for a `FlatShard`.
 
     Args:
-        value: a tensor that `EndedOptimizers.keep` has put into an optimizer.
+        value: a tensor from the state of an optimizer that was passed to `EndedOptimizers.keep`.
         device: a device that the backend of the process group supports.
     """
     if not isinstance(value, FlatShard):
@@ -108,5 +112,5 @@ def gather_full_tensor(value: Tensor, device: torch.device) -> Tensor:
     values = torch.zeros(value.numel(), dtype=value.dtype, device=device)
     values[value.start : value.start + value.local_numel] = value.read().to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)  # every other rank has zeros
+        dist.all_reduce(values)  # for each element, all ranks but one have zero
     return values.cpu().view(value.shape)

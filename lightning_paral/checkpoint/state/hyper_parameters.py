@@ -1,8 +1,8 @@
-"""Save modules among the hyper-parameters as they would be without an engine: unsharded and of their own class.
+"""Save modules in the hyper-parameters as they would be without an engine: unsharded, and of their original class.
 
-`self.save_hyperparameters()` keeps a network or a loss that is an argument of the module, and Lightning saves it with
-the checkpoint. It is the object that is trained: under FSDP and ZeRO its parameters are sharded, its class is replaced,
-and it has hooks of the engine, none of which belongs in a file.
+`self.save_hyperparameters()` also records networks and losses that are arguments of the LightningModule, and Lightning
+saves them in the checkpoint. They are the modules that are trained: under FSDP and ZeRO, their parameters are sharded,
+their class is replaced, and they have hooks of the engine, none of which belongs in a file.
 """
 
 import copyreg
@@ -28,24 +28,25 @@ _KEYS = ("hyper_parameters", "datamodule_hyper_parameters")
 _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
 
 
-def with_full_modules(
+def unshard_hyper_parameters(
     checkpoint: dict[str, Any],
     parameters: Iterable[Parameter],
     full_parameter: Callable[[Parameter], Tensor],
     ranks: RankGroup,
 ) -> None:
-    """Replace modules in the hyper-parameters of `checkpoint` by unsharded copies without hooks. *Collective*.
+    """Replace modules in the hyper-parameters of `checkpoint` by unsharded copies without hooks.
 
     Rank 0 gets the copies, on the host. The other ranks do not save hyper-parameters, and get empty dicts.
+    *Collective* over `ranks`.
 
     Args:
-        checkpoint: as Lightning dumps it; its hyper-parameters are replaced if they contain modules.
+        checkpoint: the checkpoint in Lightning's format. Its hyper-parameters are replaced if they contain modules.
         parameters: all parameters that may be sharded, in the same order on all ranks.
-        full_parameter: returns the full values of one of them. *Collective* over `ranks`.
+        full_parameter: returns the full values of a parameter. *Collective* over `ranks`.
         ranks: the ranks that save together.
 
     Raises:
-        CheckpointError: ranks have different modules among their hyper-parameters.
+        CheckpointError: ranks have different modules in their hyper-parameters.
     """
     given = {key: checkpoint[key] for key in _KEYS if checkpoint.get(key)}
     if not given:
@@ -56,8 +57,8 @@ def with_full_modules(
     found = ranks.gather((pickled.has_modules, wanted))
     if any(each != found[0] for each in found):
         raise CheckpointError(
-            "Ranks have different modules among their hyper-parameters, so they cannot be saved. Give the module the "
-            "same arguments on all ranks, or leave them out: `self.save_hyperparameters(ignore=[...])`."
+            "The modules in the hyper-parameters differ between ranks, so they cannot be saved. Pass the same "
+            "arguments to the LightningModule on all ranks, or exclude them: `self.save_hyperparameters(ignore=[...])`."
         )
     if not pickled.has_modules:
         return
@@ -70,14 +71,14 @@ def with_full_modules(
 
 
 class _PickledHyperParameters:
-    """Hyper-parameters, pickled except for tensors and arrays, with modules as they were before the engine."""
+    """Pickled hyper-parameters without tensors and arrays, and with modules as they would be without the engine."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         try:
             pickler.dump(given)
-        except Exception:  # they cannot be saved either, and saving raises the error
+        except Exception:  # hyper-parameters that cannot be pickled cannot be saved: the save raises the error
             pickler.has_modules = False
         self._data = buffer.getvalue()
         self._objects = pickler.objects
@@ -85,8 +86,12 @@ class _PickledHyperParameters:
         self.tensors = set(self._objects) if self.has_modules else set()
 
     def copy(self, values: dict[int, Tensor]) -> dict[str, Any]:
-        """Return a copy that shares tensors, with `values` for the parameters whose ids are its keys."""
-        objects = {key: _copied(value, values.get(key)) for key, value in self._objects.items()}
+        """Return a copy of the hyper-parameters, which shares tensors with the original.
+
+        Args:
+            values: full values by the ids of the parameters that they replace.
+        """
+        objects = {key: _copy_object(value, values.get(key)) for key, value in self._objects.items()}
         unpickler = _Unpickler(io.BytesIO(self._data), objects)
         copied: dict[str, Any] = unpickler.load()
         return copied
@@ -113,7 +118,7 @@ class _Pickler(pickle.Pickler):
         if make is None or not isinstance(state, dict):
             return reduced
         args = tuple(class_without_engine(arg) if arg is type(obj) else arg for arg in args)
-        # With `__newobj__`, pickle accepts only the class of the object.
+        # With `__newobj__`, pickle accepts only the actual class of the object, so replace it by `_new`.
         return (_new if make is copyreg.__newobj__ else make, args, attributes_without_engine(state, type(obj)), *rest)  # type: ignore[attr-defined]
 
 
@@ -126,12 +131,12 @@ class _Unpickler(pickle.Unpickler):
         return self._objects[pid]
 
 
-def _new(kind: type, *args: Any) -> Any:
-    return kind.__new__(kind, *args)
+def _new(cls: type, *args: Any) -> Any:
+    return cls.__new__(cls, *args)
 
 
 @torch.no_grad()
-def _copied(value: Any, full: Tensor | None) -> Any:
+def _copy_object(value: Any, full: Tensor | None) -> Any:
     if not isinstance(value, Parameter):
         return value
     copied = Parameter(value.detach() if full is None else full, requires_grad=value.requires_grad)

@@ -1,4 +1,4 @@
-"""Load-state-dict pre-hooks of modules, which rename what older versions of a module saved."""
+"""Load-state-dict pre-hooks of modules, which convert the entries that older versions of a module saved."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from lightning_paral.compat.torch.state_dicts import load_hooks, save_own, set_l
 
 
 def has_load_hooks(module: Module) -> bool:
-    """Whether `module` or a submodule has such hooks."""
+    """Return whether `module` or a submodule has load-state-dict pre-hooks."""
     return any(load_hooks(part) for part in module.modules())
 
 
 def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) -> "OrderedDict[str, Any]":
-    """Return `state_dict` as the hooks change it, run in the order of `Module.load_state_dict`."""
+    """Run all hooks in the order of `Module.load_state_dict`, and return the changed copy of `state_dict`."""
     changed = OrderedDict(state_dict)
     about = versions_in(state_dict) or {}
     for name, part in module.named_modules(remove_duplicate=False):
@@ -28,28 +28,34 @@ def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) 
 
 
 def run_own_load_hooks(part: Module, state_dict: Mapping[str, Any], *about: Any) -> None:
-    """Run the hooks of `part` without its submodules, with the arguments of `Module._load_from_state_dict`."""
+    """Run the hooks of `part`, but not of its submodules, with the arguments of `Module._load_from_state_dict`."""
     for hook in load_hooks(part).values():
         hook(state_dict, *about)
 
 
 @contextmanager
 def without_load_hooks(module: Module, *, recurse: bool = True) -> Iterator[None]:
-    """Disable the hooks of `module`, and with `recurse` of its submodules, inside the context: they have run."""
+    """Disable the hooks of `module` inside the context, after they have run.
+
+    Args:
+        module: the module.
+        recurse: whether to disable also the hooks of its submodules.
+    """
     hooks = [(part, load_hooks(part)) for part in (module.modules() if recurse else (module,))]
     try:
         for part, _ in hooks:
             set_load_hooks(part, OrderedDict())
         yield
     finally:
-        for part, of_part in hooks:
-            set_load_hooks(part, of_part)
+        for part, part_hooks in hooks:
+            set_load_hooks(part, part_hooks)
 
 
 def names_to_load(module: Module) -> dict[str, Any]:
-    """Return parameters, buffers and extra states by the names under which loading looks for them.
+    """Return parameters, buffers and extra states by the names under which `Module.load_state_dict` looks them up.
 
-    `module.state_dict()` may have other names, given by hooks. Entries that only it has are included.
+    The names in `module.state_dict()` may differ, because hooks can change them. Entries that occur only there are
+    included.
     """
     own: OrderedDict[str, Any] = OrderedDict()
     for name, part in module.named_modules(remove_duplicate=False):

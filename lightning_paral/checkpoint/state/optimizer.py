@@ -1,4 +1,4 @@
-"""Optimizer state keyed by parameter name (FQN), independent of the order, grouping and sharding of parameters."""
+"""Optimizer state keyed by FQN, so that it does not depend on the order, grouping and sharding of parameters."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -17,20 +17,20 @@ from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import CheckpointError
 
 State = dict[str, Any]
-"""What `Optimizer.state_dict` returns, with the names of the parameters as `param_names` in each group."""
+"""The result of `Optimizer.state_dict`. Each group has the names of its parameters as `param_names`."""
 
 
 OTHER_ENTRIES_KEY = "lightning_paral.optimizers"
-"""Key of a folder's `meta.pt`: per optimizer, the entries of its state besides `state` and `param_groups`."""
+"""Key in `meta.pt` of a sharded checkpoint: for each optimizer, the result of `other_entries`."""
 
 _REMEDY = (
-    "Return the same parameters in the same groups from configure_optimizers, or leave the optimizer's state out by "
+    "Return the same parameters in the same groups from configure_optimizers, or skip the optimizer's state with "
     "CheckpointOptions(restore_optimizer=False)."
 )
 
 
 def param_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """Return the names of the parameters of each group; generated ones for parameters that the module does not have."""
+    """Return the names of the parameters in each group. Parameters that are not in `module` get generated names."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
         [names.get(id(parameter), f"unnamed.{g}.{n}") for n, parameter in enumerate(group["params"])]
@@ -44,50 +44,57 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_of(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> State:
-    """Return the state of an optimizer over full parameters or DTensors, with names. Tensors are not copied."""
+    """Return the state of an optimizer over full parameters or DTensors. Tensors are not copied.
+
+    Args:
+        optimizer: the optimizer.
+        names: the names of the parameters in each group, which are added as `param_names`.
+    """
     state = {"state": {}, "param_groups": []} | optimizer.state_dict()  # Lightning's mock optimizer has neither
-    for group, of_group in zip(state["param_groups"], names, strict=True):
-        group["param_names"] = list(of_group)
+    for group, group_names in zip(state["param_groups"], names, strict=True):
+        group["param_names"] = list(group_names)
     return state
 
 
 def to_fqn_keys(state: State, names: Sequence[Sequence[str]] | None = None) -> State:
-    """Return `state` keyed by parameter name instead of number, as in Distributed Checkpoints.
+    """Return `state` keyed by FQN instead of int, as in Distributed Checkpoints.
 
     Args:
-        state: as `Optimizer.state_dict` returns it, or keyed by name.
-        names: the names of the parameters of each group, in order, for states of other tools, which have none.
+        state: the state as `Optimizer.state_dict` returns it, or already keyed by FQN.
+        names: the names of the parameters in each group, in order. They are used only for a state without names, which
+            another tool saved.
 
     Raises:
-        CheckpointError: the groups of `state` have other sizes than those of `names`.
+        CheckpointError: the groups of `state` have different sizes than those of `names`.
     """
     groups = state.get("param_groups", [])
     if all(isinstance(key, str) for group in groups for key in group["params"]):
         return {"state": dict(state.get("state", {})), "param_groups": [dict(group) for group in groups]}
     if names is None or any("param_names" in group for group in groups):
         names = [group["param_names"] for group in groups]
-    if [len(group["params"]) for group in groups] != [len(of_group) for of_group in names]:
+    if [len(group["params"]) for group in groups] != [len(group_names) for group_names in names]:
         raise CheckpointError(
             f"The checkpoint's optimizer has groups of {[len(group['params']) for group in groups]} parameters without "
-            f"names, and this one groups of {[len(of_group) for of_group in names]}. {_REMEDY}"
+            f"names, but this optimizer has groups of {[len(group_names) for group_names in names]}. {_REMEDY}"
         )
     name_of = {
         number: name
-        for group, of_group in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], of_group, strict=True)
+        for group, group_names in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
     }
     return {
         "state": {name_of[number]: value for number, value in state["state"].items()},
         "param_groups": [
-            hyper_parameters(group) | {"params": list(of_group)} for group, of_group in zip(groups, names, strict=True)
+            hyper_parameters(group) | {"params": list(group_names)}
+            for group, group_names in zip(groups, names, strict=True)
         ],
     }
 
 
 def to_int_keys(state: State) -> State:
-    """Return state keyed by name as `Optimizer.state_dict` returns it: keyed by number, with names in the groups.
+    """Return a state keyed by FQN as `Optimizer.state_dict` returns it: keyed by int, with names in the groups.
 
-    Distributed Checkpoints drop empty dicts, such as the state of plain SGD or before the first step.
+    `state` may lack entries, because Distributed Checkpoints drop empty dicts, such as the state of plain SGD.
     """
     groups: list[dict[str, Any]] = []
     number_of: dict[str, int] = {}
@@ -101,44 +108,44 @@ def to_int_keys(state: State) -> State:
 
 
 def other_entries(state: State) -> dict[str, Any]:
-    """Return the entries of `state` besides `state` and `param_groups`: averages of weights, for instance."""
+    """Return the entries of `state` other than `state` and `param_groups`, such as averages of weights."""
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
 
 class SavedOptimizer:
-    """The state of one optimizer in a checkpoint, keyed by parameter name.
+    """The state of one optimizer in a checkpoint, keyed by FQN.
 
     Args:
-        state: from the checkpoint, keyed by number or name.
-        names: the names of the parameters of each group of the optimizer that loads it.
+        state: the state in the checkpoint, keyed by int or FQN.
+        names: the names of the parameters in each group of the optimizer that loads the state.
 
     Raises:
-        CheckpointError: it is the state of an optimizer over other parameters.
+        CheckpointError: the state belongs to an optimizer over different parameters.
     """
 
     def __init__(self, state: State, names: Sequence[Sequence[str]]) -> None:
         named = to_fqn_keys(state, names)
         self.state: dict[str, dict[str, Any]] = named["state"]
         self._group_of = {name: group for group in named["param_groups"] for name in group["params"]}
-        wanted = {name for of_group in names for name in of_group}
+        wanted = {name for group_names in names for name in group_names}
         missing, unexpected = sorted(wanted - self._group_of.keys()), sorted(self._group_of.keys() - wanted)
         if missing or unexpected:
             raise CheckpointError(
-                "The checkpoint's optimizer has other parameters. "
-                + listing("Not in the checkpoint", missing)
-                + listing("Only in the checkpoint", unexpected)
+                "The checkpoint's optimizer has different parameters. "
+                + list_names("Not in the checkpoint", missing)
+                + list_names("Only in the checkpoint", unexpected)
                 + _REMEDY
             )
 
     def hyper_parameters(self, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Return `group` without its parameters, updated with the hyper-parameters that the checkpoint has for it.
+        """Return the hyper-parameters of `group`, updated with those in the checkpoint.
 
         Args:
             group: a parameter group of the optimizer.
             names: the names of its parameters.
 
         Raises:
-            CheckpointError: in the checkpoint, these parameters have different hyper-parameters.
+            CheckpointError: in the checkpoint, the parameters of this group have different hyper-parameters.
         """
         saved: list[dict[str, Any]] = []
         for name in names:
@@ -147,7 +154,7 @@ class SavedOptimizer:
                 saved.append(of_name)
         if len(saved) > 1:
             raise CheckpointError(
-                "Parameters that are in one group of the optimizer have different hyper-parameters in the checkpoint: "
+                "Parameters in the same group of the optimizer have different hyper-parameters in the checkpoint: "
                 f"{saved[0]} and {saved[1]}. {_REMEDY}"
             )
         ours = hyper_parameters(group)
@@ -158,32 +165,37 @@ class SavedOptimizer:
 def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: State) -> None:
     """Load a saved state into an optimizer over full parameters or DTensors. Each rank reads only its shards.
 
+    Args:
+        optimizer: the optimizer.
+        names: the names of the parameters in each of its groups.
+        saved: the state in the checkpoint, keyed by int or FQN.
+
     Raises:
-        CheckpointError: it is the state of another optimizer.
+        CheckpointError: the state does not match the optimizer.
     """
     checkpoint = SavedOptimizer(saved, names)
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
-    for group, of_group in zip(optimizer.param_groups, names, strict=True):
-        numbers = list(range(number, number + len(of_group)))
-        groups.append(checkpoint.hyper_parameters(group, of_group) | {"params": numbers})
-        for parameter, name in zip(group["params"], of_group, strict=True):
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        numbers = list(range(number, number + len(group_names)))
+        groups.append(checkpoint.hyper_parameters(group, group_names) | {"params": numbers})
+        for parameter, name in zip(group["params"], group_names, strict=True):
             found = checkpoint.state.get(name)
             if found is not None:
-                state[number] = {key: _restored(key, value, parameter) for key, value in found.items()}
+                state[number] = {key: _restore_value(key, value, parameter) for key, value in found.items()}
             number += 1
-    others = tree_map_only(Tensor, _copied, other_entries(saved))
+    others = tree_map_only(Tensor, _copy, other_entries(saved))
     optimizer.load_state_dict(others | {"state": state, "param_groups": groups})
 
 
 def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
     """Move the state of each parameter to the device of the parameter.
 
-    Step counters stay where the optimizer put them: on the host, or on the device for fused and capturable optimizers.
+    Step counters are not moved: the optimizer keeps them on the host, or on the device if it is fused or capturable.
 
     Args:
-        optimizer: any optimizer; its state need not be one dict per parameter.
-        otherwise: device for state that belongs to no parameter.
+        optimizer: any optimizer. Its state may be something other than one dict per parameter.
+        otherwise: the device for state that does not belong to a parameter.
     """
     for owner, state in optimizer.state.items():
         device = owner.device if isinstance(owner, Tensor) else otherwise
@@ -195,15 +207,15 @@ def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
                 state[key] = move_data_to_device(value, device)
 
 
-def _restored(key: str, value: Any, parameter: Parameter) -> Any:
+def _restore_value(key: str, value: Any, parameter: Parameter) -> Any:
     if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
-        return tree_map_only(Tensor, _copied, value)
+        return tree_map_only(Tensor, _copy, value)
     target = _memory_for(parameter.detach())
     read_into(value, target)
     return target
 
 
-def _copied(value: Tensor) -> Tensor:
+def _copy(value: Tensor) -> Tensor:
     return materialize(value).clone()
 
 
@@ -220,8 +232,8 @@ def _plain(value: Any) -> Any:
     return materialize(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def listing(title: str, names: Sequence[str]) -> str:
-    """Return the sentence `title: names. `, with at most 12 of the names; an empty string if there are none."""
+def list_names(title: str, names: Sequence[str]) -> str:
+    """Return the sentence `title: names. ` with at most 12 of the names, or an empty string if there are no names."""
     if not names:
         return ""
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""

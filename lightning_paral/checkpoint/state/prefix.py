@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_paral.checkpoint.state.optimizer import listing
+from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.errors import ConfigurationError
 
 
 def as_prefix(text: str) -> str:
-    """Return `text` with exactly one dot at its end: `model.` for `model` and `model.`; nothing for no text."""
+    """Return `text` with exactly one dot at its end: `model.` for both `model` and `model.`; "" for ""."""
     return f"{text.rstrip('.')}." if text.rstrip(".") else ""
 
 
 def prefixes(weights: Mapping[str, Any]) -> str:
-    """List the first components of all names, each with the number of its weights, for messages."""
+    """Return the first components of all names, each with the number of its weights, as text for messages."""
     found: dict[str, list[str]] = {}
     for name in weights:
         found.setdefault(name.split(".")[0] + "." if "." in name else name, []).append(name)
@@ -25,23 +25,23 @@ def without_prefix(weights: Mapping[str, Any], prefix: str, *, only: bool) -> di
 
     Args:
         weights: weights by name.
-        prefix: including its dot.
-        only: drop other weights instead of raising an error.
+        prefix: the prefix, including its dot.
+        only: whether to drop other weights instead of raising an error.
 
     Raises:
-        ConfigurationError: no name begins with the prefix, or some do not and `only` is not set.
+        ConfigurationError: no name begins with the prefix, or some names do not and `only` is `False`.
     """
     kept = {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
     others = [name for name in weights if not name.startswith(prefix)]
     if not kept:
         raise ConfigurationError(
-            f"No weight's name begins with {prefix!r}. The prefixes there are, and how many names have each: "
-            f"{prefixes(weights) or 'none'}."
+            f"No weight's name begins with {prefix!r}. The prefixes in the checkpoint, with the number of names of "
+            f"each, are: {prefixes(weights) or 'none'}."
         )
     if others and not only:
         raise ConfigurationError(
             f"{len(others)} of {len(weights)} names do not begin with {prefix!r}, and would be lost. "
-            + listing("They are", others)
-            + "--only-prefix leaves them out."
+            + list_names("They are", others)
+            + "Pass --only-prefix to leave them out."
         )
     return kept

@@ -1,4 +1,4 @@
-"""The weights of a module in a checkpoint: collect this rank's shards, and load them by name after all checks."""
+"""The weights of a module in a checkpoint: collect this rank's shards, and load weights by name after checking them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -16,10 +16,10 @@ from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.custom_state_dict import (
-    load_its_own,
-    loads_its_own,
-    own_state_dict,
-    saves_its_own,
+    call_load_state_dict,
+    call_state_dict,
+    overrides_load_state_dict,
+    overrides_state_dict,
 )
 from lightning_paral.checkpoint.state.load_hooks import (
     has_load_hooks,
@@ -27,23 +27,23 @@ from lightning_paral.checkpoint.state.load_hooks import (
     run_load_hooks,
     without_load_hooks,
 )
-from lightning_paral.checkpoint.state.optimizer import listing
+from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.compat.torch.state_dicts import EXTRA_STATE, set_versions, versions_in
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError
 
 PACKAGE_STATE_KEY = "lightning_paral"
-"""Key of a checkpoint for the state that only this package reads: names of frozen parameters that were not saved,
+"""Key in a checkpoint for the state that only this package reads: the names of frozen parameters that were not saved,
 random states, and descriptions of Hugging Face models."""
 
 
 def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
-    """Return `module.state_dict()` with `shard(parameter)` in place of each parameter.
+    """Return `module.state_dict()` with `shard(parameter)` instead of each parameter.
 
     Args:
         module: the unwrapped LightningModule.
-        shard: returns this rank's shard of a parameter; called once for each.
+        shard: returns this rank's shard of a parameter; called once for each parameter, even if it has several names.
         save_frozen: whether to include frozen parameters.
     """
     by_parameter: dict[int, Tensor] = {}
@@ -53,13 +53,13 @@ def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], sav
             by_parameter[id(parameter)] = shard(parameter)
         return by_parameter[id(parameter)]
 
-    if saves_its_own(module):
-        own = own_state_dict(module, once)
+    if overrides_state_dict(module):
+        custom = call_state_dict(module, once)
         left_out = [p for p in module.parameters() if not (p.requires_grad or save_frozen) and id(p) in by_parameter]
         frozen = {id(by_parameter[id(parameter)]) for parameter in left_out}
-        for name in [name for name, value in own.items() if id(value) in frozen]:
-            del own[name]
-        return own
+        for name in [name for name, value in custom.items() if id(value) in frozen]:
+            del custom[name]
+        return custom
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     for name, value in list(state.items()):
         if not isinstance(value, Parameter):
@@ -78,13 +78,13 @@ def replicated_storages(module: Module) -> set[int]:
 
 
 def package_state(module: Module, save_frozen: bool, ranks: RankGroup, random_states: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint that only this package reads. *Collective* over `ranks`.
+    """Return the part of a checkpoint that only this package reads. *Collective* over `ranks`.
 
     Args:
         module: the unwrapped LightningModule.
         save_frozen: whether the checkpoint includes frozen parameters.
         ranks: the ranks that save together.
-        random_states: this rank's random states, current or from the end of the fit.
+        random_states: the random states of this rank.
     """
     frozen = [
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
@@ -106,52 +106,53 @@ def load_weights(
 
     Args:
         module: the unwrapped LightningModule.
-        state_dict: full tensors or `LazyTensor` by name, and whatever else `Module.state_dict` returns.
+        state_dict: the saved entries: full tensors or `LazyTensor`, and extra states.
         strict: whether missing and unexpected names are errors.
-        left_out: names of frozen parameters that were not saved; they keep their values.
+        left_out: the names of frozen parameters that were not saved. They keep their values.
         into: the state of `module`.
 
     Raises:
-        CheckpointError: names or shapes do not match; the module is unchanged.
+        CheckpointError: names or shapes do not match. The module is unchanged.
+        RuntimeError: the same, if `module` overrides `load_state_dict`.
     """
-    if loads_its_own(module):
-        load_its_own(module, state_dict, strict=strict, left_out=left_out, into=into)
+    if overrides_load_state_dict(module):
+        call_load_state_dict(module, state_dict, strict=strict, left_out=left_out, into=into)
         return
-    hooked = has_load_hooks(module)
-    if hooked:
+    has_hooks = has_load_hooks(module)
+    if has_hooks:
         state_dict = run_load_hooks(module, state_dict, strict)
-    own = names_to_load(module) if hooked else module.state_dict(keep_vars=True)
-    missing = sorted(own.keys() - state_dict.keys() - set(left_out))
-    unexpected = sorted(state_dict.keys() - own.keys())
+    expected = names_to_load(module) if has_hooks else module.state_dict(keep_vars=True)
+    missing = sorted(expected.keys() - state_dict.keys() - set(left_out))
+    unexpected = sorted(state_dict.keys() - expected.keys())
     shapes = [
-        f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(own[name])})"
+        f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(expected[name])})"
         for name, saved in state_dict.items()
-        if not _is_extra_state(name)  # whose size may differ from save to save
+        if not _is_extra_state(name)  # the size of a tensor in it may change from save to save
         and isinstance(saved, Tensor)
-        and isinstance(own.get(name), Tensor)
-        and saved.shape != into.full_shape(own[name])
+        and isinstance(expected.get(name), Tensor)
+        and saved.shape != into.full_shape(expected[name])
     ]
     if shapes or (strict and (missing or unexpected)):
         raise CheckpointError(
-            f"The checkpoint's weights do not fit {type(module).__name__}. "
-            + listing("Missing in the checkpoint", missing if strict else [])
-            + listing("Only in the checkpoint", unexpected if strict else [])
-            + listing("Of another shape", shapes)
-            + ("`strict_loading = False` in the module loads what fits by name." if not shapes else "")
+            f"The checkpoint's weights do not match {type(module).__name__}. "
+            + list_names("Missing in the checkpoint", missing if strict else [])
+            + list_names("Only in the checkpoint", unexpected if strict else [])
+            + list_names("Different shape", shapes)
+            + ("To load only the weights whose names match, set `module.strict_loading = False`." if not shapes else "")
         )
-    kept = sorted(set(left_out) & own.keys() - state_dict.keys())
+    kept = sorted(set(left_out) & expected.keys() - state_dict.keys())
     if kept:
         rank_zero_info(
-            f"{len(kept)} frozen parameters are not in the checkpoint; those of the module as it was built stay: "
-            f"{', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
+            f"{len(kept)} frozen parameters are not in the checkpoint, and keep the values with which the module was "
+            f"built: {', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
         )
-    rest: OrderedDict[str, Any] = OrderedDict()
+    rest: OrderedDict[str, Any] = OrderedDict()  # what `module.load_state_dict` has to load
     filled = set()
     with torch.no_grad():
         for name, saved in state_dict.items():
-            parameter = own.get(name)
+            parameter = expected.get(name)
             if _is_extra_state(name):
-                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # modules may keep a reference to it
+                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # because modules may keep a reference
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names
@@ -161,7 +162,7 @@ def load_weights(
                     rest[name] = saved
     if (versions := versions_in(state_dict)) is not None:
         set_versions(rest, versions)
-    with without_load_hooks(module) if hooked else nullcontext():
+    with without_load_hooks(module) if has_hooks else nullcontext():
         module.load_state_dict(rest, strict=False)
 
 

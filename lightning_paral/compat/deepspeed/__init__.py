@@ -1,1 +1,1 @@
-"""Private names and patches of DeepSpeed: one module for each idea. Import them only where ZeRO runs."""
+"""Private names and patches of DeepSpeed: one module per topic. Import them only in code that runs ZeRO."""

@@ -94,11 +94,11 @@ def end_shared_pass(engine: Any) -> None:
     engine._running_engine_backward = False
 
 
-def leave_unreached(engine: Any) -> None:
+def end_unreached_pass(engine: Any) -> None:
     """End a backward pass that reached none of this engine's parameters."""
     engine.optimizer.exit_backward()
 
 
-def reduce_reached(engine: Any) -> None:
+def end_reached_pass(engine: Any) -> None:
     """Reduce the gradients of an engine that the backward pass reached. *Collective* over the world."""
     engine._backward_epilogue()

@@ -43,7 +43,7 @@ def wait_for_copies(optimizer: Any) -> None:
     optimizer._wait_for_offload_copies()
 
 
-def forget_copies(optimizer: Any) -> None:
+def discard_offloaded_gradients(optimizer: Any) -> None:
     """Discard gradients on the host, or being copied there, of a stage-1 or stage-2 `optimizer` with offload."""
     optimizer._wait_for_offload_copies()
     optimizer._offload_accumulated_param_ids = set()

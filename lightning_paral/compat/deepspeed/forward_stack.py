@@ -23,7 +23,7 @@ def innermost_forward() -> Module | None:
     return innermost
 
 
-def leave_out_of_forwards(module: Module) -> None:
+def remove_from_forwards(module: Module) -> None:
     """Remove `module`, which an engine has left at the bottom of the stack."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 

@@ -33,7 +33,7 @@ NAMES = (
 
 
 @contextmanager
-def linear_as_before() -> Iterator[None]:
+def preserve_linear() -> Iterator[None]:
     """Restore `torch.nn.functional.linear` at the end of this context."""
     linear = torch.nn.functional.linear
     try:

@@ -61,7 +61,7 @@ NAMES = (
 )
 
 
-class MasterRun(NamedTuple):
+class MasterRange(NamedTuple):
     """The flat range of a parameter that this rank updates, and where it begins in the flat master."""
 
     start: int
@@ -69,21 +69,21 @@ class MasterRun(NamedTuple):
     position: int
 
 
-def master_run_of(parameter: Any) -> MasterRun:
+def master_range_of(parameter: Any) -> MasterRange:
     """Return this rank's flat range of `parameter`, which may be empty."""
     mapping = parameter._hp_mapping
     if mapping is None:
-        return MasterRun(0, 0, 0)
+        return MasterRange(0, 0, 0)
     address = mapping.lp_fragment_address
-    return MasterRun(address.start, address.numel, mapping.hp_fragment_address.start)
+    return MasterRange(address.start, address.numel, mapping.hp_fragment_address.start)
 
 
-def find_masters_again(optimizer: Any) -> None:
+def relink_masters(optimizer: Any) -> None:
     """Find the masters again after the groups of the running optimizer have been replaced."""
     optimizer._link_all_hp_params()
 
 
-def find_masters_in_round_robin(optimizer: Any) -> None:
+def link_round_robin_masters(optimizer: Any) -> None:
     """Find the masters where `round_robin_gradients`, if it is on, has put them.
 
     DeepSpeed does so only if there is padding.

@@ -57,7 +57,7 @@ def end_forward(module: Module) -> None:
         parameters._in_forward = False
 
 
-def is_of_engine(name: str) -> bool:
+def is_engine_attribute(name: str) -> bool:
     """Whether an attribute of a module belongs to the engine and calls it."""
     return name in _OF_THE_ENGINE
 

@@ -59,7 +59,7 @@ _SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
 
 
 @contextmanager
-def loaded_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+def load_operators_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
     """Load operators that are not installed by `load(builder, compile_and_load)` inside this context."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -100,7 +100,7 @@ def is_for_cuda(builder: Any) -> bool:
     return isinstance(builder, CUDAOpBuilder)
 
 
-def leave_out_shared_memory() -> None:
+def disable_shared_memory() -> None:
     """Keep backends made from now on from compiling shared-memory collectives."""
     import deepspeed
 
@@ -108,7 +108,7 @@ def leave_out_shared_memory() -> None:
         deepspeed.ops.__compatible_ops__[name] = False
 
 
-def check_shared_memory_left_out(backend: Any) -> None:
+def check_shared_memory_disabled(backend: Any) -> None:
     """Raise a `PrivateNameError` if `backend` has compiled them nevertheless."""
     if backend.shm_comm_op is not None:
         raise _COMPATIBLE.error("it no longer leaves them out")

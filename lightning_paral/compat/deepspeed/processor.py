@@ -7,7 +7,7 @@ from typing import Any
 
 
 @contextmanager
-def processor_read_once() -> Iterator[None]:
+def cache_cpu_info() -> Iterator[None]:
     """Let DeepSpeed's CPU optimizers read the processor's vendor only once per process, inside this context.
 
     `DeepSpeedCPUAdam` (0.19.8) asks `cpuinfo` for it at every construction, which starts a process and takes a second.

@@ -70,7 +70,7 @@ def position_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
     return position, share
 
 
-def compute_with_flat_weights(optimizer: Any, index: int) -> None:
+def copy_flat_weights_to_parameters(optimizer: Any, index: int) -> None:
     """Copy the flat fp32 weights of a sub-group to its parameters."""
     optimizer._reassign_or_swap_out_partitioned_parameters(index)
 

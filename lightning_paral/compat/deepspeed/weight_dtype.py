@@ -21,7 +21,7 @@ NAMES = (
 
 
 @contextmanager
-def dtype_as_given() -> Iterator[None]:
+def keep_given_dtype() -> Iterator[None]:
     """Make DeepSpeed keep the dtype that it is given, inside this context."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 

@@ -1,1 +1,1 @@
-"""Private names and patches of Lightning and torchmetrics: one module for each idea."""
+"""Private names and patches of Lightning and torchmetrics: one module per topic."""

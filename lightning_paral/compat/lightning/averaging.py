@@ -9,15 +9,18 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning_paral.compat.private_name import PrivateName
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
+_LATE = (
+    "the callback removes them only in on_fit_start, and strategies that shard modules load its state after that hook"
+)
 _AVERAGES = tuple(
     PrivateName(
-        name=f"lightning.pytorch.callbacks.{kind}._average_model",
+        name=f"lightning.pytorch.callbacks.{cls}._average_model",
         on_instances=True,
-        purpose="to average shards in place of a copy of the module",
-        reason="the callbacks make the copy themselves and accept no other",
+        purpose="to average shards instead of a full copy of the module",
+        reason="the callbacks create the copy themselves, and have no option to replace it",
         seen=_SEEN,
     )
-    for kind in ("WeightAveraging", "StochasticWeightAveraging")
+    for cls in ("WeightAveraging", "StochasticWeightAveraging")
 )
 NAMES = (
     *_AVERAGES,
@@ -25,8 +28,8 @@ NAMES = (
         PrivateName(
             name=f"lightning.pytorch.callbacks.WeightAveraging.{method}",
             parameters=("self", "pl_module"),
-            purpose="to exchange averages and weights shard by shard, and buffers between ranks",
-            reason="the callback exchanges them in the middle of its hooks",
+            purpose="to exchange averages and weights shard by shard, and to broadcast buffers",
+            reason="the callback calls these methods inside its hooks, and no public hook runs there",
             seen=_SEEN,
         )
         for method in ("_swap_models", "_copy_average_to_current")
@@ -52,8 +55,8 @@ NAMES = (
         PrivateName(
             name=f"lightning.pytorch.callbacks.StochasticWeightAveraging.{attribute}",
             on_instances=True,
-            purpose="to remove schedulers that a checkpoint replaces, if it is loaded after on_fit_start",
-            reason="the callback expects its state before on_fit_start, when modules are not sharded yet",
+            purpose="to remove the schedulers that a loaded checkpoint replaces",
+            reason=_LATE,
             seen=_SEEN,
         )
         for attribute in ("_model_contains_batch_norm", "_scheduler_state")
@@ -61,28 +64,28 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.callbacks.StochasticWeightAveraging._clear_schedulers",
         parameters=("trainer",),
-        purpose="to remove schedulers that a checkpoint replaces, if it is loaded after on_fit_start",
-        reason="the callback expects its state before on_fit_start, when modules are not sharded yet",
+        purpose="to remove the schedulers that a loaded checkpoint replaces",
+        reason=_LATE,
         seen=_SEEN,
     ),
 )
 
 SWAP, COPY = "_swap_models", "_copy_average_to_current"
-"""Methods of `WeightAveraging`: swap averages and weights; copy the averages to the weights."""
+"""Names of methods of `WeightAveraging`: one swaps averages and weights, one copies the averages to the weights."""
 
 
 def swap_method() -> Callable[[WeightAveraging, LightningModule], None]:
-    """Return the method `SWAP` as it is now."""
+    """Return the current method `SWAP`."""
     return WeightAveraging._swap_models
 
 
 def copy_method() -> Callable[[WeightAveraging, LightningModule], None]:
-    """Return the method `COPY` as it is now."""
+    """Return the current method `COPY`."""
     return WeightAveraging._copy_average_to_current
 
 
 def averages_of(callback: Any) -> Any:
-    """Return the module copy in which `callback` keeps averages, or what replaces it."""
+    """Return the copy of the module in which `callback` keeps its averages, or the object set in its place."""
     return callback._average_model
 
 
@@ -96,7 +99,7 @@ def options_of(callback: WeightAveraging) -> dict[str, Any]:
     return {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
 
 
-def passed_on(callback: WeightAveraging) -> dict[str, Any]:
+def user_options_of(callback: WeightAveraging) -> dict[str, Any]:
     """Return the user's options for `AveragedModel`."""
     return callback._kwargs
 
@@ -108,7 +111,7 @@ def averaging_function_of(callback: StochasticWeightAveraging) -> Callable[..., 
 
 
 def replace_schedulers_late(callback: StochasticWeightAveraging, trainer: Trainer) -> None:
-    """Replace schedulers as `on_fit_start` does, if the callback's state is loaded after that hook."""
+    """Replace schedulers as `on_fit_start` does, if that hook ran before the callback's state was loaded."""
     is_late = callback._model_contains_batch_norm is not None  # `on_fit_start` has been called
     if is_late and callback._scheduler_state is not None:
         callback._clear_schedulers(trainer)

@@ -19,14 +19,14 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.utilities.combined_loader.CombinedLoader._spec",
         on_instances=True,
-        purpose="to find what each loader contributed to a batch",
-        reason="CombinedLoader.flattened lists loaders in an order that no public function applies to batches",
+        purpose="to find the item of each loader in a batch",
+        reason="no public function lists the items of a batch in the order of CombinedLoader.flattened",
         seen=_SEEN,
     ),
     PrivateName(
         name="torch.utils._pytree.TreeSpec.flatten_up_to",
-        purpose="to find what each loader contributed to a batch",
-        reason="Lightning keeps the structure of the loaders as an object of this class",
+        purpose="to find the item of each loader in a batch",
+        reason="Lightning stores the structure of the loaders as an object of this private class",
         seen="torch 2.11 to 2.13",
     ),
 )
@@ -39,11 +39,11 @@ def mode_of(combined: CombinedLoader) -> str:
 
 
 def items_of(combined: CombinedLoader, batch: Any) -> list[Any]:
-    """Return what each loader contributed to `batch`, in the order of `combined.flattened`."""
+    """Return the item of each loader in `batch`, in the order of `combined.flattened`."""
     items: list[Any] = combined._spec.flatten_up_to(batch)
     return items
 
 
 def batch_of(combined: CombinedLoader, items: list[Any]) -> Any:
-    """Return the batch made of one item per loader."""
+    """Return the batch that consists of `items`, one per loader in the order of `combined.flattened`."""
     return tree_unflatten(items, combined._spec)

@@ -31,8 +31,10 @@ def set_device(module: Module, device: torch.device) -> None:
     """Make the property `device` of `module` itself, if it has one, return `device`; nothing is moved."""
     if isinstance(module, _DeviceDtypeModuleMixin):
         if "_device" not in module.__dict__:
-            _DEVICE.replace_on(module, device)  # raises
-        module.__dict__["_device"] = device  # set in each step for each replica: Module.__setattr__ is slow
+            _DEVICE.replace_on(module, device)  # raises a PrivateNameError
+        module.__dict__["_device"] = (
+            device  # not by Module.__setattr__, which is too slow for each replica in each step
+        )
 
 
 def set_device_everywhere(root: Module, device: torch.device) -> None:

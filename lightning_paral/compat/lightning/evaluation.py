@@ -1,4 +1,4 @@
-"""The steps of Lightning's validation, test and prediction loops, and where these keep what is logged."""
+"""The steps of Lightning's validation, test and prediction loops, and the collections to which they log."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ __all__ = [
     "PredictionLoop",
     "Step",
     "call_at_end_of_loader",
-    "call_step_alone",
+    "call_step_without_hooks",
     "combined_loader_of",
     "replace_evaluation_step",
     "replace_predict_step",
@@ -29,25 +29,26 @@ __all__ = [
 ]
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
+_CREATED = "the loop creates the collection itself, and has no option to replace it"
 _STEP_ARGUMENTS = ("self", "batch", "batch_idx", "dataloader_idx", "dataloader_iter")
 _EVALUATION_STEP = PrivateName(
     name="lightning.pytorch.loops._EvaluationLoop._evaluation_step",
     parameters=_STEP_ARGUMENTS,
     purpose="to skip padding batches, which exist only so that all ranks take the same number of steps",
-    reason="hooks come too late: they run for padding batches as well",
+    reason="no hook can skip a batch, and hooks must not run for padding batches",
     seen=_SEEN,
 )
 _PREDICT_STEP = PrivateName(
     name="lightning.pytorch.loops._PredictionLoop._predict_step",
     parameters=_STEP_ARGUMENTS,
     purpose="to skip padding batches, which exist only so that all ranks take the same number of steps",
-    reason="hooks come too late: they run for padding batches as well",
+    reason="no hook can skip a batch, and hooks must not run for padding batches",
     seen=_SEEN,
 )
 _STORE = PrivateName(
     name="lightning.pytorch.loops._EvaluationLoop._store_dataloader_outputs",
     parameters=("self",),
-    purpose="to reduce what the ranks have logged for a loader before it is computed",
+    purpose="to reduce the values that the ranks have logged for a loader before Lightning computes the results",
     reason="no hook runs at the end of each loader",
     seen=_SEEN,
 )
@@ -55,14 +56,14 @@ _RESULTS = PrivateName(
     name="lightning.pytorch.loops._EvaluationLoop._results",
     on_instances=True,
     purpose="to log to a collection that counts each sample once",
-    reason="the loop makes its own collection and accepts no other",
+    reason=_CREATED,
     seen=_SEEN,
 )
 _RESULTS_OF_FIT = PrivateName(
     name="lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._results",
     on_instances=True,
     purpose="to check that all ranks log the same keys",
-    reason="the loop makes its own collection and accepts no other",
+    reason=_CREATED,
     seen=_SEEN,
 )
 NAMES = (
@@ -73,23 +74,23 @@ NAMES = (
     _RESULTS_OF_FIT,
     *(
         PrivateName(
-            name=f"lightning.pytorch.loops.{kind}._combined_loader",
+            name=f"lightning.pytorch.loops.{cls}._combined_loader",
             on_instances=True,
-            purpose="to know how several loaders are combined",
+            purpose="to know how the loop combines several loaders",
             reason="trainer.val_dataloaders returns the loaders without their mode",
             seen=_SEEN,
         )
-        for kind in ("_EvaluationLoop", "_PredictionLoop")
+        for cls in ("_EvaluationLoop", "_PredictionLoop")
     ),
     *(
         PrivateName(
-            name=f"lightning.pytorch.loops.{kind}.{method}",
+            name=f"lightning.pytorch.loops.{cls}.{method}",
             parameters=parameters,
             purpose="to call a step as the loop does, without hooks",
             reason="the loop calls steps only together with hooks and counters",
             seen=_SEEN,
         )
-        for kind in ("_EvaluationLoop", "_PredictionLoop")
+        for cls in ("_EvaluationLoop", "_PredictionLoop")
         for method, parameters in (
             ("_build_kwargs", ("self", "batch", "batch_idx", "dataloader_idx")),
             ("_build_step_args_from_hook_kwargs", ("self", "hook_kwargs", "step_hook_name")),
@@ -106,21 +107,21 @@ NAMES = (
         name="lightning.pytorch.LightningModule._on_before_batch_transfer",
         parameters=("self", "batch", "dataloader_idx"),
         purpose="to call on_before_batch_transfer of the module or its data module",
-        reason="only this attribute knows which of the two has the hook",
+        reason="no public function says which of the two overrides the hook",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.Trainer._logger_connector",
         on_instances=True,
-        purpose="to end a loader's results, and to leave no trace of a padding batch",
-        reason="the Trainer exposes results only after they have been computed",
+        purpose="to compute a loader's results over all ranks, and to restore logging after a padding batch",
+        reason="the Trainer has no public access to results before they have been computed",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._current_fx",
         on_instances=True,
-        purpose="to leave no trace of a padding batch",
-        reason="the connector resets results when another hook logs, and would take this step for another hook",
+        purpose="to restore logging after a padding batch",
+        reason="the connector resets results when the running hook changes, and no public name sets the running hook",
         seen=_SEEN,
     ),
 )
@@ -130,35 +131,35 @@ Step = Callable[[Any, int, int, Any], None]
 
 
 def results_of(loop: EvaluationLoop) -> ResultCollection:
-    """Return the collection to which `loop` logs."""
+    """Return the collection to which hooks log during `loop`."""
     return loop._results
 
 
 def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
-    """Make `loop` log to `results`."""
+    """Make hooks log to `results` during `loop`."""
     _RESULTS.replace_on(loop, results)
 
 
 def set_results_of_fit(trainer: Trainer, results: ResultCollection) -> None:
-    """Make training log to `results`."""
+    """Make hooks log to `results` during training."""
     check_overridden()
     _RESULTS_OF_FIT.replace_on(trainer.fit_loop.epoch_loop, results)
 
 
 def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
-    """Return the loaders of the running `loop`."""
+    """Return the combined loaders of `loop`, which must be running."""
     assert loop._combined_loader is not None
     return loop._combined_loader
 
 
 def replace_evaluation_step(loop: EvaluationLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Replace the step of `loop` by what `make` returns for it, until `undo` is closed."""
+    """Replace the step of `loop`, given to `make`, with the step that `make` returns, until `undo` is closed."""
     _EVALUATION_STEP.resolve()
     shadow_method(loop, "_evaluation_step", make(loop._evaluation_step), undo)
 
 
 def replace_predict_step(loop: PredictionLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Replace the step of `loop` by what `make` returns for it, until `undo` is closed."""
+    """Replace the step of `loop`, given to `make`, with the step that `make` returns, until `undo` is closed."""
     _PREDICT_STEP.resolve()
     shadow_method(loop, "_predict_step", make(loop._predict_step), undo)
 
@@ -176,7 +177,7 @@ def call_at_end_of_loader(loop: EvaluationLoop, trainer: Trainer, join: Callable
     shadow_method(loop, "_store_dataloader_outputs", store, undo)
 
 
-def call_step_alone(
+def call_step_without_hooks(
     trainer: Trainer,
     loop: EvaluationLoop | PredictionLoop,
     hook_name: str,
@@ -184,15 +185,15 @@ def call_step_alone(
     batch_idx: int,
     dataloader_idx: int | None,
 ) -> None:
-    """Move a batch to the device and call the step with it, without hooks and counters. *Collective* if the step is.
+    """Move a batch to the device and run the step, but neither hooks nor counters. *Collective* if the step is.
 
     Args:
         trainer: the Trainer of the loop.
         loop: the running loop.
         hook_name: `"validation_step"`, `"test_step"` or `"predict_step"`.
-        batch: as the loader returned it.
-        batch_idx: its index.
-        dataloader_idx: index of the loader, if the loop has several.
+        batch: the batch as the loader returned it.
+        batch_idx: the index of the batch.
+        dataloader_idx: the index of the loader, or `None` if the loop has only one.
     """
     connector, module = trainer._logger_connector, trainer.lightning_module
     logged_by = connector._current_fx

@@ -1,4 +1,4 @@
-"""The object with which Lightning's strategies run steps inside the `forward` of a wrapper."""
+"""The object through which Lightning's strategies run steps inside the `forward` of a wrapper."""
 
 from lightning.pytorch.strategies.strategy import _ForwardRedirection as ForwardRedirection
 

@@ -1,8 +1,9 @@
 """Let Lightning's `load_from_checkpoint` read folders.
 
-Replaces `pl_load` in `lightning.pytorch.core.saving`, the private function with which `_load_from_checkpoint` reads a
-path. It reads files only and raises `IsADirectoryError` for every sharded checkpoint, Lightning's own included. Nothing
-public can be used instead: `load_from_checkpoint` takes no `CheckpointIO`. (Lightning 2.6.6, `core/saving.py`.)
+This replaces `pl_load` in `lightning.pytorch.core.saving`, the function with which `_load_from_checkpoint` reads a
+path. Lightning's `pl_load` reads only files: it raises `IsADirectoryError` for every sharded checkpoint, even for
+Lightning's own. There is no public alternative, because `load_from_checkpoint` takes no `CheckpointIO`. (Lightning
+2.6.6, `core/saving.py`.)
 """
 
 from collections.abc import Callable, Mapping
@@ -29,11 +30,11 @@ def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., M
 
     Args:
         saving: `lightning.pytorch.core.saving`, or the same module of `pytorch_lightning`.
-        is_folder: whether a path or URL names a folder.
+        is_folder: called with a path or URL; returns whether it is a folder.
         read: called with the path, `map_location` and `weights_only`; returns the checkpoint.
 
     Raises:
-        PrivateNameError: this version of Lightning reads checkpoints in another way.
+        PrivateNameError: this version of Lightning reads checkpoints in a different way.
     """
     _LOAD.resolve()
     load = getattr(saving, _NAME)

@@ -1,4 +1,4 @@
-"""The loops of a fit: their state, and their loaders."""
+"""The state and the loaders of the Trainer's loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,51 +11,51 @@ from lightning_paral.compat.private_name import PrivateName
 _SEEN = "lightning 2.6.1 to 2.6.6"
 _INFERENCE_MODE = tuple(
     PrivateName(
-        name=f"lightning.pytorch.loops.{kind}.inference_mode",
+        name=f"lightning.pytorch.loops.{cls}.inference_mode",
         on_instances=True,
         purpose="to evaluate without inference mode, whose tensors can never be trained",
-        reason="Trainer(inference_mode=...) belongs to the user, and strategies cannot set it",
+        reason="strategies have no public way to change the value of Trainer(inference_mode=...)",
         seen=_SEEN,
     )
-    for kind in ("_EvaluationLoop", "_PredictionLoop")
+    for cls in ("_EvaluationLoop", "_PredictionLoop")
 )
 NAMES = (
     *_INFERENCE_MODE,
     PrivateName(
         name="lightning.pytorch.loops._FitLoop._should_accumulate",
         parameters=("self",),
-        purpose="to know whether a backward pass is the last before a step",
-        reason="Lightning tells strategies by a context manager, which has been left when the backward pass ends",
+        purpose="to know whether a backward pass is the last one before an optimizer step",
+        reason="Trainer.accumulate_grad_batches does not tell, because the last batch of an epoch ends a window early",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.loops._FitLoop._combined_loader",
         on_instances=True,
         purpose="to restart the training data at the position of a checkpoint",
-        reason="trainer.train_dataloader returns the loaders without the iterator over them",
+        reason="trainer.train_dataloader returns the loaders, but not the iterator over them",
         seen=_SEEN,
     ),
     PrivateName(
         name="lightning.pytorch.loops._FitLoop._data_fetcher",
         on_instances=True,
         purpose="to restart the training data at the position of a checkpoint",
-        reason="the fetcher has an iterator before the strategy knows the position",
+        reason="Lightning creates the iterator before the strategy knows the position, and no public name restarts it",
         seen=_SEEN,
     ),
 )
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the current batch of a fit ends without an optimizer step."""
+    """Return whether the current training batch ends without an optimizer step."""
     return trainer.fit_loop._should_accumulate()
 
 
-def training_data_has_begun(trainer: Trainer) -> bool:
-    """Whether the fit has loaders and an iterator over them."""
+def training_data_has_started(trainer: Trainer) -> bool:
+    """Return whether the fit has created its loaders and an iterator over them."""
     return trainer.fit_loop._data_fetcher is not None and trainer.fit_loop._combined_loader is not None
 
 
-def begin_training_data_anew(trainer: Trainer) -> None:
+def restart_training_data(trainer: Trainer) -> None:
     """Replace the iterator over the training loaders with a new one."""
     loop = trainer.fit_loop
     assert loop._combined_loader is not None
@@ -65,9 +65,9 @@ def begin_training_data_anew(trainer: Trainer) -> None:
 
 
 def evaluate_without_inference_mode(trainer: Trainer) -> None:
-    """Run evaluation under `no_grad` in place of inference mode, as Lightning does for its own FSDP.
+    """Run evaluation under `no_grad` instead of inference mode, as Lightning does for its own FSDP.
 
-    Inference tensors can never be trained, and parameters first gathered in inference mode would be such tensors.
+    Parameters that are first gathered in inference mode would be inference tensors, which can never be trained.
     """
     evaluation, prediction = _INFERENCE_MODE
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
@@ -76,7 +76,7 @@ def evaluate_without_inference_mode(trainer: Trainer) -> None:
 
 
 def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) -> None:
-    """Call `then` as soon as the starting fit has its training loaders."""
+    """Call `then` once, as soon as the fit that is starting has created its training loaders."""
     loop: Any = trainer.fit_loop
 
     def setup_data() -> None:
@@ -84,5 +84,5 @@ def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) ->
         loop.setup_data()
         then()
 
-    vars(loop).pop("setup_data", None)  # left by a run that failed before it had loaders
+    vars(loop).pop("setup_data", None)  # left by a run that failed before it created loaders
     shadow_method(loop, "setup_data", setup_data)

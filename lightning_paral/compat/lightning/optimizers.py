@@ -8,12 +8,12 @@ NAMES = (
     PrivateName(
         name="lightning.pytorch.core.optimizer._MockOptimizer",
         purpose="to run ZeRO without an optimizer if configure_optimizers returns None",
-        reason="trainer.optimizers then holds an object of this class",
+        reason="trainer.optimizers then contains an object of this class, which has no public name",
         seen="lightning 2.6.1 to 2.6.6",
     ),
 )
 
 
-def is_none(optimizer: object) -> bool:
-    """Whether `optimizer` is Lightning's placeholder for a `configure_optimizers` that returns `None`."""
+def is_mock_optimizer(optimizer: object) -> bool:
+    """Return whether `optimizer` is Lightning's placeholder for a `configure_optimizers` that returns `None`."""
     return isinstance(optimizer, _MockOptimizer)

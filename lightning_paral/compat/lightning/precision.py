@@ -1,4 +1,4 @@
-"""What Lightning's precision plugins do between an optimizer's closure and its step."""
+"""The hooks and gradient clipping that a precision plugin of Lightning runs between an optimizer's closure and step."""
 
 from typing import Any
 
@@ -19,5 +19,5 @@ NAMES = (
 
 
 def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) -> None:
-    """Run the hooks `on_before_optimizer_step`, and clip gradients as configured in the Trainer."""
+    """Run the `on_before_optimizer_step` hooks, and clip gradients as configured in the Trainer."""
     plugin._after_closure(module, optimizer)

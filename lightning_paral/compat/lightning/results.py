@@ -13,7 +13,7 @@ __all__ = ["Metadata", "ResultCollection", "ResultMetric", "Sync", "check_overri
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
 _MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
-_REASON = "Lightning has no public way to combine what ranks have logged"
+_REASON = "Lightning has no public way to combine the values that several ranks have logged"
 _OVERRIDDEN = (
     PrivateName(
         name=f"{_MODULE}._ResultCollection.log",
@@ -25,14 +25,14 @@ _OVERRIDDEN = (
     PrivateName(
         name=f"{_MODULE}._ResultCollection.update_metrics",
         parameters=("self", "key", "value", "batch_size"),
-        purpose="to keep values apart if not all ranks take part in a step",
+        purpose="to reduce values separately if not all ranks take part in a step",
         reason=_REASON,
         seen=_SEEN,
     ),
     PrivateName(
         name=f"{_MODULE}._ResultCollection.metrics",
         parameters=("self", "on_step"),
-        purpose="to report keys that not all ranks logged",
+        purpose="to report keys that only some ranks have logged",
         reason=_REASON,
         seen=_SEEN,
     ),
@@ -42,21 +42,21 @@ NAMES = (
     PrivateName(
         name=f"{_MODULE}._ResultCollection.valid_items",
         parameters=("self",),
-        purpose="to exchange what ranks have logged in an epoch",
+        purpose="to exchange the values that ranks have logged in an epoch",
         reason=_REASON,
         seen=_SEEN,
     ),
     PrivateName(
         name=f"{_MODULE}._ResultCollection.dataloader_idx",
         on_instances=True,
-        purpose="to know which loader results belong to",
+        purpose="to know to which loader results belong",
         reason=_REASON,
         seen=_SEEN,
     ),
     PrivateName(
         name=f"{_MODULE}._ResultMetric",
         parameters=("metadata", "is_tensor"),
-        purpose="to create what a rank without a batch would have logged",
+        purpose="to create the value of a key that this rank has not logged, because it had no batch",
         reason=_REASON,
         seen=_SEEN,
     ),
@@ -66,7 +66,7 @@ NAMES = (
             *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
             *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
         ),
-        purpose="to create what a rank without a batch would have logged",
+        purpose="to create the options of a key that this rank has not logged, because it had no batch",
         reason=_REASON,
         seen=_SEEN,
     ),
@@ -87,5 +87,5 @@ def check_overridden() -> None:
 
 
 def make_sync(reduce: Any, *, should: bool) -> Sync:
-    """Return a `Sync` that reduces a value by `reduce` if `should` is true."""
+    """Return a `Sync` that reduces a value with `reduce` if `should` is true."""
     return Sync(fn=reduce, _should=should)

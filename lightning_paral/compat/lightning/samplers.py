@@ -47,7 +47,7 @@ NAMES = (
         name="lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
         parameters=("batch_sampler",),
         purpose="to tell callbacks that write predictions the indices of each batch",
-        reason="the prediction loop looks for this class",
+        reason="the prediction loop reads indices only from a batch sampler of this class",
         seen=_SEEN,
     ),
 )
@@ -57,7 +57,7 @@ Preparation = Callable[[object, bool, RunningStage], object]
 
 
 def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack) -> Preparation:
-    """Make `prepare` prepare each loader until `undo` is closed; return the method that it replaces."""
+    """Replace Lightning's preparation of loaders with `prepare` until `undo` is closed; return Lightning's method."""
     _PREPARE.resolve()
     connector = trainer._data_connector
     plain: Preparation = connector._prepare_dataloader

@@ -14,17 +14,17 @@ _REDIRECTION = PrivateName(
     name="lightning.pytorch.strategies.Strategy._forward_redirection",
     on_instances=True,
     purpose="to run steps through DeepSpeed's engine",
-    reason="the strategy makes the object itself and accepts no other",
+    reason="the strategy creates the object itself, and has no option to replace it",
     seen=_SEEN,
 )
-_MESH_OF_STRATEGY = PrivateName(
+_STRATEGY_MESH = PrivateName(
     name="lightning.pytorch.strategies.ModelParallelStrategy._device_mesh",
     on_instances=True,
     purpose="to give the strategy our own mesh",
     reason="the public property device_mesh has no setter, and Lightning's mesh has no replicate dimension",
     seen=_SEEN,
 )
-_MESH_OF_MODULE = PrivateName(
+_MODULE_MESH = PrivateName(
     name="lightning.pytorch.LightningModule._device_mesh",
     on_instances=True,
     purpose="to make self.device_mesh return the strategy's mesh",
@@ -61,8 +61,8 @@ NAMES = (
         seen=_SEEN,
     ),
     _REDIRECTION,
-    _MESH_OF_STRATEGY,
-    _MESH_OF_MODULE,
+    _STRATEGY_MESH,
+    _MODULE_MESH,
     _DDP_OPTIONS,
     _STATIC_GRAPH_DONE,
 )
@@ -74,7 +74,7 @@ def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
 
 
 def averages_models(strategy: Strategy) -> bool:
-    """Whether ranks average weights only periodically, and differ in between: post-local SGD."""
+    """Return whether the ranks use post-local SGD: they average weights periodically, and differ in between."""
     return isinstance(strategy, DDPStrategy) and strategy._model_averager is not None
 
 
@@ -85,9 +85,9 @@ def set_forward_redirection(strategy: Strategy, redirection: Any) -> None:
 
 def set_device_mesh(strategy: ModelParallelStrategy, module: LightningModule | None, mesh: DeviceMesh | None) -> None:
     """Set the mesh of the strategy, and of the module if there is one, to `mesh`."""
-    _MESH_OF_STRATEGY.replace_on(strategy, mesh)
+    _STRATEGY_MESH.replace_on(strategy, mesh)
     if module is not None:
-        _MESH_OF_MODULE.replace_on(module, mesh)
+        _MODULE_MESH.replace_on(module, mesh)
 
 
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Check the `strategy` argument of a Trainer or Fabric before Lightning looks it up in the registry.
 
-A misspelled `paral_*` name gets a better error than "You selected an invalid strategy name", and the registry, which
-other code may query, stays as Lightning made it.
+With this check, a misspelled `paral_*` name raises a better error than "You selected an invalid strategy name". The
+registry itself, which other code may query, is not changed.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = tuple(
     PrivateName(
         name=f"lightning.{connector}._check_config_and_set_final_flags",
-        purpose="to explain misspelled names of strategies before Lightning refuses them",
+        purpose="to explain misspelled names of strategies before Lightning rejects them",
         reason="no public hook runs between Trainer(strategy=...) or Fabric(strategy=...) and the lookup of the name",
         seen="lightning 2.6.1 to 2.6.6",
         parameters=("strategy",),
@@ -29,25 +29,25 @@ CONNECTORS = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
     "lightning_fabric.connector": "_Connector",
 }
-"""The class that looks strategies up, by module."""
+"""The class that looks up strategies, by module."""
 _OURS = "lightning_paral_check"
 
 
 def check_before_lookup(module: Any, check: Callable[[Any], None]) -> None:
-    """Call `check` with each strategy argument, as the user gave it, before it is looked up; `check` may raise.
+    """Call `check` with each strategy argument, as the user gave it, before it is looked up.
 
     A second call replaces the check.
 
     Args:
-        module: one of `CONNECTORS`, imported.
-        check: the function to call.
+        module: one of the modules in `CONNECTORS`.
+        check: the function to call, which may raise.
 
     Raises:
-        AttributeError: this version of Lightning looks strategies up in another way.
+        AttributeError: this version of Lightning looks up strategies in a different way.
     """
     connector = getattr(module, CONNECTORS[module.__name__])
     current = connector._check_config_and_set_final_flags
-    is_ours = getattr(current, _OURS, None) is current  # other code's wrapper copies our attributes
+    is_ours = getattr(current, _OURS, None) is current  # a wrapper by other code may have copied our attributes
     plain = current.__wrapped__ if is_ours else current
 
     @wraps(plain)

@@ -1,1 +1,1 @@
-"""Private names and patches of torch: one module for each idea."""
+"""Private names and patches of torch: one module per topic."""

@@ -1,4 +1,4 @@
-"""Abort NCCL's communicators without the other ranks, and ask whether they have failed."""
+"""Abort NCCL communicators without the other ranks, and read the errors that they have found."""
 
 from contextlib import suppress
 from typing import Any
@@ -12,8 +12,8 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.distributed.distributed_c10d._abort_process_group",
-        purpose="to end all process groups of a rank that failed alone",
-        reason="on NCCL destroy_process_group waits until the other ranks call it as well",
+        purpose="to abort all process groups of a rank that failed alone",
+        reason="with NCCL, destroy_process_group waits until the other ranks call it as well",
         seen="torch 2.11 to 2.13",
         upstream="https://github.com/pytorch/pytorch/issues/119797",
         parameters=("group",),
@@ -27,7 +27,7 @@ NAMES = (
     PrivateName(
         name="torch.distributed.ProcessGroup._get_backend",
         purpose="to find the NCCL backend of a process group",
-        reason="no public function returns the backend of one device",
+        reason="no public function returns the backend of a group for one device type",
         seen="torch 2.11 to 2.13",
     ),
 )
@@ -47,19 +47,19 @@ def nccl_backends() -> list[Any]:
 
 
 def nccl_errors() -> list[str]:
-    """Return the errors that NCCL's watchdogs have found: `"TIMEOUT"`, `"COMM_ERROR"`, `"REMOTE_ERROR"`.
+    """Return the errors that NCCL's watchdogs have found: `"TIMEOUT"`, `"COMM_ERROR"` or `"REMOTE_ERROR"`.
 
-    It makes no CUDA calls.
+    This function makes no CUDA calls.
     """
     found: list[str] = [backend.get_error().name for backend in nccl_backends()]
     return [name for name in found if name != "SUCCESS"]
 
 
 def abort_nccl() -> None:
-    """Abort all NCCL communicators of this process; host collectives continue to work.
+    """Abort all NCCL communicators of this process. Collectives over host tensors continue to work.
 
-    Communicators that are aborted one by one can wait for one another (NCCL's issue 1013), so they are aborted as a
-    group, as torch does. The two methods for that exist only in builds with NCCL.
+    Communicators that are aborted one after the other can wait for each other (NCCL's issue 1013), so they are aborted
+    as a group, as torch does. Only builds of torch with NCCL have the two methods that begin and end such a group.
     """
     backends = nccl_backends()
     if not backends:

@@ -1,4 +1,4 @@
-"""Where `torch.save` places tensors in its files."""
+"""The positions of tensors in files written by `torch.save`."""
 
 import os
 from collections.abc import Callable
@@ -12,14 +12,14 @@ NAMES = (
     PrivateName(
         name="torch._C.PyTorchFileReader.get_record_offset",
         purpose="to let each rank write its shards into a checkpoint file",
-        reason="torch.load reads records, but no public function says where they begin",
+        reason="torch.load reads records, but no public function returns their offsets",
         seen="torch 2.11 to 2.13",
     ),
 )
 
 
 def record_offset(path: str | os.PathLike[str]) -> Callable[[str], int]:
-    """Return a function that returns the byte offset of a record, given by name, in the file `path`."""
+    """Return a function that takes the name of a record in the file `path`, and returns its offset in bytes."""
     reader: Any = torch._C.PyTorchFileReader(str(path))
     offset: Callable[[str], int] = reader.get_record_offset
     return offset

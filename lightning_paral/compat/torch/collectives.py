@@ -1,4 +1,4 @@
-"""Single-tensor collectives by their current names in torch: the old names warn at every call from torch 2.13 on."""
+"""Single-tensor collectives under their current names. In torch 2.13 and later, the old names warn at every call."""
 
 from collections.abc import Callable
 from typing import Any

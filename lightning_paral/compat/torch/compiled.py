@@ -1,4 +1,4 @@
-"""Modules that were compiled by torch.compile."""
+"""Recognize modules that were compiled by torch.compile."""
 
 import sys
 
@@ -23,7 +23,7 @@ NAMES = (
 
 
 def is_compiled(module: Module) -> bool:
-    """Whether `module` itself was compiled, by `torch.compile(module)` or `module.compile()`."""
-    compiler = sys.modules.get("torch._dynamo")  # slow to import, and imported by any compilation
+    """Return whether `module` itself was compiled, by `torch.compile(module)` or `module.compile()`."""
+    compiler = sys.modules.get("torch._dynamo")  # slow to import, and already imported if anything was compiled
     is_result = compiler is not None and isinstance(module, compiler.OptimizedModule)
     return is_result or module._compiled_call_impl is not None

@@ -1,4 +1,4 @@
-"""Remove the reducer of a `DistributedDataParallel` from the parameters."""
+"""Remove the hooks of a `DistributedDataParallel`'s reducer from the parameters."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ NAMES = (
 
 
 def remove_reducer(model: DistributedDataParallel) -> None:
-    """Remove the reducer of `model` from its parameters.
+    """Remove the hooks of the reducer of `model` from its parameters.
 
     Raises:
         RuntimeError: the last backward pass did not produce all gradients.

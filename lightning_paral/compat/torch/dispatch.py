@@ -13,21 +13,21 @@ __all__ = ["TorchDispatchMode", "schema_of", "without_modes"]
 NAMES = (
     PrivateName(
         name="torch.utils._python_dispatch.TorchDispatchMode",
-        purpose="to see every operation that is run",
-        reason="torch's documentation names it, but only in this private module",
+        purpose="to intercept every operation",
+        reason="torch documents this class, but only in a private module",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
         name="torch.utils._python_dispatch._disable_current_modes",
-        purpose="to run operations that our mode must not see",
-        reason="no public function suspends modes",
+        purpose="to run operations without intercepting them",
+        reason="no public function disables modes temporarily",
         seen="torch 2.11 to 2.13",
         parameters=(),
     ),
     PrivateName(
         name="torch._ops.OpOverload._schema",
         purpose="to know the arguments of an operation, and which of them it writes to",
-        reason="no public name has them other than as the schema's text",
+        reason="public names give the schema only as text",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
@@ -37,4 +37,4 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of an operation, a `torch.FunctionSchema`."""
 
 without_modes: Callable[[], Any] = _disable_current_modes
-"""Return a context in which no mode sees any operation."""
+"""Return a context manager in which no mode intercepts operations."""

@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` splits a checkpoint into entries, and records where they are."""
+"""How `torch.distributed.checkpoint` flattens a checkpoint into entries, and records their positions in files."""
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -10,8 +10,8 @@ __all__ = ["StorageInfo", "flatten_state_dict"]
 NAMES = (
     PrivateName(
         name="torch.distributed.checkpoint._nested_dict.flatten_state_dict",
-        purpose="to write sharded checkpoints under the keys that Distributed Checkpoint gives to entries",
-        reason="its planners flatten only while planning, and only for tensor types that they know",
+        purpose="to write the entries of a sharded checkpoint under the keys that Distributed Checkpoint expects",
+        reason="the public planners flatten only while they plan a save, and support only certain tensor types",
         seen="torch 2.11 to 2.13",
         parameters=("state_dict",),
     ),

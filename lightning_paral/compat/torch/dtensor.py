@@ -15,13 +15,13 @@ NAMES = (
     PrivateName(
         name="torch.distributed.tensor.DTensor._local_tensor",
         purpose="to write to this rank's shard",
-        reason="with gradients enabled, to_local() returns another tensor, and our GatheredView would gather first",
+        reason="with gradients enabled, to_local() returns a different tensor, and a GatheredView gathers before it",
         seen=_SEEN,
     ),
     PrivateName(
         name="torch.distributed.tensor.DTensor._spec",
-        purpose="to make `tensor.data = value` work",
-        reason="no public function changes the placements of a DTensor",
+        purpose="to support `tensor.data = value` for DTensors",
+        reason="no public function changes the placements of an existing DTensor",
         seen=_SEEN,
     ),
     PrivateName(
@@ -40,20 +40,20 @@ NAMES = (
 )
 
 local_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
-"""Return the local tensor of a DTensor itself."""
+"""Return the local tensor of a DTensor, not a view of it."""
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor by `local`, of the same shape."""
+    """Replace the local tensor of a DTensor with `local`, of the same shape."""
     tensor._local_tensor = local
 
 
-def adopt(tensor: Any, value: Any) -> None:
-    """Give a DTensor the local tensor and the layout of `value`, a DTensor of the same shape."""
+def copy_data_and_layout(tensor: Any, value: Any) -> None:
+    """Make a DTensor share the local tensor and the layout of `value`, a DTensor of the same shape."""
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
 
 
 def operation_handlers() -> dict[Any, Callable[..., Any]]:
-    """Return DTensor's own dictionary of handlers, the functions that run in place of operations."""
+    """Return DTensor's own dictionary of handlers, which run instead of operations. Changes to it take effect."""
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
     return handlers

@@ -1,4 +1,4 @@
-"""Which part of a DTensor a rank holds."""
+"""The shape and offset of a rank's shard of a DTensor."""
 
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -10,7 +10,7 @@ NAMES = (
     PrivateName(
         name="torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         purpose="to save DTensors of any layout",
-        reason="DTensor exposes its placements, but not the indices that this rank holds",
+        reason="DTensor has public placements, but no public name gives the offsets of this rank's shard",
         seen="torch 2.11 to 2.13",
         parameters=("global_shape", "mesh", "placements"),
     ),

@@ -1,4 +1,4 @@
-"""Tensors that have no memory, but get a storage in a file."""
+"""Tensors without memory for which `torch.save` reserves space in a file."""
 
 from collections.abc import Iterable
 
@@ -11,15 +11,15 @@ NAMES = (
     PrivateName(
         name="torch._subclasses.fake_tensor.FakeTensorMode",
         purpose="to reserve space in a file for tensors that no rank holds in full",
-        reason="torch.serialization.skip_data takes fake tensors, which have no public name",
+        reason="torch.serialization.skip_data expects fake tensors, which no public name creates",
         seen="torch 2.11 to 2.13",
     ),
 )
 
 
-def fake_tensors(kinds: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+def fake_tensors(specs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Return a tensor without memory for each shape and dtype, for `torch.serialization.skip_data`."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     with FakeTensorMode():
-        return [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in specs]

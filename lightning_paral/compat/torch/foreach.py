@@ -1,10 +1,10 @@
-"""Operations on many tensors at once: fewer CUDA kernels than a loop over tensors."""
+"""Operations on many tensors at once, which launch fewer CUDA kernels than a loop over the tensors."""
 
 import torch
 
 from lightning_paral.compat.private_name import PrivateName
 
-_REASON = "torch.nn.utils.clip_grad_* take full gradients or DTensors of one mesh, and use these functions themselves"
+_REASON = "the public functions that use it accept only full gradients, or DTensors of one mesh"
 
 NAMES = tuple(
     PrivateName(name=f"torch.{name}", purpose=purpose, reason=_REASON, seen="torch 2.11 to 2.13")
@@ -19,7 +19,7 @@ NAMES = tuple(
 
 
 def writes_in_place(name: str) -> bool:
-    """Whether torch's function `name` writes to a list of tensors without incrementing their version counters."""
+    """Return whether torch's function `name` writes to tensors in place without incrementing their version counters."""
     return name.startswith("_foreach_") and name.endswith("_")
 
 

@@ -1,4 +1,4 @@
-"""FSDP2's record of a parameter, sharded and unsharded."""
+"""FSDP2's private object for a parameter, `FSDPParam`, which has the sharded and the unsharded parameter."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -12,7 +12,7 @@ from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.compat.torch.dtensor import local_of, set_local
 
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
-_PRIVATE = "the class is private: no public name leads from a sharded parameter to the unsharded one"
+_PRIVATE = "the class is private, and no public name gives the unsharded parameter of a sharded one"
 
 _ENTRIES = {
     attribute: PrivateName(
@@ -20,12 +20,12 @@ _ENTRIES = {
     )
     for attribute, purpose in {
         "sharded_param": "to find the shard of a parameter",
-        "_sharded_param_data": "to make FSDP2 gather from memory that user code assigned",
+        "_sharded_param_data": "to make FSDP2 gather from memory that user code has assigned",
         "_unsharded_param": "to find the unsharded parameter",
         "_sharded_post_forward_param": "to recognize a parameter that is resharded over fewer ranks after forward",
         "_param_fqn": "to name a parameter in errors",
         "_module_info": "to find the modules that have a parameter",
-        "padded_sharded_param_size": "to know the memory of a shard",
+        "padded_sharded_param_size": "to know the size of a shard with padding",
         "fsdp_placement": "to know along which dimension a parameter is sharded",
         "mesh_info": "to know which shard this rank holds",
         "param_dtype": "to know the dtype of the unsharded parameter",
@@ -35,66 +35,67 @@ _ENTRIES = {
 }
 NAMES = tuple(_ENTRIES.values())
 
-SHARDS_INTEGERS = torch.__version__ >= "2.12"  # no name says so; `fully_shard` fails midway
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # before, `fully_shard` fails halfway, and no name tells
 
 name_of: Callable[[Any], str] = attrgetter("_param_fqn")
 """Return the name of the parameter of an `FSDPParam` in the root module."""
 
 
-def gathered(param: Any) -> Tensor | None:
-    """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been gathered.
+def unsharded_param(param: Any) -> Tensor | None:
+    """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been unsharded.
 
-    It is the same object each time: FSDP2 only frees and refills its memory.
+    The result is the same object each time: FSDP2 frees and refills its memory.
     """
     return getattr(param, "_unsharded_param", None)
 
 
-def is_form_of(value: object, param: Any) -> bool:
-    """Whether `value` is what FSDP2 sets on modules for an `FSDPParam`: the sharded or the unsharded parameter."""
+def is_param_of(value: object, param: Any) -> bool:
+    """Return whether `value` is one of the parameters, sharded or not, that FSDP2 sets on modules for `param`."""
     own = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
     return value is not None and any(value is one for one in own)
 
 
-def places_of(param: Any) -> list[tuple[Module, str]]:
-    """Return the modules that have the parameter of an `FSDPParam`, and its name in each; several if it is tied."""
+def owners_of(param: Any) -> list[tuple[Module, str]]:
+    """Return the modules that own the parameter of an `FSDPParam`, with its name in each: several if it is tied."""
     info = param._module_info
     modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
     return list(zip(modules, names, strict=True))
 
 
 def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
-    """Make FSDP2 gather from other memory.
+    """Make FSDP2 gather a parameter from different memory.
 
     Args:
         param: the `FSDPParam`.
-        padded: 1-dimensional, with the padding of uneven shards; the input of the all-gather.
+        padded: the new input of the all-gather: 1-dimensional, and padded if shards are uneven.
         shard: a view of `padded` in the shape of this rank's shard.
     """
     _ENTRIES["_sharded_param_data"].replace_on(param, padded)
     set_local(param.sharded_param, shard)
 
 
-def own_part(param: Any, whole: Tensor) -> Tensor:
-    """Return the view of `whole`, the unsharded parameter, that corresponds to this rank's shard, not empty."""
+def local_shard_view(param: Any, unsharded: Tensor) -> Tensor:
+    """Return the view of `unsharded`, the unsharded parameter, that corresponds to this rank's nonempty shard."""
     local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
-    return whole.narrow(dim, start, local.size(dim))
+    return unsharded.narrow(dim, start, local.size(dim))
 
 
 def can_be_sharded(parameter: Tensor) -> bool:
-    """Whether FSDP2 shards parameters of this dtype: in torch 2.11 every shard has to support gradients."""
+    """Return whether FSDP2 shards parameters of this dtype: in torch 2.11, the dtype must support gradients."""
     return SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex()
 
 
 def keep_dtype(param: Any) -> None:
-    """Gather a complex `FSDPParam` in its own dtype; torch 2.11 would cast it to 16-bit floats."""
+    """Gather a complex or integer `FSDPParam` in its own dtype; torch 2.11 would cast it to `param_dtype`."""
     if not param.orig_dtype.is_floating_point:
         _ENTRIES["param_dtype"].replace_on(param, None)
 
 
 def is_plain(param: Any) -> bool:
-    """Whether an `FSDPParam` was gathered to an ordinary tensor, outside of inference mode.
+    """Return whether an `FSDPParam` was unsharded to an ordinary `Parameter`, outside of inference mode.
 
-    With a layout of the user's own it is a DTensor; in inference mode tensors have no version counter.
+    A parameter that was a DTensor before `fully_shard` is unsharded to a DTensor, and inference tensors have no version
+    counter.
     """
     return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()

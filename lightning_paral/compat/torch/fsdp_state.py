@@ -1,7 +1,7 @@
-"""FSDP2's state of a sharded module, and what it does around `forward`.
+"""FSDP2's state of a sharded module, and the hooks that it runs around `forward`.
 
-`fully_shard` hooks into `forward` only. Steps and other methods of a module need the same; torch's
-`register_fsdp_forward_method` provides it for methods, but reshards as soon as a nested call ends.
+`fully_shard` registers hooks only around `forward`. Steps and other methods of a module need the same hooks. torch's
+`register_fsdp_forward_method` registers them for methods, but reshards as soon as a nested call ends.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _SEEN = "torch 2.11 to 2.13"
-_AROUND = "public functions cover forward only, not a LightningModule's steps"
+_AROUND = "public functions run FSDP2's hooks around forward, but not around a LightningModule's steps"
 
 NAMES = (
     PrivateName(
@@ -34,13 +34,13 @@ NAMES = (
     PrivateName(
         name=f"{_STATE}._pre_forward",
         purpose="to unshard parameters before a step or a method",
-        reason="FSDPModule.unshard does not prepare the backward pass and the next units",
+        reason="FSDPModule.unshard prepares neither the backward pass nor the prefetching of the next units",
         seen=_SEEN,
         parameters=("self", "module", "args", "kwargs"),
     ),
     PrivateName(
         name=f"{_STATE}._post_forward",
-        purpose="to reshard parameters after a step or a method, until its backward pass",
+        purpose="to reshard parameters between a step or a method and its backward pass",
         reason="FSDPModule.reshard does not make the backward pass unshard again",
         seen=_SEEN,
         parameters=("self", "module", "input", "output"),
@@ -55,7 +55,7 @@ NAMES = (
     *(
         PrivateName(
             name=f"{_STATE}.{handle}",
-            purpose="to remove FSDP2's own hooks from forward, which ours replace",
+            purpose="to remove FSDP2's hooks from forward, which ours replace",
             reason=_AROUND,
             seen=_SEEN,
             on_instances=True,
@@ -82,7 +82,7 @@ NAMES = (
         PrivateName(
             name=f"torch.distributed.fsdp.fully_shard.{attribute}",
             purpose="to leave FSDP2's attributes out of saved modules",
-            reason="fully_shard cannot be undone",
+            reason="no public function removes these attributes or lists them",
             seen=_SEEN,
             on_instances=True,
         )
@@ -91,14 +91,14 @@ NAMES = (
     PrivateName(
         name="torch.distributed._composable_state._module_state_mapping",
         purpose="to restore a module after a run, as if it had never been sharded",
-        reason="fully_shard cannot be undone",
+        reason="no public function undoes fully_shard",
         seen=_SEEN,
     ),
 )
 
 
 class ForwardHooks:
-    """Removes FSDP2's hooks from the `forward` of a sharded module; the caller does their work."""
+    """Removes FSDP2's hooks from the `forward` of a sharded module. The caller must run what they did."""
 
     def __init__(self, module: Any) -> None:
         state = module._get_fsdp_state()
@@ -108,7 +108,7 @@ class ForwardHooks:
         self._module = module
 
     def after(self, output: Any) -> Any:
-        """Reshard parameters; return `output`, whose backward pass unshards them again."""
+        """Reshard the parameters after forward; return `output`, whose backward pass unshards them again."""
         return self.state._post_forward(self._module, (), output)
 
     def expect_backward(self, output: Tensor) -> None:
@@ -117,24 +117,24 @@ class ForwardHooks:
 
 
 def initialize(root: Any) -> None:
-    """Initialize FSDP2 as the first forward of the sharded module `root` would."""
+    """Initialize FSDP2 for the sharded module `root`, as its first forward would."""
     root._get_fsdp_state()._lazy_init()
 
 
 def groups_of(module: Any) -> list[Any]:
-    """Return the `FSDPParamGroup`s of a sharded module; before torch 2.12 there was at most one."""
+    """Return the `FSDPParamGroup`s of a sharded module: before torch 2.12, at most one."""
     return groups_of_state(module._get_fsdp_state())
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """Return the `FSDPParamGroup`s of a sharded module, given its state."""
+    """Return the `FSDPParamGroup`s of the sharded module whose `FSDPState` is `state`."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def is_of_fsdp(name: str) -> bool:
-    """Whether an attribute of a module is one that `fully_shard` sets."""
+def is_fsdp_attribute(name: str) -> bool:
+    """Return whether `name` is an attribute that `fully_shard` sets on modules."""
     return name.startswith(("_fsdp", "_is_fsdp", "__composable_api_state_key"))
 
 

@@ -11,8 +11,8 @@ from lightning_paral.compat.private_name import PrivateName
 
 _UNSCALE = PrivateName(
     name="torch.amp.GradScaler._unscale_grads_",
-    purpose="to make all ranks skip the step if the shard of any is not finite",
-    reason="unscale_ checks only this rank's gradients, and step() calls this method as well",
+    purpose="to make all ranks skip the step if a gradient is not finite on any of them",
+    reason="the public unscale_ checks only local gradients, and step calls this method without it",
     seen="torch 2.11 to 2.13",
     parameters=("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
 )
@@ -20,10 +20,10 @@ NAMES = (_UNSCALE,)
 
 
 class UnscalingGradScaler(torch.amp.GradScaler):
-    """Unscales gradients by a method that subclasses define.
+    """Unscales gradients with a method that subclasses define.
 
     Raises:
-        PrivateNameError: `GradScaler` of this version of torch unscales in another way.
+        PrivateNameError: `GradScaler` in this version of torch unscales in a different way.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,10 +39,13 @@ class UnscalingGradScaler(torch.amp.GradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Multiply the gradients of `optimizer` by `inv_scale`, and return for each device whether any is not finite.
+        """Multiply the gradients of `optimizer` by `inv_scale`, in place, and check whether they are finite.
 
         Args:
             optimizer: the optimizer whose gradients are unscaled.
-            inv_scale: the factor, 0-dimensional.
-            found_inf: returned for a device whose gradients are all finite: 0.0, of shape `[1]` or `[]`.
+            inv_scale: the factor, a 0-dimensional tensor.
+            found_inf: 0.0, of shape `[1]` or `[]`: the result for a device whose gradients are all finite.
+
+        Returns:
+            For each device, a tensor like `found_inf` that is not 0.0 if some gradient is not finite.
         """

@@ -1,7 +1,7 @@
-"""Begin an iteration of FSDP2, and reset it after an error, on torch 2.11 and later.
+"""Begin an iteration of FSDP2, and reset its state after an error.
 
-torch 2.11 to 2.13 begin an iteration only in `FSDPState._pre_forward`, a hook of the root's `forward`; no public
-function does so for `training_step`. `FSDPModule.reset_iter_state` is public, from torch 2.13 on.
+In torch 2.11 to 2.13, an iteration begins only in `FSDPState._pre_forward`, a hook around the root's `forward`. No
+public function begins one for `training_step`. To reset it, `FSDPModule.reset_iter_state` is public in torch 2.13.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from lightning_paral.compat.private_name import PrivateName
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _RESET = "to reshard parameters that a failed iteration has left unsharded"
-_NOT_PUBLIC = "FSDPModule.reset_iter_state exists only from torch 2.13 on"
+_NOT_PUBLIC = "the public FSDPModule.reset_iter_state is missing before torch 2.13"
 _SEEN = "torch 2.11 to 2.13"
 
 NAMES = (
     PrivateName(
         name=f"{_STATE}.FSDPState._pre_forward",
-        purpose="to begin an iteration of FSDP2 with a step of Lightning",
-        reason="FSDP2 begins one only in a hook of the root's forward",
+        purpose="to begin an iteration of FSDP2 when a step of a LightningModule begins",
+        reason="FSDP2 begins an iteration only in a hook around the root's forward",
         seen=_SEEN,
         parameters=("module", "args", "kwargs"),
     ),
@@ -38,8 +38,8 @@ NAMES = (
         seen=_SEEN,
     ),
     *(
-        PrivateName(name=f"{kind}.{name}", purpose=_RESET, reason=_NOT_PUBLIC, seen=_SEEN, on_instances=True)
-        for kind, names in {
+        PrivateName(name=f"{owner}.{name}", purpose=_RESET, reason=_NOT_PUBLIC, seen=_SEEN, on_instances=True)
+        for owner, names in {
             f"{_STATE}.FSDPState": (
                 "_is_root", "_state_ctx", "_comm_ctx", "_device_handle", "_modules_to_run_forward", "_training_state",
                 "_fsdp_param_group",
@@ -58,16 +58,19 @@ NAMES = (
 def pre_forward(
     state: Any, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:
-    """Do what FSDP2 does before `forward` of a sharded module; return its arguments, moved to the module's device.
+    """Run FSDP2's hook before `forward` of a sharded module.
 
-    Without arguments, the root's hook raises an IndexError on CUDA in torch 2.11 and 2.12: it takes the first element
-    of an empty list (`torch.distributed.utils._to_kwargs`).
+    If there are no arguments, the hook gets `None` as one: in torch 2.11 and 2.12 on CUDA, the root's hook would raise
+    an IndexError for the first element of an empty list (`torch.distributed.utils._to_kwargs`).
 
     Args:
         state: the state of `module`, from `module._get_fsdp_state()`.
         module: the sharded module.
-        args: positional arguments of `forward`.
-        kwargs: its keyword arguments.
+        args: the positional arguments of `forward`.
+        kwargs: the keyword arguments of `forward`.
+
+    Returns:
+        `args` and `kwargs`, moved to the module's device.
     """
     if args or kwargs:
         moved: tuple[Any, Any] = state._pre_forward(module, args, kwargs or {})
@@ -77,21 +80,21 @@ def pre_forward(
 
 
 def reset_iteration(root: Any) -> None:
-    """Reshard what a failed iteration of the sharded module `root` has left unsharded, and discard its state.
+    """Reshard the parameters that a failed iteration of `root`, a sharded module, left unsharded; reset its state.
 
-    Do nothing if no iteration has begun, such as when sharding itself failed.
+    The function does nothing if no iteration has begun, for example because sharding itself failed.
     """
     state = root._get_fsdp_state()
     if state._is_root is None:
         return
-    if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+    if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
         root.reset_iter_state()
         return
     shared, communication = state._state_ctx, state._comm_ctx
     stream = state._device_handle.current_stream()
     pending = [communication.all_gather_state]
     communication.all_gather_state = None
-    if hasattr(communication, "reduce_scatter_states"):  # from torch 2.12 on
+    if hasattr(communication, "reduce_scatter_states"):  # torch 2.12 and later
         pending += communication.reduce_scatter_states
         communication.reduce_scatter_states.clear()
     else:
@@ -128,7 +131,7 @@ def _reset_group(group: Any, stream: Any) -> None:
 
 
 def _groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and later
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)

@@ -10,17 +10,18 @@ from lightning_paral.compat.private_name import PrivateName
 _ITERATOR = PrivateName(
     name="torch.utils.data.DataLoader._iterator",
     on_instances=True,
-    purpose="to leave persistent workers to the loader that started them",
-    reason="a copy or pickle of a loader includes them, and no public method detaches them",
+    purpose="to copy a loader without its persistent workers",
+    reason="a copy or pickle of a loader includes its workers, and no public method removes them",
     seen="torch 2.11 to 2.13",
 )
 NAMES = (_ITERATOR,)
 
 
 def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a shallow copy with other attributes that starts its own workers.
+    """Return a shallow copy of `loader` that starts its own workers, with `attributes` replaced.
 
-    `DataLoader` refuses to set them, and building another loader would mean guessing a user class's arguments.
+    `DataLoader.__setattr__` rejects changes of these attributes, and the constructor of a user's subclass may take
+    unknown arguments.
     """
     changed = copy.copy(loader)
     changed.__dict__.update(attributes)

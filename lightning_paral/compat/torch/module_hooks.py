@@ -12,8 +12,8 @@ FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
 """Dictionaries of all hooks that run in a step."""
 FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-"""Dictionaries that say how forward hooks are called, by hook id."""
-OF_STATE_DICTS = (
+"""Dictionaries of flags, by hook id, that specify how forward hooks are called."""
+STATE_DICT = (
     *("_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
@@ -28,12 +28,12 @@ NAMES = (
             seen="torch 2.11 to 2.13",
             on_instances=True,
         )
-        for name in (*ALL, *FLAGS, *OF_STATE_DICTS)
+        for name in (*ALL, *FLAGS, *STATE_DICT)
     ),
     PrivateName(
         name="torch.nn.modules.module._WrappedHook.hook",
-        purpose="to find the function behind a hook that receives the module",
-        reason="torch wraps load_state_dict hooks in an object of this class",
+        purpose="to find the function that the user registered as a state-dict hook",
+        reason="torch wraps the function in an object of this private class",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
@@ -57,5 +57,5 @@ def unwrapped(hook: Any) -> Any:
 
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
-    """Return all dictionaries about hooks of `module`, by attribute name."""
-    return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *OF_STATE_DICTS)}
+    """Return all dictionaries of hooks and flags of `module`, by attribute name."""
+    return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *STATE_DICT)}

@@ -9,8 +9,8 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.private_name import PrivateName
 
 _REASON = (
-    "setattr and register_parameter run methods that modules and users override, named_parameters(recurse=False) "
-    "leaves out entries that are None"
+    "setattr and register_parameter call methods that modules and users override, and named_parameters(recurse=False) "
+    "omits entries that are None"
 )
 
 NAMES = (

@@ -9,8 +9,8 @@ from lightning_paral.compat.private_name import PrivateName
 
 _NEWTON_SCHULZ = PrivateName(
     name="torch.optim._muon._zeropower_via_newtonschulz",
-    purpose="to let Muon orthogonalize full matrices",
-    reason="Muon has no option for it, and calls this module-level function",
+    purpose="to make Muon orthogonalize full matrices instead of shards",
+    reason="Muon calls this module-level function, and has no option to replace it",
     seen="torch 2.11 to 2.13",
     parameters=("grad", "ns_coefficients", "ns_steps", "eps"),
 )
@@ -18,10 +18,10 @@ NAMES = (_NEWTON_SCHULZ,)
 
 
 def replace_newton_schulz(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace torch's function by `around(torch's function)`; return a function that restores it.
+    """Replace torch's function with `around(torch's function)`; return a function that restores it.
 
     Raises:
-        PrivateNameError: Muon in this version of torch calls another function.
+        PrivateNameError: Muon in this version of torch calls a different function.
     """
     before = _NEWTON_SCHULZ.resolve()
     muon: Any = torch.optim._muon

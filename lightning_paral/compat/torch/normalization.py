@@ -7,7 +7,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 __all__ = ["BatchNorm", "InstanceNorm"]
 
-_REASON = "the public classes are one per number of dimensions, and torch.nn.SyncBatchNorm"
+_REASON = "there is one public class for each number of dimensions, and their common base class is private"
 
 NAMES = (
     PrivateName(

@@ -1,4 +1,4 @@
-"""Replace public attributes of torch's classes and modules for a while."""
+"""Replace public attributes of torch's classes and modules temporarily."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[]
     """Replace attributes of `owner`, a class or module; return a function that restores them.
 
     Raises:
-        AttributeError: `owner` neither has nor inherits one of them, so nothing would use it.
+        AttributeError: `owner` neither has nor inherits one of the attributes, so nothing would use the new value.
     """
     for name in attributes:
         getattr(owner, name)

@@ -9,7 +9,7 @@ NAMES = (
     PrivateName(
         name="torch.distributed.distributed_c10d._get_default_store",
         purpose="to let ranks exchange messages outside of collectives",
-        reason="no public function returns the store of a group that other code has made",
+        reason="no public function returns the store of a process group that other code has created",
         seen="torch 2.11 to 2.13",
         parameters=(),
     ),
@@ -23,11 +23,11 @@ def default_store() -> Store:
 
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` has not been destroyed, alone or together with the default group."""
+    """Return whether `group` exists: it has been destroyed neither itself nor with the default group."""
     if group is None or not dist.is_initialized():
         return False
     try:
         dist.get_backend(group)
-    except ValueError:  # raised for groups that do not exist
+    except ValueError:  # torch raises it for groups that have been destroyed
         return False
     return True

@@ -1,4 +1,4 @@
-"""Functions over nested containers, as torch, Lightning and DTensor understand them."""
+"""Functions on nested containers, with the same node types as torch and Lightning."""
 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
@@ -6,7 +6,7 @@ from lightning_paral.compat.private_name import PrivateName
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
 
-_REASON = "torch.utils.pytree is not public yet, and Lightning's CombinedLoader uses this module"
+_REASON = "torch has no public pytree module, and Lightning's CombinedLoader uses this private one"
 
 NAMES = (
     PrivateName(

@@ -1,4 +1,4 @@
-"""Copies of modules without parameters, as `DataParallel` makes them."""
+"""Copies of modules without parameters, as `DataParallel` creates them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ NAMES = (
     PrivateName(
         name="torch.nn.Module._replicate_for_data_parallel",
         purpose="to copy a module without its parameters",
-        reason="torch.nn.parallel.replicate copies parameters too, and cannot copy modules that refer to others",
+        reason="torch.nn.parallel.replicate also copies parameters, and fails for modules that refer to other modules",
         seen="torch 2.11 to 2.13",
         parameters=("self",),
     ),
@@ -18,6 +18,6 @@ NAMES = (
 
 
 def copy_without_values(module: Any) -> Module:
-    """Return a copy of `module` with copies of its dictionaries, and no parameters."""
+    """Return a copy of `module` that has copies of its dictionaries, but no parameters."""
     copy: Module = module._replicate_for_data_parallel()
     return copy

@@ -1,4 +1,4 @@
-"""DTensor's cache of sharding propagation, which outlives the groups that its meshes are made of."""
+"""DTensor's cache of sharding propagation, which outlives the process groups of its meshes."""
 
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -8,7 +8,7 @@ NAMES = (
     PrivateName(
         name="torch.distributed.tensor.debug._clear_sharding_prop_cache",
         purpose="to make DTensor forget the meshes of destroyed process groups",
-        reason="no public function empties the cache, and destroy_process_group does not",
+        reason="no public function clears the cache, and destroy_process_group does not",
         seen="torch 2.11 to 2.13",
         parameters=(),
     ),
@@ -16,9 +16,10 @@ NAMES = (
 
 
 def forget_meshes() -> None:
-    """Let DTensor forget the meshes it has seen.
+    """Clear DTensor's cache, which contains meshes.
 
-    The result of an operation gets the mesh of the first operation of its kind (torch 2.13), and meshes find their
-    groups by name. After the default group has been replaced, the names refer to nothing or to other groups.
+    The result of an operation gets the mesh in the cache, that of the first operation with the same layouts (torch
+    2.13). Meshes find their groups by name: after the default group has been replaced, these names are unknown or refer
+    to different groups.
     """
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral.compat.private_name import PrivateName
 
-_REASON = "DTensor shows which operations it supports only by failing"
+_REASON = "no public name lists the operations that DTensor supports; the others raise an error when they run"
 _SEEN = "torch 2.11 to 2.13"
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 _PROPAGATOR = "torch.distributed.tensor._sharding_prop.ShardingPropagator"
@@ -32,6 +32,6 @@ NAMES = (
 
 
 def has_strategy(operation: Any) -> bool:
-    """Whether DTensor supports `operation`, an overload such as `torch.ops.aten.median.default`."""
+    """Return whether DTensor supports `operation`, an overload such as `torch.ops.aten.median.default`."""
     dispatcher: Any = DTensor._op_dispatcher
     return any(operation in getattr(dispatcher.sharding_propagator, table) for table in _TABLES)

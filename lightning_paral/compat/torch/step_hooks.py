@@ -13,8 +13,8 @@ NAMES = (
     *(
         PrivateName(
             name=f"torch.optim.Optimizer.{name}",
-            purpose="to run the hooks of the user's optimizer around the step of the optimizer that replaces it",
-            reason="only the optimizer's own step runs them",
+            purpose="to run the step hooks of the user's optimizer when another optimizer steps in its place",
+            reason="only the step of the optimizer itself runs them",
             seen="torch 2.11 to 2.13",
             on_instances=True,
         )
@@ -23,7 +23,7 @@ NAMES = (
     PrivateName(
         name="torch.optim.lr_scheduler.LRScheduler._opt_called",
         purpose="to keep schedulers from warning that the optimizer has not stepped",
-        reason="only the optimizer's own step sets it",
+        reason="only the step of the optimizer itself sets it",
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),

@@ -14,8 +14,8 @@ NAMES = (
     ),
     PrivateName(
         name="torch._C._storage_Use_Count",
-        purpose="to find out whether other tensors share the memory of one",
-        reason="no public function counts them",
+        purpose="to know whether other tensors share the memory of a tensor",
+        reason="no public function counts the references to a storage",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
@@ -29,15 +29,15 @@ NAMES = (
 
 
 def identity_of(storage: UntypedStorage) -> int:
-    """Return a number that is unique to this storage while it lives."""
+    """Return a number that identifies this storage as long as it exists."""
     identity: int = storage._cdata
     return identity
 
 
 def use_count(tensor: Tensor) -> int:
-    """Return how many tensors and Python objects refer to the memory of `tensor`: 2 if no other tensor shares it.
+    """Return the number of references to the storage of `tensor`: 2 if no other tensor shares it.
 
-    The tensor itself and the Python object created for the query count one each.
+    The tensor itself and the storage object that this function creates count as one each.
     """
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count

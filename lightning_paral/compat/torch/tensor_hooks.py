@@ -1,4 +1,4 @@
-"""Hooks on tensors."""
+"""Lists of the hooks on tensors."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.Tensor._backward_hooks",
-        purpose="to call hooks of sharded parameters when the unsharded ones get their gradients",
+        purpose="to call hooks of sharded parameters when the unsharded parameters get their gradients",
         reason="no public function lists the hooks of a tensor",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
         name="torch.Tensor._post_accumulate_grad_hooks",
-        purpose="to refuse hooks on parameters that would never be called",
+        purpose="to reject hooks on parameters that would never be called",
         reason="no public function lists the hooks of a tensor",
         seen="torch 2.11 to 2.13",
     ),
@@ -23,11 +23,11 @@ NAMES = (
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Any]:
-    """Return the hooks from `register_hook` of a leaf tensor, by id."""
+    """Return the hooks that `register_hook` has registered on a leaf tensor, by id."""
     return tensor._backward_hooks or {}
 
 
-def accumulated_hooks(tensor: Tensor) -> dict[int, Any]:
-    """Return the hooks from `register_post_accumulate_grad_hook`, by id."""
+def post_accumulate_grad_hooks(tensor: Tensor) -> dict[int, Any]:
+    """Return the hooks that `register_post_accumulate_grad_hook` has registered on a tensor, by id."""
     hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
     return hooks

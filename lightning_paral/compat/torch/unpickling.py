@@ -1,4 +1,4 @@
-"""How `torch.load(weights_only=True)` maps Python 2 names."""
+"""The tables with which `torch.load(weights_only=True)` maps Python 2 names to Python 3."""
 
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
@@ -9,8 +9,8 @@ __all__ = ["IMPORT_MAPPING", "NAME_MAPPING"]
 NAMES = tuple(
     PrivateName(
         name=f"torch._utils.{name}",
-        purpose="to accept in a checkpoint exactly what torch.load accepts",
-        reason="torch.load maps names by these tables before it checks whether they are allowed",
+        purpose="to accept exactly the names in a checkpoint that torch.load accepts",
+        reason="torch.load maps names with this table before it checks them, and no public name gives the table",
         seen="torch 2.11 to 2.13",
     )
     for name in ("IMPORT_MAPPING", "NAME_MAPPING")

@@ -10,11 +10,11 @@ from lightning_paral.compat.private_name import PrivateName
 NAMES = (
     PrivateName(
         name="torch.Tensor._version",
-        purpose="to notice writes to weights",
-        reason="torch.autograd.graph.increment_version increments it, but no public function reads it",
+        purpose="to detect in-place writes to tensors",
+        reason="the public torch.autograd.graph.increment_version increments the counter, but no public name reads it",
         seen="torch 2.11 to 2.13",
     ),
 )
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Return how many in-place operations have written to a tensor or its views, which share the counter."""
+"""Return the number of in-place operations that have written to a tensor or its views, which share the counter."""

@@ -1,4 +1,4 @@
-"""Tensors of our own classes that have a shape but no memory."""
+"""Create tensors of our own classes that have a shape but no memory."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -12,7 +12,7 @@ NAMES = (
     PrivateName(
         name="torch.Tensor._make_wrapper_subclass",
         purpose="to make tensors that represent data in files or on other ranks",
-        reason="torch's documentation of __torch_dispatch__ uses it; torch.empty would take memory",
+        reason="torch documents no public way to create a tensor subclass without memory",
         seen="torch 2.11 to 2.13",
     ),
 )
@@ -20,7 +20,7 @@ NAMES = (
 T = TypeVar("T", bound=Tensor)
 
 
-def without_memory(kind: type[T], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> T:
-    """Return a tensor of class `kind`, which defines `__torch_dispatch__`; `device=None` means CPU."""
-    made: T = Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
-    return made
+def without_memory(cls: type[T], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> T:
+    """Return a tensor of class `cls`, which must define `__torch_dispatch__`; `device=None` means CPU."""
+    tensor: T = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+    return tensor

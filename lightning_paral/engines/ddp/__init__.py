@@ -1,1 +1,1 @@
-"""Extensions of Lightning's DDP: options, a reducer that follows `requires_grad`, unreduced gradients refused."""
+"""Extensions of Lightning's DDP: options, reducers that follow `requires_grad`, rejection of unreduced gradients."""

@@ -15,14 +15,14 @@ AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_al
 
 
 class GradientReduction:
-    """The gradient reduction that the options of `ParalDDPStrategy` choose. `register` it with every DDP of a run.
+    """The gradient reduction that the options of `ParalDDPStrategy` choose. Call `register` for every DDP of a run.
 
     Args:
         all_reduce, wire_dtype: options of `ParalDDPStrategy`.
-        hook, state, wrapper: its options `ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`.
+        hook, state, wrapper: the options `ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`.
 
     Raises:
-        ConfigurationError: an unknown value, or a hook together with other options.
+        ConfigurationError: an unknown value, or a hook together with another all-reduce.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class GradientReduction:
         self._reducer: BucketReducer | None = None
 
     def register(self, model: DistributedDataParallel, device: torch.device) -> None:
-        """Make `model` reduce its gradients, which are on `device`, this way."""
+        """Make `model` use this reduction for its gradients, which are on `device`."""
         if self._hook is not None and device.type != "cuda":
             # Lightning registers hooks on CUDA only; DDP accepts them on every backend.
             hook = self._hook if self._wrapper is None else self._wrapper(self._hook)
             model.register_comm_hook(self._state, hook)
-        all_reduce = self._choose(device)
+        all_reduce = self._choose_all_reduce(device)
         if all_reduce is not None and self._reducer is None:
             self._reducer = BucketReducer(all_reduce, model.process_group, device, self._wire_dtype)
         if self._reducer is not None:
             self._reducer.register(model)
 
-    def _choose(self, device: torch.device) -> AllReduce | None:
+    def _choose_all_reduce(self, device: torch.device) -> AllReduce | None:
         """Return the function that averages gradients; `None` if DDP's own reducer or the hook does."""
         name = self._all_reduce
         if name == "auto":
@@ -64,7 +64,7 @@ class GradientReduction:
         return ALL_REDUCE[name]
 
     def shutdown(self) -> None:
-        """Release threads and streams at the end of a run."""
+        """Release the threads and streams. Call it at the end of a run."""
         if self._reducer is not None:
             self._reducer.shutdown()
             self._reducer = None

@@ -1,4 +1,4 @@
-"""Check the options of DDP, and name the parameters in its error about unused ones."""
+"""Check the options of DDP, and explain its error about unused parameters."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_names import explain_unknown_option, register_options
 from lightning_paral.option_types import check_type
-from lightning_paral.options import RankOptions
+from lightning_paral.options import RANK_DEFAULTS, RankOptions
 
 
 class DDPOptions(RankOptions, total=False):
@@ -60,7 +60,7 @@ def check_choice(option: str, given: object, choices: tuple[object, ...]) -> Non
 
 
 def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
-    """Raise a `ConfigurationError` if both a hook and an all-reduce of ours are to reduce gradients."""
+    """Raise a `ConfigurationError` if both a hook and an option for the all-reduce are given."""
     if hook is not None and (all_reduce != "auto" or wire_dtype is not None):
         raise ConfigurationError(
             f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={all_reduce!r} and "
@@ -69,15 +69,16 @@ def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
 
 
 def check_options(options: DDPOptions) -> None:
-    """Raise a `ConfigurationError` for an option that neither we nor DDP know, or for a value of the wrong type."""
-    for option in options:
+    """Raise a `ConfigurationError` for an unknown option or a value of the wrong type."""
+    ddp_options = {option: value for option, value in options.items() if option not in RANK_DEFAULTS}
+    for option in ddp_options:
         if option not in _DDP_OPTIONS:
             raise ConfigurationError(explain_unknown_option("ParalDDPStrategy", option))
-    for option, value in options.items():
+    for option, value in ddp_options.items():
         check_type("ParalDDPStrategy", option, value, _TYPES.get(option, Any))
     bucket = options.get("bucket_cap_mb")
     if bucket is not None and not bucket > 0:
-        raise ConfigurationError(f"ParalDDPStrategy(bucket_cap_mb={bucket!r}): buckets are larger than 0 MiB.")
+        raise ConfigurationError(f"ParalDDPStrategy(bucket_cap_mb={bucket!r}): buckets must be larger than 0 MiB.")
 
 
 def explain_unused(message: str, names: list[str], rank: int) -> str:
@@ -90,12 +91,12 @@ def explain_unused(message: str, names: list[str], rank: int) -> str:
     """
     found = _INDICES_WITHOUT_GRADIENT.search(message)
     indices = [int(index) for index in found.group(1).split()] if found else []
-    # The reducer does not have parameters that were unfrozen after it was made.
+    # An index is out of range if parameters were unfrozen after the reducer was created.
     unused = [names[index] for index in indices if index < len(names)] or ["(torch does not say which)"]
     return (
-        f"On rank {rank} these parameters had no part in the loss that the previous training_step returned, so their "
-        f"gradients never came: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "
-        "them in each step), or `static_graph=True` where they are the same in every step: "
+        f"On rank {rank} these parameters did not contribute to the loss that the previous training_step returned, so "
+        f"they got no gradients: {', '.join(unused)}. If that is intended, set `find_unused_parameters=True` (finds "
+        "them in every step), or `static_graph=True` if they are the same in every step: "
         "`strategy=ParalDDPStrategy(find_unused_parameters=True)`. Otherwise make the loss depend on them, or freeze "
         "them with `requires_grad_(False)`."
     )

@@ -1,4 +1,4 @@
-"""Keep DDP's reducer in step with the trained parameters, which may change after it is made."""
+"""Decide when DDP needs a new reducer, because the set of trained parameters has changed."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,16 +21,16 @@ _MANY_REBUILDS = 10
 
 
 class ReducedParameters:
-    """Tracks the parameters of DDP's reducer, and prepares a new reducer when others are trained.
+    """Tracks the parameters of DDP's reducer, and prepares a new reducer when the set of trained parameters changes.
 
-    A reducer has the parameters that require a gradient when it is made. It never averages gradients of others, and
-    waits forever for the gradient of a parameter that was frozen afterwards.
+    A reducer has the parameters that require gradients when it is created. It never averages the gradient of a
+    parameter that is unfrozen later, and waits forever for the gradient of a parameter that is frozen later.
 
     Args:
         module: the module that DDP wraps.
-        dims: which ranks average their gradients.
+        dims: the arrangement of the ranks; the data ranks average their gradients.
         timeout: how long to wait for other ranks.
-        undo: stack that the functions to stop tracking are pushed to.
+        undo: a stack; closing it ends the tracking.
     """
 
     def __init__(self, module: LightningModule, dims: ParallelDims, timeout: timedelta, undo: ExitStack) -> None:
@@ -52,16 +52,16 @@ class ReducedParameters:
         """The names of the reducer's parameters, in its order."""
         return list(self._reduced)
 
-    def need_another_reducer(self, epoch: int, batch_idx: int, keep_frozen: bool) -> bool:
+    def needs_new_reducer(self, epoch: int, batch_idx: int, keep_frozen: bool) -> bool:
         """Return whether the step needs a new reducer. *Collective* in the first step of an epoch.
 
         Args:
-            epoch: of the step that begins.
-            batch_idx: of the step that begins.
-            keep_frozen: keep parameters that were frozen, which may be for some steps only.
+            epoch: the epoch of the step that begins.
+            batch_idx: the batch index of the step that begins.
+            keep_frozen: whether frozen parameters stay in the reducer, as they may be frozen for some steps only.
 
         Raises:
-            ConfigurationError: the ranks disagree; names the parameters.
+            ConfigurationError: the ranks train different parameters, which the message names.
         """
 
         def is_needed() -> bool:
@@ -73,9 +73,9 @@ class ReducedParameters:
 
     @contextmanager
     def for_next_reducer(self) -> Iterator[None]:
-        """Make a DDP that is created inside the block reduce the needed parameters. *Collective*.
+        """Let the needed parameters require gradients while the block creates a DDP, so that its reducer has them.
 
-        New parameters get rank 0's values first.
+        *Collective*: before the block, rank 0 broadcasts the values of new parameters.
         """
         everything = self._trained.all_by_name.values()
         broadcast([p for p in everything if p not in self._synchronized])
@@ -95,7 +95,7 @@ class ReducedParameters:
         if self._num_rebuilds == _MANY_REBUILDS:
             rank_zero_warn(
                 f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was rebuilt "
-                "each time. Where parameters are frozen for some steps only, find_unused_parameters=True keeps one."
+                "each time. If parameters are frozen for some steps only, find_unused_parameters=True avoids this."
             )
 
     def before_backward(self, loss: Tensor) -> None:
@@ -110,7 +110,7 @@ class ReducedParameters:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a training step inside the block; under automatic optimization its own backward passes are averaged."""
+        """Run a training step inside the block. Backward passes count as averaged under automatic optimization."""
         guard = None if self._is_manual else self._guard
         with nullcontext() if guard is None else guard.reduced():
             yield
@@ -120,7 +120,7 @@ class ReducedParameters:
         """Run the step of `optimizer` inside the block.
 
         Raises:
-            ConfigurationError: some gradients come from a `loss.backward()` that DDP did not average.
+            ConfigurationError: the step uses gradients of a `loss.backward()` that DDP did not average.
         """
         with nullcontext() if self._guard is None else self._guard.optimizer_step(optimizer):
             yield
@@ -129,7 +129,7 @@ class ReducedParameters:
         """Check that no parameter was unfrozen inside the step: its gradient would not be averaged.
 
         Raises:
-            ConfigurationError: some were; names them.
+            ConfigurationError: some were; the message names them.
         """
         if not self._trained.have_changed():
             return
@@ -143,15 +143,15 @@ class ReducedParameters:
             )
 
 
-_WHERE_BACKWARD_MAY_RUN = (
+_HOOKS_THAT_MAY_RUN_BACKWARD = (
     *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_before_backward"),
     *("on_train_batch_start", "on_train_batch_end", "configure_gradient_clipping", "optimizer_step"),
 )
 
 
 def _may_run_backward(module: LightningModule) -> bool:
-    """Return whether the user's code may run backward passes itself. If not, no hooks are set on parameters."""
-    return not module.automatic_optimization or has_hook(module, _WHERE_BACKWARD_MAY_RUN)
+    """Return whether user code may run backward passes itself. If not, parameters need no hooks."""
+    return not module.automatic_optimization or has_hook(module, _HOOKS_THAT_MAY_RUN_BACKWARD)
 
 
 def _are_same(first: dict[str, Parameter], second: dict[str, Parameter]) -> bool:

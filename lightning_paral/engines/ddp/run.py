@@ -1,4 +1,4 @@
-"""One fit under DDP: wrap the module, and replace its reducer when other parameters are trained."""
+"""One fit under DDP: wrap the module, and replace its reducer when the set of trained parameters changes."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +29,12 @@ class DDPRun:
     """Wraps the module of a strategy in DDP for one fit. Creating it is *collective* over the world.
 
     Args:
-        strategy: its `model` is wrapped.
+        strategy: the strategy, whose `model` is wrapped.
         reduction: how gradients are averaged.
         wrap: `DDPStrategy.configure_ddp` of `strategy`, which wraps its `model`.
+        dims: the arrangement of the ranks.
         timeout: how long to wait for other ranks.
-        undo: stack that functions to restore the module are pushed to; closed at the end of the fit.
+        undo: a stack of functions that restore the module, closed at the end of the fit.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class DDPRun:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The wrapped module; a new object after the reducer was replaced."""
+        """The wrapped module, which is a new object each time the reducer is replaced."""
         model = self._strategy.model
         assert isinstance(model, DistributedDataParallel)
         return model
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether rank 0's buffers are broadcast. False if the user has registered a buffer hook, which does that."""
+        """Whether rank 0's buffers are broadcast. `False` if the user registered a buffer hook, which replaces this."""
         return self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
 
     def _wrap_and_register(self) -> None:
@@ -73,33 +74,34 @@ class DDPRun:
         self._reduction.register(self.model, self._strategy.root_device)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make DDP find unused parameters if optimizers take turns. *Collective* over the world then."""
+        """Make DDP find unused parameters if several optimizers take turns. *Collective* over the world if they do."""
         takes_turns = not self._module.automatic_optimization and len(optimizers) > 1
         options = ddp_options(self._strategy)
         if takes_turns and not {"find_unused_parameters", "static_graph"} & options.keys():
-            # Each backward pass reaches only some of the parameters, such as the generator's.
+            # Each backward pass reaches only some of the parameters, such as those of the generator.
             self._undo.callback(set_ddp_options, self._strategy, options)
             set_ddp_options(self._strategy, options | {"find_unused_parameters": True})
             self._replace_reducer()
 
     def before_batch(self, batch_idx: int) -> None:
-        """Replace the reducer if parameters were frozen or unfrozen since it was made.
+        """Replace the reducer if parameters were frozen or unfrozen since it was created.
 
         *Collective* in the first step of an epoch, and when the reducer is replaced.
 
         Raises:
-            ConfigurationError: not all ranks train the same parameters.
-            UnusedParametersError: parameters took no part in the loss of the previous step; names them.
+            ConfigurationError: the ranks train different parameters.
+            UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
+                them.
         """
         keep_frozen = not self._module.automatic_optimization or bool(self.model.find_unused_parameters)
-        if self._parameters.need_another_reducer(self._module.current_epoch, batch_idx, keep_frozen):
+        if self._parameters.needs_new_reducer(self._module.current_epoch, batch_idx, keep_frozen):
             self._replace_reducer()
 
     def _replace_reducer(self) -> None:
         old, options = self.model, ddp_options(self._strategy)
-        with self._explaining_unused():
+        with self._explain_unused_parameters():
             remove_reducer(old)
-        # The ranks hold equal values already, or differ on purpose, as between the averages of post-local SGD.
+        # The ranks already hold equal values, or differ on purpose, as they do in post-local SGD.
         set_ddp_options(self._strategy, options | {"init_sync": False})
         self._strategy.model = self._module
         try:
@@ -109,13 +111,17 @@ class DDPRun:
             set_ddp_options(self._strategy, options)
         self.model.require_forward_param_sync = old.require_forward_param_sync
         forget_static_graph(self._strategy)
-        log.info("DDP reduces the gradients of %d parameters from now on.", len(self._parameters.names))
+        log.info("DDP now reduces the gradients of %d parameters.", len(self._parameters.names))
 
     @contextmanager
     def accumulating(self, without_reduction: AbstractContextManager[None]) -> Iterator[None]:
-        """Accumulate gradients inside the block, in `without_reduction`, `DDPStrategy.block_backward_sync()`."""
-        # A static graph is learned from the first backward pass, in which torch's reducer (2.13) asserts that it
-        # reduces. One reduction too many changes nothing: the average of equal values is the value.
+        """Accumulate gradients inside the block without reducing them.
+
+        Args:
+            without_reduction: `DDPStrategy.block_backward_sync()`, entered for the block.
+        """
+        # With a static graph, torch's reducer (2.13) asserts that the first backward pass, from which it learns the
+        # graph, reduces. One reduction too many changes nothing: the mean of equal values is the value.
         if ddp_options(self._strategy).get("static_graph") and not self._is_static_graph_known:
             yield
             self._is_static_graph_known = True
@@ -128,16 +134,17 @@ class DDPRun:
         """Run a training step inside the block.
 
         Raises:
-            UnusedParametersError: parameters took no part in the loss of the previous step; names them.
+            UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
+                them.
         """
         if not self._module.automatic_optimization:
-            # Lightning's redirection resets this flag, as after a step without reduction: DDP would stop broadcasting.
+            # Lightning's forward redirection clears this flag, after which DDP would no longer broadcast buffers.
             self.model.require_forward_param_sync = True
-        with self._explaining_unused(), self._parameters.step():
+        with self._explain_unused_parameters(), self._parameters.step():
             yield
 
     @contextmanager
-    def _explaining_unused(self) -> Iterator[None]:
+    def _explain_unused_parameters(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -150,15 +157,15 @@ class DDPRun:
         """Prepare for the backward pass of `loss`.
 
         Raises:
-            ConfigurationError: parameters were unfrozen inside the step, which is too late.
+            ConfigurationError: parameters were unfrozen inside the step.
         """
         self._parameters.before_backward(loss)
 
     def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context for the step of `optimizer`.
+        """Return a context manager for the step of `optimizer`.
 
         Raises:
-            ConfigurationError: in the context, if gradients of a `loss.backward()` were not averaged.
+            ConfigurationError: on exit, if the step used gradients of a `loss.backward()` that DDP did not average.
         """
         return self._parameters.optimizer_step(optimizer)
 
@@ -168,10 +175,12 @@ class DDPRun:
 
 
 def averaged_closure(optimizer: Optimizer, closure: Callable[[], Any], reduce: Callable[[Any], Any]) -> Any:
-    """Return `closure`; for LBFGS, which uses the loss to scale and stop its steps, one that returns the mean loss.
+    """Return `closure`, or for LBFGS a closure that returns the mean loss of all ranks.
+
+    LBFGS uses the loss to choose its step size and to stop, so that different losses would make ranks diverge.
 
     Args:
-        optimizer: its step calls the closure.
+        optimizer: the optimizer, whose step calls the closure.
         closure: returns the loss of this rank.
         reduce: averages a tensor over the ranks, in place. *Collective*.
     """

@@ -1,4 +1,4 @@
-"""Detect backward passes whose gradients DDP does not average, because it was not prepared for them."""
+"""Detect backward passes whose gradients DDP does not average, because they bypass the strategy."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.backward import at_end_of_backward
+from lightning_paral.compat.torch.backward import call_at_end_of_backward
 from lightning_paral.errors import ConfigurationError
 
 
 class UnreducedBackwardGuard:
-    """Rejects optimizer steps with gradients of a `loss.backward()` that DDP did not average.
+    """Rejects optimizer steps that use gradients of a `loss.backward()` that DDP did not average.
 
     Args:
         is_manual: whether the module uses manual optimization.
@@ -26,10 +26,10 @@ class UnreducedBackwardGuard:
         self._handles: dict[Parameter, RemovableHandle] = {}
         self._is_reduced = self._in_strategy_step = False
         self._unreduced: set[Tensor] = set()
-        self._step_hook = register_optimizer_step_pre_hook(self._check)
+        self._step_hook = register_optimizer_step_pre_hook(self._check_step)
 
     def watch(self, parameters: Iterable[Parameter]) -> None:
-        """Note gradients of `parameters`, which must require gradients now."""
+        """Watch for unreduced gradients of `parameters`, all of which must require gradients at this time."""
         for parameter in parameters:
             if parameter not in self._handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
@@ -40,13 +40,13 @@ class UnreducedBackwardGuard:
             self._unreduced.add(parameter)
 
     def expect(self, loss: Tensor) -> None:
-        """Expect the backward pass of `loss` to be averaged; those of hooks before and after it are not."""
+        """Treat the backward pass of `loss` as averaged, but not those that hooks run before and after it."""
         loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def _begin(self, gradient: Tensor) -> None:
         self._drop_zeroed()
         self._is_reduced = True
-        at_end_of_backward(self._end)
+        call_at_end_of_backward(self._end)
 
     def _end(self) -> None:
         self._is_reduced = False
@@ -80,17 +80,17 @@ class UnreducedBackwardGuard:
         if self._unreduced:
             self._unreduced = {p for p in self._unreduced if p.grad is not None and bool(p.grad.any())}
 
-    def _check(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._in_strategy_step and not self._is_manual:
-            return  # its closure is about to zero gradients
+            return  # the closure zeroes gradients first; they are checked after the step
         if (
             isinstance(optimizer, LBFGS)
             and not self._in_strategy_step
             and _parameters_of(optimizer) & self._handles.keys()
         ):
             raise ConfigurationError(
-                "LBFGS was stepped without the strategy, so each rank would decide by its own loss how far to go. "
-                "Take it from self.optimizers()."
+                "LBFGS.step was not called through the strategy, so each rank would choose its step size by its own "
+                "loss. Take the optimizer from self.optimizers()."
             )
         self._check_gradients(optimizer)
 
@@ -100,7 +100,7 @@ class UnreducedBackwardGuard:
             raise ConfigurationError(
                 "Some gradients come from loss.backward(), which bypasses DDP: the ranks did not average them. Under "
                 "manual optimization call self.manual_backward(loss) instead; in hooks use torch.autograd.grad for "
-                "gradients that are not for the optimizer."
+                "gradients that the optimizer does not use."
             )
 
     def end(self) -> None:

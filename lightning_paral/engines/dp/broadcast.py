@@ -12,15 +12,15 @@ from torch.nn.parallel import comm
 def broadcast(
     tensors: Sequence[Tensor], devices: Sequence[torch.device], before_backward: Callable[[], None]
 ) -> list[list[Tensor]]:
-    """Return for each device its copies of `tensors`, which are all on one device.
+    """Return copies of `tensors` on each of `devices`, one list per device.
 
-    Gradients of the copies are added in the order of `devices`, in whatever order they are computed, so that results
-    are reproducible. A tensor gets no gradient if none of its copies has one.
+    Gradients of the copies are added in the order of `devices`, regardless of the order in which they are computed, so
+    that results are reproducible. A tensor gets no gradient if none of its copies has one.
 
     Args:
-        tensors: usually parameters.
-        devices: may name a device more than once.
-        before_backward: called before gradients flow back; raises if they must not.
+        tensors: usually parameters; all on one device.
+        devices: devices of the copies; a device may occur more than once.
+        before_backward: called before gradients flow back to `tensors`; raises an error if they must not.
     """
     if not tensors:
         return [[] for _ in devices]
@@ -29,7 +29,7 @@ def broadcast(
 
 
 def copy_to(devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return for each device copies of `tensors`, without gradients."""
+    """Return copies of `tensors` on each of `devices`, detached from the graph."""
     plain = [tensor.detach() for tensor in tensors]
     if plain and _can_coalesce(plain, devices):
         source = plain[0].device
@@ -54,7 +54,7 @@ class _Broadcast(Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.before_backward = before_backward
-        ctx.homes = [tensor.device for tensor in tensors]
+        ctx.source_devices = [tensor.device for tensor in tensors]
         copies = copy_to(devices, tensors)
         without_gradient = [index for index, needed in enumerate(ctx.needs_input_grad[2:]) if not needed]
         ctx.mark_non_differentiable(*(on_device[index] for on_device in copies for index in without_gradient))
@@ -63,8 +63,12 @@ class _Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.before_backward()
-        num_tensors = len(ctx.homes)
-        return (None, None, *(_add(gradients[index::num_tensors], home) for index, home in enumerate(ctx.homes)))
+        num_tensors = len(ctx.source_devices)
+        return (
+            None,
+            None,
+            *(_add(gradients[index::num_tensors], device) for index, device in enumerate(ctx.source_devices)),
+        )
 
 
 def _add(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor | None:

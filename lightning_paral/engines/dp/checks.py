@@ -19,9 +19,9 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def check_replicable(module: LightningModule) -> None:
-    """Raise a `ConfigurationError` if copies of `module` would not do what `module` does."""
+    """Raise a `ConfigurationError` if copies of `module` would not behave like `module`."""
     for name, part in module.named_modules():
-        kind = _cannot_be_replicated(part)
+        kind = _unreplicable_type(part)
         if kind is not None:
             raise ConfigurationError(
                 f"{name or type(module).__name__} is {kind}, which cannot be replicated within one process. "
@@ -42,18 +42,18 @@ def check_replicable(module: LightningModule) -> None:
 
 
 def check_draws_all(loader: object) -> None:
-    """Raise a `ConfigurationError` if `loader` leaves samples to other processes: `paral_dp` has no others."""
+    """Raise a `ConfigurationError` if `loader` draws only some of the samples: no other process draws the rest."""
     for sampler in samplers(loader) if isinstance(loader, DataLoader) else ():
         num_replicas = getattr(sampler, "num_replicas", 1)
         if num_replicas > 1:
             raise ConfigurationError(
-                f"{type(sampler).__name__}(num_replicas={num_replicas}) draws one of {num_replicas} parts of the data, "
-                "but paral_dp is one process for all devices, and nothing would draw the other parts. Leave out the "
-                "sampler, or make it with **self.trainer.distributed_sampler_kwargs."
+                f"{type(sampler).__name__}(num_replicas={num_replicas}) draws one of {num_replicas} shards of the "
+                "data, but paral_dp runs in one process, and nothing would draw the others. Leave out the sampler, or "
+                "create it with **self.trainer.distributed_sampler_kwargs."
             )
 
 
-def _cannot_be_replicated(module: Module) -> str | None:
+def _unreplicable_type(module: Module) -> str | None:
     if is_compiled(module):
         return "compiled"
     if isinstance(module, ScriptModule):
@@ -61,23 +61,25 @@ def _cannot_be_replicated(module: Module) -> str | None:
     return None
 
 
-def check_one_process(devices: Sequence[torch.device], num_nodes: int, num_processes: int, *, syncs: bool) -> None:
-    """Raise a `ConfigurationError` if the Trainer has set what needs several processes, or devices do not exist.
+def check_one_process(
+    devices: Sequence[torch.device], num_nodes: int, num_processes: int, *, sync_batchnorm: bool
+) -> None:
+    """Raise a `ConfigurationError` if the Trainer asks for several processes, or if a device does not exist.
 
     Args:
-        devices: one per replica.
-        num_nodes: as the Trainer has it.
-        num_processes: started from outside.
-        syncs: whether `Trainer(sync_batchnorm=True)` was set.
+        devices: devices of the replicas.
+        num_nodes: number of nodes that the Trainer was given.
+        num_processes: number of processes that a launcher started.
+        sync_batchnorm: whether `Trainer(sync_batchnorm=True)` was set.
     """
     if num_nodes > 1 or num_processes > 1:
         found = f"num_nodes={num_nodes}" if num_nodes > 1 else f"{num_processes} processes were started"
         raise ConfigurationError(
-            f"paral_dp is one process on one host, but {found}. Start a single process, or use paral_ddp."
+            f"paral_dp is one process on one node, but {found}. Start a single process, or use paral_ddp."
         )
     for device in devices:
         check_device(device)
-    if syncs and len(devices) > 1:
+    if sync_batchnorm and len(devices) > 1:
         raise ConfigurationError(
             "Trainer(sync_batchnorm=True) needs a process per device. Leave it out, so that each replica "
             "normalizes by its own samples, or use paral_ddp."

@@ -1,4 +1,4 @@
-"""Run replicas concurrently: the first in the caller's thread, each other one in its own thread."""
+"""Run replicas concurrently: the first in the caller's thread, each of the others in a thread of its own."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -15,22 +15,23 @@ def run_replicas(
 ) -> list[Any]:
     """Run `calls` concurrently, one per device, and return their results in order.
 
-    Each call runs with the caller's grad mode, inference mode, autocast state and current stream, which are otherwise
-    per thread.
+    Each call runs with the caller's grad mode, inference mode, autocast state and current stream, all of which torch
+    keeps per thread.
 
     Args:
-        executor: has at least one thread for each call but the first.
+        executor: runs all calls except the first; needs a thread for each of them.
         calls: one per replica.
-        devices: of the replicas.
-        rendezvous: of the replicas; aborted when one of them fails, so that none waits for it.
+        devices: devices of the replicas.
+        rendezvous: aborted when a replica fails, so that the others do not wait for it.
 
     Raises:
-        BaseException: the error of the first replica that failed, with a note that names it; after all have ended.
+        BaseException: the error of the failed replica with the lowest index, with a note that names the replica.
+            Raised after all replicas have ended.
     """
     state = _ThreadState(devices)
-    outcomes = [executor.submit(_attempt, state, index, calls[index], rendezvous) for index in range(1, len(calls))]
+    futures = [executor.submit(_attempt, state, index, calls[index], rendezvous) for index in range(1, len(calls))]
     first = _attempt(None, 0, calls[0], rendezvous)
-    results = [first, *(outcome.result() for outcome in outcomes)]
+    results = [first, *(future.result() for future in futures)]
     errors = {index: error for index, (_, error) in enumerate(results) if error is not None}
     causes = {index: error for index, error in errors.items() if not isinstance(error, RendezvousBrokenError)} or errors
     for index, error in causes.items():
@@ -53,14 +54,14 @@ def _attempt(
 
 
 class _ThreadState:
-    """The per-thread state of torch in the thread that creates this object."""
+    """The state that torch keeps per thread, read in the thread that creates this object."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {"cpu", *(device.type for device in devices)}
+            (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+            for device_type in {"cpu", *(device.type for device in devices)}
         ]
         self._cache = torch.is_autocast_cache_enabled()
         self._streams = [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in devices]
@@ -69,8 +70,8 @@ class _ThreadState:
         """Enter this state in the current thread, on the device of replica `index`, until `contexts` close."""
         contexts.enter_context(torch.inference_mode(self._inference))
         contexts.enter_context(torch.set_grad_enabled(self._grad))
-        for kind, dtype, enabled in self._autocast:
-            contexts.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self._cache))
+        for device_type, dtype, enabled in self._autocast:
+            contexts.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=self._cache))
         stream = self._streams[index]
         if stream is not None:
             contexts.enter_context(torch.cuda.stream(stream))  # also makes its device the current one

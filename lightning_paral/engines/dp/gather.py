@@ -1,4 +1,4 @@
-"""Combine what the replicas return."""
+"""Combine the outputs of the replicas."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +12,14 @@ from lightning_paral.errors import ConfigurationError
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
-    """Return the mean of `values` (tensors or numbers) weighted by `weights`; tensors on `device`, added in order.
+    """Return the mean of `values` weighted by `weights`. Differentiable.
 
-    Differentiable. Weighted by the sizes of the sub-batches, the mean of the replicas' mean losses is the mean loss of
-    the full batch.
+    The mean of the replicas' mean losses, weighted by the sizes of the sub-batches, is the mean loss of the full batch.
+
+    Args:
+        values: numbers, or tensors of equal shape; added in this order.
+        weights: one per value.
+        device: the device of the result, if `values` are tensors.
     """
     total = sum(weights)
     if len(values) == 1 or total == 0:
@@ -29,10 +33,10 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float], device: torch
 def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
     """Return what `training_step` would return for the full batch: the weighted mean loss, the rest gathered.
 
-    Replicas that returned `None`, to skip the step, are left out of the mean.
+    A replica that returns `None` skips the step, and is left out of the mean.
 
     Raises:
-        ConfigurationError: the replicas returned values of different kinds.
+        ConfigurationError: the replicas returned values of different types.
     """
     kept = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
     if not kept:
@@ -49,27 +53,28 @@ def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: t
 def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
     """Return what a step would return for the full batch, with tensors on `device`.
 
-    - Tensors with dimensions are concatenated along the first, in the order of the samples; so are lists with one item
-      per sample.
-    - Floating-point scalars count as means over the samples and are averaged; integers count as counts and are added.
-    - Mappings, lists and tuples are gathered item by item.
-    - Of anything else, the value of the first replica is returned.
+    - Tensors with at least one dimension are concatenated along the first, in the order of the samples.
+    - Lists and tuples are concatenated if they have one item per sample, or if their lengths differ. Otherwise they are
+      gathered item by item, and so are mappings.
+    - Floating-point scalars are treated as means over the samples, and averaged. Integers are treated as counts, and
+      added.
+    - For booleans and all other types, the value of the first replica is returned.
 
     Args:
-        outputs: what each replica returned, in order.
-        sizes: number of samples of each replica.
+        outputs: outputs of the replicas, in order.
+        sizes: numbers of samples of the replicas.
         device: device of gathered tensors.
 
     Raises:
-        ConfigurationError: the replicas returned values of different kinds, or mappings with different keys.
+        ConfigurationError: the replicas returned values of different types, or mappings with different keys.
     """
     first = outputs[0]
     if len(outputs) == 1:
         return first
     if len({type(output) for output in outputs}) > 1:
         raise ConfigurationError(
-            "The replicas of paral_dp returned values of different kinds from one step: "
-            f"{', '.join(type(output).__name__ for output in outputs)}. Return the same kind for every batch, or use "
+            "The replicas of paral_dp returned values of different types from one step: "
+            f"{', '.join(type(output).__name__ for output in outputs)}. Return the same type for every batch, or use "
             "paral_ddp."
         )
     if isinstance(first, Tensor):
@@ -108,7 +113,7 @@ def _gather_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], device: tor
 
 
 def _gather_sequences(sequences: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    kind = type(sequences[0])
+    cls = type(sequences[0])
     lengths = [len(sequence) for sequence in sequences]
     hold_samples = all(
         all(isinstance(item, Tensor) and item.dim() and len(item) == size for item in sequence)
@@ -116,8 +121,8 @@ def _gather_sequences(sequences: Sequence[Any], sizes: Sequence[int], device: to
     )
     per_sample = lengths == list(sizes) and not (hold_samples and has_tensors(sequences[0]))
     if per_sample or len(set(lengths)) > 1:
-        return kind(move_data_to_device(item, device) for sequence in sequences for item in sequence)
-    return kind(gather(items, sizes, device) for items in zip(*sequences, strict=True))
+        return cls(move_data_to_device(item, device) for sequence in sequences for item in sequence)
+    return cls(gather(items, sizes, device) for items in zip(*sequences, strict=True))
 
 
 def _tensor_to(value: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Collect the `self.log` calls of replicas, and merge them into one call on the master."""
+"""Record the `self.log` calls of the replicas, and merge matching calls into one call on the master."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ class LogCall:
 
     arguments: dict[str, Any]
     num_samples: float
-    """Weight of the value in a mean: the `batch_size` argument if given, otherwise the replica's number of samples."""
+    """The weight of the value in a mean: the `batch_size` argument if given, otherwise the size of the sub-batch."""
 
 
 class LogRecord:
@@ -31,7 +31,7 @@ class LogRecord:
 
     Args:
         num_samples: size of the replica's sub-batch.
-        original_of: returns the master's metric for a replica's copy of it.
+        original_of: maps a replica's copy of a metric to the master's metric.
     """
 
     def __init__(self, num_samples: int, original_of: Callable[[object], object]) -> None:
@@ -39,9 +39,10 @@ class LogRecord:
         self._num_samples = num_samples
         self._original_of = original_of
         self.batch_values: dict[int, Any] = {}
+        """Values of logged metrics for this step, by the `id` of the master's metric."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Record a call, in place of `LightningModule.log`."""
+        """Record a call. Replaces `LightningModule.log`."""
         arguments = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
         del arguments["self"]
         value = arguments["value"]
@@ -53,11 +54,11 @@ class LogRecord:
 
 
 def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of one `log` call for each that the replicas made, with values on `device`.
+    """Merge matching calls of the replicas, and yield the arguments of each merged call, with values on `device`.
 
-    Values are reduced over the replicas that logged them by `reduce_fx`: `"mean"`, the default, is weighted by their
-    numbers of samples; `"sum"`, `"min"` and `"max"` are plain. A given `batch_size` is summed. A metric's value for the
-    step is the mean of the replicas' values; its state, and so its value for the epoch, is exact.
+    Values are reduced with `reduce_fx` over the replicas that logged them. `"mean"`, the default, is weighted by the
+    numbers of samples; `"sum"`, `"min"` and `"max"` are not weighted. Explicit batch sizes are added. The value of a
+    metric for the step is the mean of the replicas' values. Its state is exact, and so is its value for the epoch.
     """
     for calls in _matching_calls(records):
         first = calls[0].arguments
@@ -78,7 +79,7 @@ def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[d
 
 
 def _matching_calls(records: Sequence[LogRecord]) -> list[list[LogCall]]:
-    """Group the calls of the replicas: the n-th call for a name in one replica matches the n-th in the others."""
+    """Group the calls of the replicas: the n-th call with a name in one replica matches the n-th in the others."""
     groups: dict[tuple[str, int], list[LogCall]] = {}
     for record in records:
         times: dict[str, int] = {}

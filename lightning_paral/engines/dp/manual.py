@@ -1,4 +1,4 @@
-"""Manual optimization in replicas: calls that change gradients or parameters are made once for all replicas."""
+"""Manual optimization in replicas: each call that changes gradients or parameters is made once for all replicas."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ from lightning_paral.errors import ConfigurationError
 
 
 class BackwardPermit:
-    """Whether gradients may flow from the replicas into the master now: only from all replicas together."""
+    """Decides whether gradients may flow into the master: only in a backward pass of all replicas together."""
 
     def __init__(self) -> None:
         self._granted = False
 
     def check(self) -> None:
-        """Raise a `ConfigurationError` unless granted."""
+        """Raise a `ConfigurationError` if gradients must not flow now."""
         if not self._granted:
             raise ConfigurationError(
                 "A replica of paral_dp ran a backward pass of its own inside a step. Gradients of all replicas are "
@@ -32,12 +32,12 @@ class BackwardPermit:
             )
 
     def grant(self) -> None:
-        """Allow all backward passes from now on. Call it after the replicas have run the step."""
+        """Allow all later backward passes. Call it after the replicas have run the step."""
         self._granted = True
 
     @contextmanager
     def granted(self) -> Iterator[None]:
-        """Allow backward passes inside this context."""
+        """Allow backward passes inside the block."""
         before, self._granted = self._granted, True
         try:
             yield
@@ -47,12 +47,12 @@ class BackwardPermit:
 
 @contextmanager
 def rejecting_replica_steps(rendezvous: Rendezvous) -> Iterator[None]:
-    """Raise a `ConfigurationError` for optimizer steps that a single replica takes inside the block."""
+    """Raise a `ConfigurationError` if a single replica steps an optimizer inside the block."""
 
     def check(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not rendezvous.is_running:
             raise ConfigurationError(
-                "A replica of paral_dp stepped an optimizer on its own, which would step once per replica. Take the "
+                "A replica of paral_dp stepped an optimizer on its own, so it would step once per replica. Take the "
                 "optimizer from self.optimizers(); or use paral_ddp."
             )
 
@@ -64,17 +64,17 @@ def rejecting_replica_steps(rendezvous: Rendezvous) -> Iterator[None]:
 
 
 class ManualOptimization:
-    """Replaces, in one replica, the methods of `LightningModule` that optimize.
+    """Replaces the `LightningModule` methods for manual optimization in one replica.
 
-    Every replica calls them. Each call runs once, on the master; losses are weighted by the sizes of the sub-batches,
-    so that gradients are those of the full batch.
+    Every replica calls these methods, and each call runs once, on the master. Losses are weighted by the sizes of the
+    sub-batches, so that gradients are those of the full batch.
 
     Args:
         master: the module whose parameters the optimizers hold.
-        replica: the replica's number.
-        rendezvous: of all replicas of the step.
+        replica: index of the replica.
+        rendezvous: the rendezvous of all replicas of the step.
         replicas: copies of the master; updated when its parameters change.
-        sizes: number of samples per replica.
+        sizes: numbers of samples of the replicas.
         device: device of the master.
         permit: allows the backward pass of all replicas together.
     """
@@ -99,7 +99,7 @@ class ManualOptimization:
         self._own: dict[str, Callable[..., Any]] = {name: getattr(master, name) for name in _METHODS}
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return the replacements by name of the methods."""
+        """Return the replacements by method name."""
         return {name: getattr(self, name) for name in _METHODS}
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -107,49 +107,49 @@ class ManualOptimization:
 
         def backward(losses: list[Tensor]) -> None:
             with self._permit.granted():
-                joint = weighted_mean(losses, self._sizes[: len(losses)], self._device)
-                self._own["manual_backward"](joint, *args, **kwargs)
+                mean = weighted_mean(losses, self._sizes[: len(losses)], self._device)
+                self._own["manual_backward"](mean, *args, **kwargs)
 
         self._rendezvous.run_once(self._replica, "self.manual_backward", loss, backward)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizers; a step of one runs once for all replicas."""
+        """Return the optimizers. A call of `step` in all replicas steps an optimizer once."""
         found = self._own["optimizers"](use_pl_optimizer)
         if isinstance(found, list):
             return [_Optimizer(optimizer, self, index) for index, optimizer in enumerate(found)]
         return _Optimizer(found, self, 0)
 
     def replica_param_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return `groups` with this replica's own parameters, which have no gradients.
+        """Return `groups` with the parameters of this replica, which have no gradients.
 
-        Only replica 0 gets the original groups, so a change of theirs is made once.
+        Only replica 0 gets the original groups, so that a change to them is made once.
         """
         if self._replica == 0:
             return groups
-        own = self._replicas.of_copy(self._replica - 1)
+        own = self._replicas.parameters_of_copy(self._replica - 1)
         return [group | {"params": [own.get(id(param), param) for param in group["params"]]} for group in groups]
 
     def lr_schedulers(self) -> Any:
-        """Return the schedulers; a step of one runs once for all replicas."""
+        """Return the schedulers. A call of `step` in all replicas steps a scheduler once."""
         found = self._own["lr_schedulers"]()
         if isinstance(found, list):
             return [_Scheduler(scheduler, self, index) for index, scheduler in enumerate(found)]
         return None if found is None else _Scheduler(found, self, 0)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Make only the parameters of `optimizer` require gradients, in all replicas."""
-        self.once("self.toggle_optimizer", self._own["toggle_optimizer"], _unwrapped(optimizer), new_parameters=True)
+        """In all replicas, let only the parameters of `optimizer` require gradients."""
+        self.run_once("self.toggle_optimizer", self._own["toggle_optimizer"], _unwrap(optimizer), new_parameters=True)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Make all parameters require gradients again, in all replicas."""
+        """In all replicas, restore the `requires_grad` that `toggle_optimizer` changed."""
         own = self._own["untoggle_optimizer"]
-        self.once("self.untoggle_optimizer", own, _unwrapped(optimizer), new_parameters=True)
+        self.run_once("self.untoggle_optimizer", own, _unwrap(optimizer), new_parameters=True)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of the full batch."""
-        self.once("self.clip_gradients", self._own["clip_gradients"], _unwrapped(optimizer), *args, **kwargs)
+        self.run_once("self.clip_gradients", self._own["clip_gradients"], _unwrap(optimizer), *args, **kwargs)
 
-    def once(
+    def run_once(
         self, call: str, method: Callable[..., Any], *args: Any, new_parameters: bool = False, **kwargs: Any
     ) -> Any:
         """Run `method` once for all replicas, update their parameters if `new_parameters`, and return the result."""
@@ -184,11 +184,11 @@ class _Optimizer:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if isinstance(self._wrapped, LBFGS):
             raise ConfigurationError(
-                "LBFGS evaluates its closure as often as it likes, which replicas cannot follow under manual "
+                "LBFGS evaluates its closure several times per step, which replicas cannot do together under manual "
                 "optimization. Use automatic optimization, or paral_ddp."
             )
         result = None if closure is None else closure()
-        self._optimization.once(f"{self._name}.step", self._wrapped.step, new_parameters=True, **kwargs)
+        self._optimization.run_once(f"{self._name}.step", self._wrapped.step, new_parameters=True, **kwargs)
         return result
 
     @property
@@ -200,7 +200,7 @@ class _Optimizer:
         return self._optimization.replica_param_groups(self._wrapped.param_groups)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._optimization.once(f"{self._name}.zero_grad", self._wrapped.zero_grad, *args, **kwargs)
+        self._optimization.run_once(f"{self._name}.zero_grad", self._wrapped.zero_grad, *args, **kwargs)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -221,11 +221,11 @@ class _Scheduler:
         self._name = f"scheduler {index}"
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        self._optimization.once(f"{self._name}.step", self._scheduler.step, *args, **kwargs)
+        self._optimization.run_once(f"{self._name}.step", self._scheduler.step, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     return optimizer._wrapped if isinstance(optimizer, _Optimizer) else optimizer

@@ -1,4 +1,4 @@
-"""torchmetrics in replicas: updates of a replica's copy are replayed on the master's metric."""
+"""torchmetrics in replicas: updates of a replica's copy of a metric are repeated on the master's metric."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,15 +15,15 @@ from lightning_paral.compat.torch.pytree import tree_leaves
 
 
 def is_metric(module: object) -> bool:
-    """Return whether `MetricCopies` replicates `module`."""
+    """Return whether `module` is a metric, which `MetricCopies` copies."""
     return isinstance(module, Metric | MetricCollection)
 
 
 class MetricCopies:
-    """Copies of the metrics for one replica: empty at the start of each step, they record their updates.
+    """Copies of the master's metrics for one replica. They are reset before each step, and record their updates.
 
-    Merging states is not possible for every metric: torchmetrics has states that only `compute` can join, and that can
-    not be updated afterwards. Updating the master's metric with the same arguments, replica by replica, always works.
+    The states of copies cannot be merged for every metric: some states can be joined only by `compute`, and cannot be
+    updated afterwards. Updating the master's metric with the same arguments, replica by replica, always works.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class MetricCopies:
         self._depth = 0
 
     def copy_of(self, metric: Module) -> Module:
-        """Return this replica's empty copy of `metric`, the same in every step."""
+        """Reset and return this replica's copy of `metric`, which is the same object in every step."""
         if id(metric) not in self._copies:
             self._copies[id(metric)] = (metric, self._new_copy(metric))
         copy: Any = self._copies[id(metric)][1]
@@ -50,7 +50,7 @@ class MetricCopies:
         """Repeat the updates of the copies, in order, on the master's metrics, which are on `device`."""
         updates, self._updates = self._updates, []
         for metric, args, kwargs in updates:
-            metric.update(*_detached(args, device), **_detached(kwargs, device))
+            metric.update(*_detach_on(args, device), **_detach_on(kwargs, device))
 
     def forget(self) -> None:
         """Discard the updates of a step in which a replica failed."""
@@ -58,15 +58,15 @@ class MetricCopies:
         self._depth = 0
 
     def _new_copy(self, metric: Any) -> Module:
-        copy = deepcopy(metric, _detached_by_id(metric)).to(self._device)
+        copy = deepcopy(metric, _make_detached_memo(metric)).to(self._device)
         for original, part in zip(metric.modules(), copy.modules(), strict=True):
             self._originals[id(part)] = original
             if is_metric(part):
-                part.update = self._recorded(original, part.update)
-                part.forward = self._recorded(original, part.forward)
+                part.update = self._record_updates(original, part.update)
+                part.forward = self._record_updates(original, part.forward)
         return copy  # type: ignore[no-any-return]
 
-    def _recorded(self, original: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _record_updates(self, original: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of `method` that records its arguments, unless another such method called it."""
 
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -81,14 +81,14 @@ class MetricCopies:
         return record
 
 
-def _detached(arguments: Any, device: torch.device) -> Any:
+def _detach_on(arguments: Any, device: torch.device) -> Any:
     return move_data_to_device(apply_to_collection(arguments, Tensor, Tensor.detach), device)
 
 
-def _detached_by_id(metric: Module) -> dict[int, Any]:
-    """Return a memo for `deepcopy`, which refuses tensors with a graph, such as those of a differentiable metric.
+def _make_detached_memo(metric: Module) -> dict[int, Any]:
+    """Return a memo that makes `deepcopy` detach the tensors of `metric` that are part of a graph.
 
-    It maps them to detached copies.
+    `deepcopy` refuses such tensors, which differentiable metrics hold.
     """
     leaves = [leaf for part in metric.modules() for leaf in tree_leaves(dict(vars(part)))]
     return {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}

@@ -1,4 +1,4 @@
-"""A barrier at which replicas wait for each other, so that one of them can make a call for all."""
+"""A barrier at which replicas wait for each other, so that one of them can call a function for all."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class Rendezvous:
     """Lets the replicas of one step, each in its own thread, run a function once for all of them.
 
     Args:
-        num_replicas: how many replicas have to arrive.
+        num_replicas: the number of replicas, all of which must arrive.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -31,18 +31,18 @@ class Rendezvous:
         return self._running
 
     def run_once(self, replica: int, call: str, value: Any, function: Callable[[list[Any]], Any]) -> Any:
-        """Wait for all replicas; replica 0 runs `function`; return its result in all. *Collective* over the replicas.
+        """Wait for all replicas, run `function` in replica 0, and return its result in all. *Collective* over replicas.
 
         If `function` calls `run_once` itself, the inner function runs at once.
 
         Args:
-            replica: the caller's number.
-            call: name of the call; all replicas must pass the same.
-            value: the caller's argument.
-            function: takes the arguments of all replicas, in order.
+            replica: index of the calling replica.
+            call: name of the call; must be the same in all replicas.
+            value: the value of the calling replica.
+            function: takes the values of all replicas, in order.
 
         Raises:
-            ConfigurationError: replicas arrived for different calls.
+            ConfigurationError: the replicas arrived with different calls.
             RendezvousBrokenError: another replica failed.
         """
         if replica == 0 and self._running:
@@ -51,9 +51,9 @@ class Rendezvous:
         self._wait()
         if len(set(self._calls)) > 1:
             raise ConfigurationError(
-                f"The replicas of paral_dp diverged in training_step: {self._explain()}. Under manual "
-                "optimization all of them have to make the same calls in the same order, whatever is in their part of "
-                "the batch. Otherwise use paral_ddp."
+                f"The replicas of paral_dp diverged in training_step: {self._describe_calls()}. Under manual "
+                "optimization all of them must make the same calls in the same order, whatever their samples are. "
+                "If they cannot, use paral_ddp."
             )
         if replica == 0:
             self._running = True
@@ -74,5 +74,5 @@ class Rendezvous:
         except threading.BrokenBarrierError:
             raise RendezvousBrokenError("Another replica failed.") from None
 
-    def _explain(self) -> str:
+    def _describe_calls(self) -> str:
         return ", ".join(f"replica {replica} was at {call}" for replica, call in enumerate(self._calls))

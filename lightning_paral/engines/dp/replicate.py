@@ -1,4 +1,4 @@
-"""Copy a module for one step, once per further device."""
+"""Copy a module to the other devices for one step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
@@ -19,15 +19,15 @@ from lightning_paral.errors import ConfigurationError
 class Replicas:
     """Copies of `master` for one step.
 
-    As with torch's `replicate`, a copy has its own parameters and buffers and shares every other attribute by
-    reference; attributes that it assigns are lost after the step. Unlike there, `parameters()` of a copy yields its
-    parameters, methods stored as attributes are bound to the copy, and metrics are copied (see `MetricCopies`).
+    As with `torch.nn.parallel.replicate`, a copy has its own parameters and buffers, and shares all other attributes by
+    reference; attributes assigned to it are lost after the step. Unlike with `replicate`, `parameters()` of a copy
+    yields its parameters, methods stored as attributes are bound to the copy, and metrics are copied by `MetricCopies`.
 
     Args:
         master: the module; all its parameters are on one device.
         devices: devices of the copies.
-        metrics: metrics of each copy.
-        before_backward: called before gradients flow back into the master; raises if they must not.
+        metrics: the metrics of each copy.
+        before_backward: called before gradients flow back into the master; raises an error if they must not.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Replicas:
         self._before_backward = before_backward
         self._originals = list(_modules(master))
         self._copies = [
-            _copy_structure(self._originals, device, of_metrics)
-            for device, of_metrics in zip(devices, metrics, strict=True)
+            _copy_structure(self._originals, device, metric_copies)
+            for device, metric_copies in zip(devices, metrics, strict=True)
         ]
         self._copy_buffers()
         self.copy_parameters()
@@ -65,44 +65,45 @@ class Replicas:
                     value = None if parameter is None else values[id(parameter)]
                     # `setattr`, because recurrent layers keep a list of the weights that are assigned to them.
                     setattr(copy, name, value)
-                    # As an attribute it would hide the tensor that `torch.func.functional_call` swaps in.
+                    # An attribute of this name would hide the tensor that `torch.func.functional_call` swaps in.
                     copy.__dict__.pop(name, None)
                     own[name] = value
 
     def copy_values(self) -> None:
-        """Write the master's current values into the copies' parameters, for the backward pass of the last step.
+        """Copy the master's current values into the copies' parameters, for the backward pass of the last step.
 
-        If a parameter of the master has new memory since, the graph of the step uses the old, and so do the copies.
+        Skip parameters of the master that have since been given new memory: the graph of the step uses the old memory,
+        whose values the copies have.
         """
         for tensors in self._on_devices:
             for master, copy, memory in zip(self._masters, tensors, self._memory, strict=True):
                 if master.data_ptr() == memory:
                     copy.data.copy_(master.data)
 
-    def of_copy(self, index: int) -> dict[int, Tensor]:
-        """Return the parameters of copy number `index` by the `id` of the master's parameters."""
+    def parameters_of_copy(self, index: int) -> dict[int, Tensor]:
+        """Return the parameters of the copy with this index, by the `id` of the master's parameters."""
         return {id(master): copy for master, copy in zip(self._masters, self._on_devices[index], strict=True)}
 
     def check_frozen(self) -> None:
-        """Check that no frozen parameter of a copy was unfrozen: its gradient would be lost with the copy.
+        """Check that the step unfroze no parameter of a copy, whose gradient would be lost with the copy.
 
         Raises:
-            ConfigurationError: one was.
+            ConfigurationError: the step unfroze a parameter.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise ConfigurationError(
-                "A step let a frozen parameter require gradients. Under paral_dp a step runs in replicas, whose "
-                "parameters are copies. Unfreeze in a hook such as on_train_batch_start, or use paral_ddp."
+                "A step unfroze a parameter. Under paral_dp a step runs in replicas, whose parameters are copies. "
+                "Unfreeze in a hook such as on_train_batch_start, or use paral_ddp."
             )
 
     def _copy_buffers(self) -> None:
         buffers = _by_id(map(own_buffers, self._originals))
-        # Buffers that require gradients, as vector quantizers have, are broadcast like parameters.
+        # Buffers that require gradients, such as those of vector quantizers, are broadcast like parameters.
         trained = {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
         plain = {key: buffer for key, buffer in buffers.items() if key not in trained}
-        of_trained = broadcast(list(trained.values()), self._devices, self._before_backward)
-        of_plain = copy_to(self._devices, list(plain.values()))
-        for copies, *tensors in zip(self._copies, of_plain, of_trained, strict=True):
+        trained_copies = broadcast(list(trained.values()), self._devices, self._before_backward)
+        plain_copies = copy_to(self._devices, list(plain.values()))
+        for copies, *tensors in zip(self._copies, plain_copies, trained_copies, strict=True):
             values = dict(zip([*plain, *trained], [*tensors[0], *tensors[1]], strict=True))
             for original in self._originals:
                 own_buffers(copies[id(original)]).update(
@@ -111,7 +112,7 @@ class Replicas:
 
 
 def _modules(module: Module, seen: set[int] | None = None) -> Iterator[Module]:
-    """Yield `module` and all its submodules once, except metrics."""
+    """Yield `module` and its submodules, each once, without metrics."""
     seen = set() if seen is None else seen
     if id(module) in seen or is_metric(module):
         return
@@ -122,12 +123,12 @@ def _modules(module: Module, seen: set[int] | None = None) -> Iterator[Module]:
             yield from _modules(child, seen)
 
 
-def _by_id(of_modules: Iterable[Mapping[str, Tensor | None]]) -> dict[int, Tensor]:
-    return {id(tensor): tensor for own in of_modules for tensor in own.values() if tensor is not None}
+def _by_id(tensors_of_modules: Iterable[Mapping[str, Tensor | None]]) -> dict[int, Tensor]:
+    return {id(tensor): tensor for own in tensors_of_modules for tensor in own.values() if tensor is not None}
 
 
 def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: MetricCopies) -> dict[int, Module]:
-    """Return copies of the modules `originals` without parameters and buffers, by the `id` of the original."""
+    """Return copies of `originals` without parameters and buffers, by the `id` of the original."""
     copies: dict[int, Module] = {}
     for original in originals:
         copies[id(original)] = _copy_one(original)

@@ -20,11 +20,11 @@ _MAY_CHANGE_WEIGHTS_BEFORE_BACKWARD = (
 
 
 class DPRun:
-    """Runs the steps of one run under DP, with a thread for each device but the first. Used until teardown.
+    """Runs the steps of one run under DP, with a thread for each device except the first.
 
     Args:
-        module: the module, which is replica 0; on the first of `devices`.
-        devices: one per replica.
+        module: the module, on the first of `devices`; it is replica 0.
+        devices: devices of the replicas.
     """
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
@@ -34,18 +34,18 @@ class DPRun:
 
     @property
     def num_running_replicas(self) -> int:
-        """The number of replicas of the running step; 0 or 1 if it does not run in several."""
+        """The number of replicas that run the current step; 0 if none is running, or if it runs on the module only."""
         return self._step.num_running
 
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's method `name` would return, computed by the replicas; see `ParallelStep.run`."""
+        """Run the step `name` of the module on the replicas, and return its output. See `ParallelStep.run`."""
         return self._step.run(name, *args, **kwargs)
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Run `backward(loss, *args, **kwargs)` through all replicas, free them, and return its result."""
         if self._copies_before_backward and loss.requires_grad:
             step = self._step
-            # This hook runs after `on_before_backward`.
+            # A hook on the loss, because it runs after `on_before_backward`, which may change weights.
             loss.register_hook(lambda _: step.copy_values())  # type: ignore[no-untyped-call]
         result = backward(loss, *args, **kwargs)
         self._step.forget()

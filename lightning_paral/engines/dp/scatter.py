@@ -16,13 +16,14 @@ def scatter(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], lis
     """Divide `batch` among `devices`.
 
     - Tensors are divided along their first dimension into parts whose sizes differ by at most one; 0-dimensional
-      tensors go to every device.
-    - Mappings, dataclasses, lists, tuples and named tuples are divided item by item, packed sequences by sample.
-    - A list without tensors, or a tuple of strings, that is as long as the batch counts as one item per sample, and is
-      divided.
-    - All sub-batches share anything else.
+      tensors are copied to every device.
+    - Packed sequences are divided by sample.
+    - A list without tensors, or a tuple of strings, with as many items as the batch has samples is divided like a
+      tensor.
+    - Mappings, dataclasses, other lists, other tuples and named tuples are divided item by item.
+    - All sub-batches share objects of any other type.
 
-    A batch with fewer samples than devices uses as many devices as it has samples. A batch without a tensor to divide
+    If the batch has fewer samples than there are devices, the last devices get none. A batch without a tensor to divide
     is returned as a single sub-batch of size 1.
 
     Returns:
@@ -57,7 +58,7 @@ def has_tensors(value: Any) -> bool:
 
 
 def _num_samples(batch: Any) -> int | None:
-    """Return the first dimension that all tensors of the batch share; `None` without a tensor that has one."""
+    """Return the size of the first dimension, which all tensors share; `None` if no tensor has a dimension."""
     sizes = {path: size for path, size in _tensors(batch, "batch") if size is not None}
     if len(set(sizes.values())) > 1:
         first_of_size: dict[int, str] = {}
@@ -65,15 +66,15 @@ def _num_samples(batch: Any) -> int | None:
             first_of_size.setdefault(size, path)
         found = ", ".join(f"{path} has {size}" for size, path in first_of_size.items())
         raise ConfigurationError(
-            f"paral_dp divides tensors along their first dimension, but in this batch it is not the same for all: "
-            f"{found}. Keep what does not belong to a sample in a buffer of the module, not in the batch, or use "
-            "paral_ddp, which divides the data set instead."
+            f"paral_dp divides tensors along their first dimension, but its size differs within this batch: {found}. "
+            "Keep tensors that do not belong to samples in buffers of the module, not in the batch, or use paral_ddp, "
+            "which divides the data set instead."
         )
     return next(iter(sizes.values()), None)
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the path and first dimension of each tensor in `value`; the dimension is `None` for a 0-d tensor."""
+    """Yield the path of each tensor in `value`, and the size of its first dimension; `None` for a 0-d tensor."""
     if isinstance(value, PackedSequence):
         yield path, int(value.batch_sizes[0])
     elif isinstance(value, Tensor):
@@ -102,8 +103,8 @@ def _take(value: Any, samples: slice, num_samples: int, device: torch.device) ->
         return _take_packed(value, samples, device)
     if isinstance(value, Tensor):
         part = value[samples] if value.dim() else value
-        # Copy on CPU, too: views share a version counter, so an in-place operation of one replica would look to the
-        # backward pass of another like a change of its input.
+        # Copy even on CPU: views share a version counter, so autograd would take an in-place operation of one replica
+        # for a change to the input of another.
         return part.to(device, non_blocking=True, copy=samples.start > 0)
     if isinstance(value, Mapping):
         items = {key: take(item) for key, item in value.items()}

@@ -21,9 +21,9 @@ from lightning_paral.engines.dp.scatter import scatter
 from lightning_paral.errors import ConfigurationError
 
 _NO_GRADIENT = (
-    "A step seems to have read parameter.grad. Under paral_dp it runs in replicas, and gradients are in the module "
-    "itself, which is replica 0: in the others parameter.grad is None. Clip with self.clip_gradients(optimizer, ...), "
-    "leave out parameters whose grad is None, or use paral_ddp."
+    "A step seems to have read parameter.grad. Under paral_dp it runs in replicas, and only the module itself, which "
+    "is replica 0, has gradients: in the other replicas parameter.grad is None. Clip with "
+    "self.clip_gradients(optimizer, ...), leave out parameters whose grad is None, or use paral_ddp."
 )
 _FROZEN = (
     "A step froze or unfroze a parameter. Under paral_dp it runs in replicas, whose parameters are copies. Do so in a "
@@ -31,8 +31,8 @@ _FROZEN = (
 )
 
 
-def _explanation(error: BaseException) -> str | None:
-    """Explain an error of a replica that is due to its parameters being copies; `None` for other errors."""
+def _explain(error: BaseException) -> str | None:
+    """Return why an error occurs in a replica, whose parameters are copies; `None` for unrelated errors."""
     if "requires_grad flags of leaf variables" in str(error):
         return _FROZEN
     if isinstance(error, AttributeError) and error.obj is None and hasattr(Tensor, str(error.name)):
@@ -45,12 +45,12 @@ def _explanation(error: BaseException) -> str | None:
 class ParallelStep:
     """Runs the steps of `master` on several devices.
 
-    Replica 0 is the master itself: its changes of buffers and attributes stay. The other replicas are copies that live
-    for one step.
+    Replica 0 is the master itself, so that changes to its buffers and attributes are kept. The other replicas are
+    copies, which are discarded after the step.
 
     Args:
-        master: all its parameters are on `devices[0]`.
-        devices: one per replica.
+        master: the module; all its parameters are on `devices[0]`.
+        devices: devices of the replicas.
         executor: has at least `len(devices) - 1` threads.
     """
 
@@ -61,19 +61,19 @@ class ParallelStep:
         self._metrics = [MetricCopies(device) for device in self._devices[1:]]
         self._replicas: Replicas | None = None
         self.num_running = 0
-        """Number of replicas of the running step; 0 without one, or if it runs on the master only."""
+        """Number of replicas that run the current step; 0 if no step is running, or if it runs on the master only."""
 
     def copy_values(self) -> None:
-        """Write the master's current parameter values into the replicas of the last step, for its backward pass."""
+        """Copy the master's current parameter values into the replicas of the last step, for its backward pass."""
         if self._replicas is not None:
             self._replicas.copy_values()
 
     def forget(self) -> None:
-        """Free the replicas, after their backward pass."""
+        """Free the replicas. Call it after their backward pass."""
         self._replicas = None
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
-        """Run the step `name` on the replicas; return what the master would return for the full `batch`.
+        """Run the step `name` on the replicas, and return what the master would return for the full `batch`.
 
         Raises:
             ConfigurationError: the batch cannot be divided, the results cannot be combined, or the replicas diverged.
@@ -88,7 +88,7 @@ class ParallelStep:
         permit, rendezvous = BackwardPermit(), Rendezvous(len(parts))
         replicas = Replicas(self._master, devices[1:], metrics, permit.check)
         modules = [self._master, *replicas.modules]
-        logs = _log_records(sizes, metrics)
+        logs = _make_log_records(sizes, metrics)
         manual = name == "training_step" and not self._master.automatic_optimization
 
         overrides: list[dict[str, Callable[..., Any]]] = [{"log": record.log} for record in logs]
@@ -110,7 +110,7 @@ class ParallelStep:
         except BaseException as error:
             for copies in metrics:
                 copies.forget()
-            explanation = _explanation(error)
+            explanation = _explain(error)
             if explanation is not None:
                 raise ConfigurationError(f"{explanation}\nPython: {error}") from error
             raise
@@ -128,9 +128,9 @@ class ParallelStep:
         return join(outputs, sizes, devices[0])
 
 
-def _log_records(sizes: Sequence[int], metrics: Sequence[MetricCopies]) -> list[LogRecord]:
-    of_copies = [LogRecord(size, copies.original_of) for size, copies in zip(sizes[1:], metrics, strict=True)]
-    return [LogRecord(sizes[0], lambda value: value), *of_copies]
+def _make_log_records(sizes: Sequence[int], metrics: Sequence[MetricCopies]) -> list[LogRecord]:
+    copied = [LogRecord(size, copies.original_of) for size, copies in zip(sizes[1:], metrics, strict=True)]
+    return [LogRecord(sizes[0], lambda value: value), *copied]
 
 
 def _call(module: Any, name: str, part: Any, args: tuple[Any, ...], end: Callable[[], None] | None) -> Any:

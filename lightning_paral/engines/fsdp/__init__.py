@@ -1,1 +1,1 @@
-"""What joins FSDP2 (`torch.distributed.fsdp.fully_shard`) to Lightning."""
+"""Train LightningModules with FSDP2 (`torch.distributed.fsdp.fully_shard`)."""

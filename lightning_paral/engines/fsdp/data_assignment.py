@@ -1,4 +1,4 @@
-"""`parameter.data = value` on shards, which torch (2.13) accepts without effect."""
+"""Make `parameter.data = value` change shards; torch (2.13) accepts it without effect."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.compat.torch.dtensor import adopt, local_of, set_local
+from lightning_paral.compat.torch.dtensor import copy_data_and_layout, local_of, set_local
 from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
 from lightning_paral.engines.fsdp.local_rows import own_rows
 from lightning_paral.engines.fsdp.view_writes import GatheredView
@@ -17,7 +17,7 @@ _DATA: Any = Tensor.data
 
 
 class DataDescriptor:
-    """The descriptor `DTensor.data` while a module is sharded: assignment takes effect.
+    """Replaces the descriptor `DTensor.data` while a module is sharded, so that assignment takes effect.
 
     Args:
         param_of: returns the `FSDPParam` of a sharded parameter, and `None` for any other DTensor.
@@ -26,28 +26,34 @@ class DataDescriptor:
     def __init__(self, param_of: Callable[[Any], Any]) -> None:
         self._param_of = param_of
 
-    def __get__(self, tensor: Any, kind: type | None = None) -> Any:
+    def __get__(self, tensor: Any, owner: type | None = None) -> Any:
         return self if tensor is None else _DATA.__get__(tensor)
 
     def __set__(self, tensor: Any, value: Tensor) -> None:
         param = self._param_of(tensor)
         if param is None:
-            _assign_to_any(tensor, value)
+            _assign_to_dtensor(tensor, value)
         else:
             _assign(param, value)
 
 
-def check_assigned(name: str, before: Any, value: Any) -> None:
-    """Raise a `ConfigurationError` if `value` cannot take the place of what parameter `name` holds `before`."""
+def check_assigned(name: str, current: Any, value: Any) -> None:
+    """Raise a `ConfigurationError` unless `value` has the shape, dtype and device type of `current`.
 
-    def described(tensor: Tensor) -> str:
+    Args:
+        name: name of the parameter, for the message.
+        current: the parameter.
+        value: the tensor that was assigned to `data`.
+    """
+
+    def describe(tensor: Tensor) -> str:
         return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
-    if described(before) != described(value):
+    if describe(current) != describe(value):
         raise ConfigurationError(
-            f"{name}.data was assigned a tensor of {described(value)}, but the parameter is of {described(before)}. "
-            "Under FSDP shape, dtype and device of a parameter stay while it is sharded. Convert the value first, or "
-            "change the module before training."
+            f"{name}.data was assigned a tensor of {describe(value)}, but the parameter is of {describe(current)}. "
+            "Under FSDP, the shape, dtype and device of a parameter cannot change while it is sharded. Convert the "
+            "value first, or change the module before training."
         )
 
 
@@ -59,8 +65,8 @@ def _assign(param: Any, value: Any) -> None:
         rows = own_rows(target)
         if rows is None:
             raise ConfigurationError(
-                f"{name_of(param)}.data was assigned a full tensor, but its layout {target.placements} is your "
-                "own. Assign a DTensor of that layout."
+                f"{name_of(param)}.data was assigned a full tensor, but your own code sharded the parameter, with "
+                f"placements {target.placements}. Assign a DTensor with the same placements."
             )
         set_local(value, value[rows].clone())
     elif (value.device_mesh, value.placements) != (target.device_mesh, target.placements):
@@ -69,7 +75,7 @@ def _assign(param: Any, value: Any) -> None:
 
 
 def _rebind(param: Any, value: Any) -> None:
-    """Let `param` hold the memory of `value`, as assignment does, and FSDP2 all-gather from there."""
+    """Make `param` use the memory of `value`, as assignment to a plain tensor does, and FSDP2 all-gather from it."""
     local = local_of(value)
     if local.numel() == 0:
         return
@@ -81,14 +87,14 @@ def _rebind(param: Any, value: Any) -> None:
             memory = memory.pin_memory()
         memory.narrow(dim, 0, local.size(dim)).copy_(local)
         padded = memory.view(-1)
-        # The value shares this memory, so what is written to the value later is written to the parameter.
+        # The value shares this memory, so that later writes to the value change the parameter.
         local = memory.narrow(dim, 0, local.size(dim))
         set_local(value, local)
     gather_from(param, padded, local)
 
 
 def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
-    """Return the memory of `local` with the padding that FSDP2 all-gathers; `None` if there is no padding behind it."""
+    """Return the memory of `local` with the padding that FSDP2 all-gathers; `None` if it has no such padding."""
     storage = local.untyped_storage()
     fits = storage.nbytes() == num_elements * local.element_size()
     if not fits or not local.is_contiguous() or local.storage_offset() != 0:
@@ -96,13 +102,13 @@ def _padded_memory(local: Tensor, num_elements: int) -> Tensor | None:
     return torch.as_strided(local, (num_elements,), (1,))
 
 
-def _assign_to_any(tensor: Any, value: Any) -> None:
+def _assign_to_dtensor(tensor: Any, value: Any) -> None:
     if isinstance(tensor, GatheredView):
-        tensor.__class__ = DTensor  # type: ignore[assignment]  # in other memory, it is no longer a view
+        tensor.__class__ = DTensor  # type: ignore[assignment]  # with different memory, it is no longer a view
     if not isinstance(value, DTensor):
         check_assigned("A sharded tensor", tensor, value)
         with torch.no_grad():
             tensor.copy_(value)
         return
     _DATA.__set__(tensor, value)
-    adopt(tensor, value)
+    copy_data_and_layout(tensor, value)

@@ -18,7 +18,7 @@ from lightning_paral.engines.fsdp.sharded_ops import handlers, set_items
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy in memory of its own, for `copy.deepcopy(self.state_dict())`, which fails in torch 2.13."""
+    """Deep-copy a DTensor, as in `copy.deepcopy(self.state_dict())`, which fails in torch 2.13."""
     if id(tensor) not in memo:
         if not tensor.is_leaf:
             raise RuntimeError(
@@ -34,21 +34,19 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 class DTensorSemantics:
-    """Changes the operations of DTensors, from when a module is sharded to when it is restored.
-
-    On any DTensor, in the meantime:
+    """Changes the operations of all DTensors while a module is sharded, until `remove` is called.
 
     - `tensor.data = value`, writing by index, `copy_` from a full tensor, and in-place operations on views
       (`p.data[0].zero_()`) change the shard of this rank.
-    - Random operations draw the numbers that one process draws.
+    - Random operations draw the numbers that one process would draw.
     - Numbers, such as `float(tensor.norm())`, are computed from the shards of all ranks.
-    - Outside of steps, operations take full tensors next to DTensors.
+    - Outside steps, operations accept full tensors together with DTensors.
     - Hooks on sharded parameters are called as under DDP, or refused.
     - Muon orthogonalizes full matrices.
 
     Args:
-        params: the `FSDPParam`s.
-        in_step: whether a step is running.
+        params: the `FSDPParam`s of the module.
+        in_step: returns whether a step is running.
         hooks: keeps the hooks of sharded parameters.
     """
 
@@ -66,9 +64,9 @@ class DTensorSemantics:
             "__deepcopy__": _deepcopy,
         }
         attributes |= CONVERSIONS
-        attributes["register_hook"] = self._registering(DTensor.register_hook)
-        kind = "register_post_accumulate_grad_hook"
-        attributes[kind] = self._refusing(kind, getattr(DTensor, kind))
+        attributes["register_hook"] = self._keep_hooks_of_parameters(DTensor.register_hook)
+        method = "register_post_accumulate_grad_hook"
+        attributes[method] = self._refuse_hooks_of_parameters(method, getattr(DTensor, method))
         self._end_attributes = replace_attributes(DTensor, attributes)
         self._newton_schulz = FullNewtonSchulz()
 
@@ -81,21 +79,21 @@ class DTensorSemantics:
             self._by_id = {id(param.sharded_param): param for param in self._params}
         return None
 
-    def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+    def _keep_hooks_of_parameters(self, register: Callable[..., Any]) -> Callable[..., Any]:
         def register_hook(tensor: Any, hook: Any) -> Any:
             param = self._param_of(tensor)
             return register(tensor, hook) if param is None else self._hooks.register(param, tensor.requires_grad, hook)
 
         return register_hook
 
-    def _refusing(self, kind: str, register: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse_for_parameters(tensor: Any, hook: Any) -> Any:
+    def _refuse_hooks_of_parameters(self, method: str, register: Callable[..., Any]) -> Callable[..., Any]:
+        def register_unless_parameter(tensor: Any, hook: Any) -> Any:
             param = self._param_of(tensor)
             if param is not None:
-                refuse_hook(str(name_of(param)), kind)
+                refuse_hook(str(name_of(param)), method)
             return register(tensor, hook)
 
-        return refuse_for_parameters
+        return register_unless_parameter
 
     def remove(self) -> None:
         """Restore the operations of DTensors."""

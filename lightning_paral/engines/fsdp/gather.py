@@ -1,4 +1,4 @@
-"""Gathering full parameters on the hosts at the end of a run, where ranks and memory permit it."""
+"""Gather full parameters in host memory at the end of a run, if ranks and memory permit it."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
 class GatherToHost:
-    """Gathers the rows of sharded tensors into full tensors in the host's memory. *Collective* over `group`.
+    """Gathers the rows of sharded tensors into full tensors in host memory. *Collective* over `group`.
 
     Args:
-        group: the ranks that call: all ranks, or those that hold one copy of the model.
-        ranks: ranks of `group` that together hold one copy, in the order of shards.
-        on_host: whether `group` carries CPU tensors only.
+        group: the ranks that call it: all ranks, or those that together hold one replica of the model.
+        ranks: ranks of `group` that together hold one replica, in the order of their shards.
+        on_host: whether `group` communicates only CPU tensors.
     """
 
     piece_bytes = 2**26
-    """Bytes of a tensor that are gathered at a time."""
+    """Number of bytes of a tensor to gather at a time."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: list[int], on_host: bool = False) -> None:
         self._group = group
@@ -32,9 +32,9 @@ class GatherToHost:
 
     @torch.no_grad()
     def __call__(self, tensor: Any) -> Tensor:
-        """Return all of `tensor`, a DTensor sharded by rows, on the host: the GPU may lack the memory at this time.
+        """Return the full value of `tensor`, a DTensor sharded by rows, on CPU: the GPU may lack memory for it.
 
-        A tensor without values, on the meta device, is returned as such.
+        If `tensor` is on the meta device, return a full meta tensor.
         """
         shape, local = tensor.shape, tensor.to_local()
         if local.is_meta:
@@ -59,22 +59,22 @@ class GatherToHost:
 
 
 def gather_at_end(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> GatherToHost | str:
-    """Return what gathers parameters, or a reason not to: some host lacks memory for that. *Collective* over the world.
+    """Return a function that gathers parameters, or a message if a node lacks memory for them. *Collective*.
 
     Args:
-        mesh: its last dimension is the one that a copy of the model is sharded over.
-        num_bytes: of all parameters, unsharded.
-        num_local_ranks: how many ranks per host gather as much.
+        mesh: the device mesh of the run; the model is sharded over its last dimension.
+        num_bytes: size of all parameters, unsharded, in bytes.
+        num_local_ranks: number of ranks per node, each of which gathers all parameters.
     """
-    lack = host_memory_shortage(num_bytes, num_local_ranks)
-    if lack is not None:
-        return lack
+    shortage = host_memory_shortage(num_bytes, num_local_ranks)
+    if shortage is not None:
+        return shortage
     group = mesh.get_group(mesh.ndim - 1)
     return GatherToHost(group, list(range(dist.get_world_size(group))))
 
 
 def gather_after_failure(mesh: DeviceMesh, reachable: ReachableRanks) -> GatherToHost | str:
-    """Return what gathers parameters if all ranks failed, or the reason not to: only some of them did."""
+    """Return a function that gathers parameters, or a message if only some of the ranks failed."""
     if not reachable.all_reachable:
         return "the run failed on some of its ranks only"
     group = reachable.group or dist.group.WORLD

@@ -1,8 +1,8 @@
 """Operations for which DTensors are gathered first, because torch refuses them, or computes with one rank's shard.
 
-Code written for one process mixes DTensors with plain tensors, `average.lerp_(parameter, 0.1)`, and reads numbers,
-`float(parameter.norm())`. Outside of steps, the result is that of one process. This is *collective*, as all reading of
-shards is. Inside a step, a plain tensor has this rank's own samples, and mixing remains an error.
+Code written for one process mixes DTensors with plain tensors, as in `average.lerp_(parameter, 0.1)`, and reads
+numbers, as in `float(parameter.norm())`. Outside steps, this gives the results of one process, and is *collective*.
+Inside a step, plain tensors may differ between ranks, so mixing them with DTensors remains an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,17 +18,17 @@ from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.sharding_strategies import has_strategy
 from lightning_paral.engines.fsdp.local_rows import (
     as_full,
-    in_place_of,
+    full_from_chunk,
+    has_empty_shard,
     is_replicated,
-    leaves_ranks_empty,
-    like,
     own_chunk,
+    shard_like,
 )
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
 
-# Those that write in place are elementwise, so each rank computes its own rows.
+# The in-place operations among these are elementwise, so that each rank computes its own chunk.
 MIXED = (
     "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "pow", "pow_", "lerp", "lerp_",
     "addcmul", "addcmul_", "addcdiv", "addcdiv_", "maximum", "minimum", "fmax", "fmin", "clamp", "clamp_",
@@ -40,23 +40,23 @@ MIXED = (
     "_foreach_addcmul_", "_foreach_addcdiv_", "atan2_", "hypot_", "fmod_", "remainder_", "xlogy_", "floor_divide_",
     "smooth_l1_loss", "huber_loss", "baddbmm", "_cdist_forward",
 )  # fmt: skip
-"""Operations that run on full values when they are given DTensors and plain tensors."""
+"""Operations that run on full tensors when they are given both DTensors and plain tensors."""
 
 GATHERED = (
     "equal.default", "allclose.default", "histc.default", "_unique2.default", "nonzero.default", "index.Tensor",
     "masked_select.default", "gather.default", "index_select.default", "_is_all_true.default", "_is_any_true.default",
     "unique_consecutive.default", "bucketize.Tensor", "searchsorted.Tensor", "take.default",
 )  # fmt: skip
-"""Operations that torch (2.13) refuses for DTensors, or runs on one shard: outside steps they run on full values."""
+"""Operations that torch (2.13) refuses for DTensors, or runs on one shard. Outside steps, they run on full tensors."""
 
-MISTAKEN = (
+WRONG_ON_SHARDS = (
     "argmax.default", "argmin.default", "max.dim", "min.dim", "mse_loss.default", "smooth_l1_loss.default",
     "huber_loss.default", "binary_cross_entropy.default", "binary_cross_entropy_with_logits.default",
     "soft_margin_loss.default",
 )  # fmt: skip
-"""Operations that are wrong on shards: indices relative to a shard (torch 2.11), means of uneven shards (2.13)."""
+"""Operations with wrong results on shards: indices relative to a shard (torch 2.11), means of uneven shards (2.13)."""
 
-OF_MEANS = (
+BACKWARD_OF_MEANS = (
     "mse_loss_backward.default", "smooth_l1_loss_backward.default", "huber_loss_backward.default",
     "binary_cross_entropy_backward.default", "soft_margin_loss_backward.default",
 )  # fmt: skip
@@ -65,7 +65,7 @@ OF_MEANS = (
 CUMULATIVE = ("cumsum.default", "cumprod.default", "logcumsumexp.default")
 """Operations that torch (2.13) runs on each shard separately if their dimension is given as a negative number."""
 
-LATER = (
+SUPPORTED_LATER = (
     "median.default", "median.dim", "nanmedian.default", "nanmedian.dim", "mode.default", "kthvalue.default",
     "cummax.default", "cummin.default", "cumprod.default", "logcumsumexp.default", "nansum.default", "any.dims",
     "var_mean.correction", "flip.default", "roll.default", "isfinite.default", "ne.Tensor", "div.Scalar_mode",
@@ -75,17 +75,17 @@ LATER = (
     "linalg_pinv.atol_rtol_tensor", "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", "rot90.default",
     "index_fill.int_Scalar", "index_fill.int_Tensor", "std_mean.correction",
 )  # fmt: skip
-"""Operations that DTensor supports from torch 2.12 or 2.13 on; before, they run on full values, outside steps."""
+"""Operations that DTensor supports since torch 2.12 or 2.13. Before that, they run on full tensors outside steps."""
 
 WITHOUT_IDENTITY = (
     "max.default", "min.default", "amax.default", "amin.default", "aminmax.default", "linalg_vector_norm.default",
     "_foreach_norm.Scalar", "_foreach_max.default",
 )  # fmt: skip
-"""Reductions that fail on an empty shard: they run on full values if some rank has one."""
+"""Reductions that fail on empty shards. If a rank has one, they run on full tensors."""
 
 
 def read_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the element of a tensor of one element; torch (2.13) returns this rank's part of a sum or norm."""
+    """Return the number in a one-element tensor; torch (2.13) would return this rank's part of a sum or norm."""
     return operation(args[0].full_tensor())
 
 
@@ -94,21 +94,23 @@ def on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return operation(*map(as_full, args), **{key: as_full(value) for key, value in kwargs.items()})
 
 
-def _like_second(by_default: Handler) -> Handler:
+def _shard_result_like_second(by_default: Handler) -> Handler:
     """Return a handler that runs operations on full tensors, and shards the result like their second argument."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        model = args[1]
-        chunk = own_chunk(model) if isinstance(model, DTensor) else None
-        if chunk is None and isinstance(model, DTensor):
+        template = args[1]
+        chunk = own_chunk(template) if isinstance(template, DTensor) else None
+        if chunk is None and isinstance(template, DTensor):
             return by_default(operation, args, kwargs)
         full = on_full(operation, args, kwargs)
-        return full if chunk is None else like(model, full, chunk)
+        return full if chunk is None else shard_like(template, full, chunk)
 
     return handle
 
 
-def _with_positive_dim(otherwise: Handler) -> Handler:
+def _make_dim_positive(otherwise: Handler) -> Handler:
+    """Return a handler that replaces a negative dimension by the equivalent positive one, and calls `otherwise`."""
+
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, dim, *others = args
         num_dims = max(tensor.dim(), 1)
@@ -118,24 +120,25 @@ def _with_positive_dim(otherwise: Handler) -> Handler:
 
 
 def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Unbind with `select`, so that writes to the results reach the shards."""
     tensor, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     return [tensor.select(dim, number) for number in range(tensor.shape[dim])]
 
 
-def without_identity(otherwise: Handler) -> Handler:
-    """Return a handler of a reduction that needs at least one element."""
+def handle_empty_shards(otherwise: Handler) -> Handler:
+    """Return a handler for a reduction that fails on empty shards."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_identity = "norm" in str(operation) and abs(args[1] if len(args) > 1 else 2) != torch.inf
-        some_rank_is_empty = any(leaves_ranks_empty(tensor) for tensor in _tensors(args) if isinstance(tensor, DTensor))
+        some_rank_is_empty = any(has_empty_shard(tensor) for tensor in _tensors(args) if isinstance(tensor, DTensor))
         chosen = on_full if some_rank_is_empty and not has_identity else otherwise
         return chosen(operation, args, kwargs)
 
     return handle
 
 
-def for_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handler]:
-    """Return a decorator of handlers of in-place operations: outside of steps, they take plain targets and DTensors."""
+def accept_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Handler]:
+    """Return a decorator for handlers of in-place operations: outside steps, the target may be a plain tensor."""
 
     def around(handler: Handler) -> Handler:
         def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,8 +163,8 @@ def read_norm(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
     return handle
 
 
-def mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
-    """Return a handler that runs operations on full values if both kinds of tensors are given, outside of steps."""
+def handle_mixed(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
+    """Return a handler that, outside steps, runs operations on full tensors if DTensors and plain tensors are mixed."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, *others = args
@@ -191,7 +194,7 @@ def _write(operation: Any, target: Any, others: list[Any], kwargs: dict[str, Any
     chunk = own_chunk(tensor)
     if chunk is None:
         raise RuntimeError(f"{operation}: got mixed torch.Tensor and DTensor")
-    full = in_place_of(tensor, chunk)
+    full = full_from_chunk(tensor, chunk)
     operation([full] if isinstance(target, list) else full, *others, **kwargs)
     local_of(tensor).copy_(full[chunk])
 
@@ -201,7 +204,7 @@ def _nth(other: Any, number: int) -> Any:
 
 
 def _are_mixed(args: tuple[Any, ...], kwargs: dict[str, Any], min_dim: int) -> bool:
-    """Whether the arguments have DTensors and plain tensors of at least `min_dim` dimensions."""
+    """Return whether the arguments contain both DTensors and plain tensors with at least `min_dim` dimensions."""
     sharded = plain = False
     for tensor in _tensors((*args, *kwargs.values())):
         if isinstance(tensor, DTensor):
@@ -231,7 +234,7 @@ def _tolist(tensor: Any) -> Any:
 
 def _numpy(tensor: Any, **options: Any) -> Any:
     array = tensor.full_tensor().numpy(**options)
-    array.flags.writeable = False  # it is a copy: writes to it would be lost
+    array.flags.writeable = False  # writes to it would be lost, because it is a copy
     return array
 
 
@@ -252,30 +255,30 @@ def handlers(by_default: Handler, in_step: Callable[[], bool]) -> dict[Any, Hand
     """Return the handlers by operation.
 
     Args:
-        by_default: does what torch does.
-        in_step: whether a step is running.
+        by_default: runs an operation as torch does.
+        in_step: returns whether a step is running.
     """
     found: dict[Any, Handler] = {
         aten._local_scalar_dense.default: _unless_replicated(read_number, by_default),
         aten.unbind.int: _unless_replicated(_unbind, by_default),
     }
-    handle = mixed(by_default, in_step)
+    handle = handle_mixed(by_default, in_step)
     found[aten.linalg_vector_norm.default] = read_norm(by_default, in_step)
     for operation in _overloads(GATHERED):
         found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
     for operation in _overloads(WITHOUT_IDENTITY):
-        found[operation] = without_identity(found.get(operation, by_default))
+        found[operation] = handle_empty_shards(found.get(operation, by_default))
     for name in MIXED:
         packet = getattr(aten, name)
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 found[getattr(packet, overload)] = handle
-    found |= dict.fromkeys(_overloads(MISTAKEN), on_full)  # in steps, too
-    for operation in _overloads(LATER):
+    found |= dict.fromkeys(_overloads(WRONG_ON_SHARDS), on_full)  # inside steps as well
+    for operation in _overloads(SUPPORTED_LATER):
         if not has_strategy(operation):
             found[operation] = lambda *called: (by_default if in_step() else on_full)(*called)
-    found |= dict.fromkeys(_overloads(OF_MEANS), _like_second(by_default))
-    found |= {operation: _with_positive_dim(found.get(operation, by_default)) for operation in _overloads(CUMULATIVE)}
+    found |= dict.fromkeys(_overloads(BACKWARD_OF_MEANS), _shard_result_like_second(by_default))
+    found |= {operation: _make_dim_positive(found.get(operation, by_default)) for operation in _overloads(CUMULATIVE)}
     if not has_strategy(aten.detach_.default):  # called by autograd, with nothing to do for shards
         found[aten.detach_.default] = lambda operation, args, kwargs: args[0]
     return found

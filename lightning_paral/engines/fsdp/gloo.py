@@ -1,4 +1,4 @@
-"""FSDP2's collectives on gloo."""
+"""A reduce-scatter for FSDP2 on gloo."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from lightning_paral.comm.reduce_scatter import direct_reduce_scatter
 
 
 class DirectReduceScatter:
-    """A reduce-scatter for gloo, whose own is an all-reduce that then discards most of the result.
+    """A reduce-scatter for gloo, whose own reduce-scatter is an all-reduce that discards most of the result.
 
-    It implements the interface that `FSDPModule.set_custom_reduce_scatter` takes, which has no public name.
+    It implements the interface that `FSDPModule.set_custom_reduce_scatter` expects, which has no public name.
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

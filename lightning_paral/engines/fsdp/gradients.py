@@ -1,4 +1,4 @@
-"""Clipping of sharded gradients."""
+"""Clip sharded gradients."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from lightning_paral.model.full_tensors import gradient_norm
 
 @torch.no_grad()
 def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients down, in place, so that their common norm is at most `max_norm`; return the norm before.
+    """Scale all gradients down, in place, so that their total norm is at most `max_norm`; return their unscaled norm.
 
     *Collective* like `gradient_norm`. The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients.
     """
@@ -22,21 +22,21 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     norm = gradient_norm(parameters)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local = [_local(gradient) for gradient in _gradients(parameters)]
-    for alike in group_by_dtype_and_device(local):
-        foreach_mul_(alike, factor.to(alike[0].device))
+    for group in group_by_dtype_and_device(local):
+        foreach_mul_(group, factor.to(group[0].device))
     return norm
 
 
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
     """Clamp every element of the gradients, in place, to at most `max_value` in magnitude. No collective."""
-    for alike in group_by_dtype_and_device([_local(gradient) for gradient in _gradients(parameters)]):
-        foreach_clamp_min_(alike, -max_value)
-        foreach_clamp_max_(alike, max_value)
+    for group in group_by_dtype_and_device([_local(gradient) for gradient in _gradients(parameters)]):
+        foreach_clamp_min_(group, -max_value)
+        foreach_clamp_max_(group, max_value)
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
-    """Return this rank's shards of the gradients, and unsharded gradients in full."""
+    """Return this rank's shards of sharded gradients, and other gradients in full."""
     return [_local(gradient) for gradient in _gradients(parameters)]
 
 

@@ -1,4 +1,4 @@
-"""Which rows, or which chunk, of a DTensor this rank holds."""
+"""The rows, or the chunk, of a DTensor that this rank holds."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 
 Chunk = slice | tuple[slice, ...]
-"""Indexes the elements that a rank holds: by rows, or by every dimension."""
+"""An index of the elements that a rank holds: a slice of rows, or a slice for every dimension."""
 
 
 def own_rows(tensor: Any) -> slice | None:
     """Return the rows that this rank holds of `tensor`, a DTensor; all rows if it is replicated.
 
-    `None` if it is not sharded by rows over one dimension of its mesh, as in layouts chosen by the user.
+    `None` if it is not sharded by rows over one dimension of its mesh, as may be the case if the user sharded it.
     """
     sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not sharded:
@@ -33,7 +33,7 @@ def own_rows(tensor: Any) -> slice | None:
 def own_chunk(tensor: Any) -> tuple[slice, ...] | None:
     """Return the chunk that this rank holds of `tensor`, a DTensor, as an index into the full tensor.
 
-    `None` if there is no such chunk: of partial sums, or where FSDP shards what tensor parallelism has sharded.
+    `None` if it holds no chunk: for partial sums, and if FSDP shards a tensor that tensor parallelism has sharded.
     """
     if any(type(placement) is not Shard and not placement.is_replicate() for placement in tensor.placements):
         return None
@@ -41,8 +41,8 @@ def own_chunk(tensor: Any) -> tuple[slice, ...] | None:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def leaves_ranks_empty(tensor: Any) -> bool:
-    """Whether some rank has an empty shard of `tensor`, a DTensor. The answer is the same on all ranks."""
+def has_empty_shard(tensor: Any) -> bool:
+    """Return whether any rank has an empty shard of `tensor`, a DTensor. The result is equal on all ranks."""
     for number, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             num_ranks, num_rows = tensor.device_mesh.size(number), tensor.shape[placement.dim]
@@ -52,22 +52,22 @@ def leaves_ranks_empty(tensor: Any) -> bool:
 
 
 def is_replicated(tensor: Any) -> bool:
-    """Whether every rank holds all of `tensor`, a DTensor."""
+    """Return whether every rank holds all of `tensor`, a DTensor."""
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def in_place_of(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
-    """Return a plain tensor of the full shape and strides of `tensor`, in which only this rank's `chunk` has values.
+def full_from_chunk(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
+    """Return a plain tensor with the full shape and strides of `tensor`, in which only this rank's chunk has values.
 
-    Operations whose results depend on the same element only can be done on it, without gathering.
+    Elementwise operations can run on it, without a collective.
 
     Args:
         tensor: a DTensor.
-        chunk: what this rank holds of it.
-        filled: `False` leaves all values undefined.
+        chunk: index of the chunk of this rank.
+        filled: if `False`, all values are undefined; otherwise those outside the chunk are 0.
     """
     local = local_of(tensor)
-    # With the strides: random numbers are drawn in the order of memory.
+    # With the same strides, because random numbers are drawn in the order of memory.
     full: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
     if filled:
         full.zero_()
@@ -75,9 +75,9 @@ def in_place_of(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
     return full
 
 
-def like(tensor: Any, full: Tensor, chunk: Chunk) -> Tensor:
-    """Return `full`, a full tensor, as a DTensor laid out like `tensor`, with this rank's `chunk`. No collective."""
-    made: Tensor = DTensor.from_local(
+def shard_like(tensor: Any, full: Tensor, chunk: Chunk) -> Tensor:
+    """Return `full`, of which this rank holds `chunk`, as a DTensor with the layout of `tensor`. No collective."""
+    sharded: Tensor = DTensor.from_local(
         full[chunk].clone(),
         tensor.device_mesh,
         tensor.placements,
@@ -85,11 +85,11 @@ def like(tensor: Any, full: Tensor, chunk: Chunk) -> Tensor:
         shape=full.shape,
         stride=full.stride(),
     )
-    return made
+    return sharded
 
 
 def as_full(value: Any) -> Any:
-    """Replace DTensors in `value`, also in lists and tuples, by full tensors with the same strides.
+    """Replace DTensors in `value`, including those in lists and tuples, by full tensors with the same strides.
 
     *Collective* if there are any.
     """

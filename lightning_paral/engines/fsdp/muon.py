@@ -1,4 +1,4 @@
-"""Muon on full matrices."""
+"""Make Muon orthogonalize full matrices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.compat.torch.muon import replace_newton_schulz
-from lightning_paral.engines.fsdp.local_rows import like, own_rows
+from lightning_paral.engines.fsdp.local_rows import own_rows, shard_like
 
 
 class FullNewtonSchulz:
     """Makes `torch.optim.Muon` orthogonalize full matrices, as it does in one process, until `remove` is called.
 
     DTensor would multiply shards, and round partial sums to bfloat16 before it adds them (torch 2.13), which changes
-    the update by a hundredth. Gathering the matrix once is also less traffic than five iterations on shards.
+    the update by about 1%. Gathering the matrix once also communicates less than five iterations on shards.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class FullNewtonSchulz:
         """Restores torch's function."""
 
 
-def _on_full_matrix(orthogonalise: Callable[..., Any]) -> Callable[..., Any]:
-    def orthogonalise_full(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_full_matrix(orthogonalize: Callable[..., Any]) -> Callable[..., Any]:
+    def orthogonalize_full(gradient: Any, *args: Any, **kwargs: Any) -> Any:
         rows = own_rows(gradient) if isinstance(gradient, DTensor) else None
         if rows is None:
-            return orthogonalise(gradient, *args, **kwargs)
-        return like(gradient, orthogonalise(gradient.full_tensor(), *args, **kwargs), rows)
+            return orthogonalize(gradient, *args, **kwargs)
+        return shard_like(gradient, orthogonalize(gradient.full_tensor(), *args, **kwargs), rows)
 
-    return orthogonalise_full
+    return orthogonalize_full

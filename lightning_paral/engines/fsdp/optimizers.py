@@ -1,4 +1,4 @@
-"""Checks of optimizers: they have to hold the shards, and be able to update DTensors."""
+"""Check that optimizers hold the shards, and that they can update DTensors."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 from lightning_paral.engines.fsdp.shard import ShardedModule
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
-_CANNOT = {
-    "LBFGS": "it joins all parameters to one vector",
-    "Adafactor": "it changes means over rows in place, which shards do not have",
+_UNSUPPORTED = {
+    "LBFGS": "it concatenates all parameters into one vector",
+    "Adafactor": "it updates means over rows in place",
 }
 _NO_KERNEL = {"fused": ("SGD", "Adagrad"), "foreach": ("Rprop",)}
-"""Kernels that torch (2.13) does not have for DTensors."""
+"""Optimizers for which torch (2.13) has no such kernel for DTensors, by option."""
 
 
 def check_optimizers(
     optimizers: Iterable[Optimizer], module: Module, sharded: ShardedModule, device: torch.device
 ) -> None:
-    """Check `optimizers`, and let errors of their steps about DTensors name the optimizer.
+    """Check `optimizers`, and name the optimizer in errors that DTensors cause in its step.
 
     Raises:
         ConfigurationError: an optimizer was created before `module` was sharded, or cannot update all its parameters.
@@ -35,13 +35,13 @@ def check_optimizers(
         lost = [name for name, parameter in sharded.original_parameters() if parameter in set(held) - current]
         if lost:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} was made before {type(module).__name__} was sharded: it holds "
-                f"{', '.join(lost[:3])}{' and others' if len(lost) > 3 else ''}, which are not trained any more. Make "
-                "it inside `configure_optimizers`, from `self.parameters()`."
+                f"{type(optimizer).__name__} was created before {type(module).__name__} was sharded: it holds "
+                f"{', '.join(lost[:3])}{' and others' if len(lost) > 3 else ''}, which are no longer trained. Create "
+                "it in `configure_optimizers`, from `self.parameters()`."
             )
         _check_one_call(optimizer, held, sharded.replicated)
-        _check_kind(optimizer, held, device)
-        _name_in_errors(optimizer, sharded)
+        _check_supported(optimizer, held, device)
+        _name_optimizer_in_errors(optimizer, sharded)
 
 
 def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: list[Parameter]) -> None:
@@ -50,27 +50,25 @@ def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: lis
     if together and full and len(held) > len(full):
         raise ConfigurationError(
             f"{type(optimizer).__name__}({together[0]}=True) would update shards and the {len(full)} 0-dimensional "
-            "or empty parameter(s), which are not sharded, in one call; torch cannot. Leave the option out, or give "
-            "the parameters that have `dim() == 0` the shape [1]."
+            "or empty parameter(s), which are not sharded, in one call, which torch does not support. Leave the option "
+            "out, or give the parameters that have `dim() == 0` the shape [1]."
         )
 
 
-def _check_kind(optimizer: Optimizer, held: list[Parameter], device: torch.device) -> None:
+def _check_supported(optimizer: Optimizer, held: list[Parameter], device: torch.device) -> None:
     if not any(isinstance(parameter, DTensor) for parameter in held):
         return
-    kind: Any = next(
-        (base for base in type(optimizer).__mro__ if f"{base.__module__}.".startswith("torch.optim.")), None
-    )
-    name = "" if kind is None or kind.step is not type(optimizer).step else kind.__name__
-    if name in _CANNOT:
+    base: Any = next((cls for cls in type(optimizer).__mro__ if f"{cls.__module__}.".startswith("torch.optim.")), None)
+    name = "" if base is None or base.step is not type(optimizer).step else base.__name__
+    if name in _UNSUPPORTED:
         raise ConfigurationError(
-            f"{name} cannot update sharded parameters: {_CANNOT[name]}, and torch cannot do that with DTensors. Train "
-            "with paral_ddp, or with another optimizer."
+            f"{name} cannot update sharded parameters: {_UNSUPPORTED[name]}, and torch cannot do that with DTensors. "
+            "Train with paral_ddp, or with another optimizer."
         )
-    for option, kinds in _NO_KERNEL.items():
+    for option, names in _NO_KERNEL.items():
         chosen = any(group.get(option) for group in optimizer.param_groups)
         default = option == "foreach" and device.type != "cpu"
-        if name in kinds and (
+        if name in names and (
             chosen or (default and any(group.get(option) is None for group in optimizer.param_groups))
         ):
             raise ConfigurationError(
@@ -79,34 +77,35 @@ def _check_kind(optimizer: Optimizer, held: list[Parameter], device: torch.devic
             )
 
 
-def _name_in_errors(optimizer: Optimizer, sharded: ShardedModule) -> None:
+def _name_optimizer_in_errors(optimizer: Optimizer, sharded: ShardedModule) -> None:
     step = optimizer.step
-    closures: list[BaseException] = []
+    closure_errors: list[BaseException] = []
 
-    def watched(closure: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(closure: Callable[..., Any]) -> Callable[..., Any]:
         def run() -> Any:
             try:
                 return closure()
             except BaseException as error:
-                closures.append(error)
+                closure_errors.append(error)
                 raise
 
         return run
 
     @wraps(step)
     def named(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(watched(value) if callable(value) else value for value in args)
-        kwargs = {key: watched(value) if callable(value) else value for key, value in kwargs.items()}
+        args = tuple(watch(value) if callable(value) else value for value in args)
+        kwargs = {key: watch(value) if callable(value) else value for key, value in kwargs.items()}
         try:
             return step(*args, **kwargs)
         except RuntimeError as error:
-            if error in closures or isinstance(error, CheckpointError):  # the fit is over: these are not DTensors
+            # A CheckpointError comes from the shards that an optimizer holds after a fit, which are not DTensors.
+            if error in closure_errors or isinstance(error, CheckpointError):
                 raise
             raise ConfigurationError(
                 f"{type(optimizer).__name__} does something in `step` that fails with sharded parameters (DTensors): "
                 f"{str(error).splitlines()[0][:300]} Train with paral_ddp, or with another optimizer."
             ) from error
         finally:
-            closures.clear()
+            closure_errors.clear()
 
     optimizer.step = MethodType(named, optimizer)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The options of `ParalFSDPStrategy` that are FSDP's own, checked."""
+"""The options of `ParalFSDPStrategy` that concern sharding, and their checks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,10 +12,10 @@ from lightning_paral.options import UnitChoice, check_unit_choice
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPOptions:
-    """How a module is sharded and trained; `ParalFSDPStrategy` documents each option.
+    """Options for sharding and training a module; `ParalFSDPStrategy` documents each.
 
     Raises:
-        ConfigurationError: options that contradict each other or are out of their range.
+        ConfigurationError: an option has an invalid value, or options contradict each other.
     """
 
     units: UnitChoice = "auto"
@@ -44,6 +44,6 @@ class FSDPOptions:
             check_at_least("ParalFSDPStrategy", "reshard_after_forward", self.reshard_after_forward, 1)
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise a `ConfigurationError` if `world_size` ranks cannot be arranged as the options say."""
+        """Raise a `ConfigurationError` if `world_size` ranks cannot be arranged as the options specify."""
         check_replicate(self.replicate, world_size)
         check_reshard(self.reshard_after_forward, world_size // self.replicate)

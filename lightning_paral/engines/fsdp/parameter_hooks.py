@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.fsdp_param import gathered, name_of, places_of
+from lightning_paral.compat.torch.fsdp_param import name_of, owners_of, unsharded_param
 from lightning_paral.compat.torch.tensor_hooks import gradient_hooks
 from lightning_paral.engines.fsdp.guards import refuse_hook
 
@@ -17,12 +17,12 @@ from lightning_paral.engines.fsdp.guards import refuse_hook
 class ParameterHooks:
     """Keeps hooks on the original parameters, and calls them when the unsharded parameters get their gradients.
 
-    So hooks registered before the run are called during it, hooks registered during it stay after it, and their
-    handles remove them at any time.
+    Hooks registered before the run are therefore called during it, hooks registered during the run stay after it, and
+    their handles can remove them at any time.
 
     Args:
-        originals: the parameter that each `FSDPParam` was made of.
-        lost: names and parameters that user code could reach before, and that have been replaced since.
+        originals: the parameter that each `FSDPParam` was created from.
+        lost: names and parameters that user code could access before sharding, and that have been replaced since.
     """
 
     def __init__(self, originals: dict[Any, Parameter], lost: Iterable[tuple[str, Parameter]]) -> None:
@@ -33,7 +33,7 @@ class ParameterHooks:
                 refuse_hook(name, "register_hook (while the parameter had no values yet)")
 
     def register(self, param: Any, requires_grad: bool, hook: Any) -> RemovableHandle:
-        """Register a hook of `param`, an `FSDPParam`, as `torch.Tensor.register_hook` does."""
+        """Register a hook on `param`, an `FSDPParam`, as `torch.Tensor.register_hook` does on a tensor."""
         original = self._originals[param]
         if isinstance(original, DTensor):  # sharded by the user
             refuse_hook(str(name_of(param)), "register_hook")
@@ -43,8 +43,8 @@ class ParameterHooks:
         return handle
 
     def attach(self, param: Any) -> None:
-        """Have the hooks of `param` called, if it has any, once it has been unsharded for the first time."""
-        unsharded: Tensor | None = gathered(param)
+        """Attach the hooks of `param`, if any, to its unsharded parameter. Do nothing before it is first unsharded."""
+        unsharded: Tensor | None = unsharded_param(param)
         original = self._originals[param]
         if unsharded is None or param in self._attached or not gradient_hooks(original):
             return
@@ -53,11 +53,11 @@ class ParameterHooks:
         self._attached.add(param)
         trained = unsharded.requires_grad
         unsharded.requires_grad_(True)
-        Tensor.register_hook(unsharded, partial(_call, original))  # type: ignore[no-untyped-call]
+        Tensor.register_hook(unsharded, partial(_call_hooks, original))  # type: ignore[no-untyped-call]
         unsharded.requires_grad_(trained)
 
 
-def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
+def _call_hooks(original: Parameter, gradient: Tensor) -> Tensor | None:
     hooks = gradient_hooks(original)
     seen = gradient.to(original.dtype)  # parameters unsharded in 16 bits get 16-bit gradients
     changed = False
@@ -69,5 +69,10 @@ def _call(original: Parameter, gradient: Tensor) -> Tensor | None:
 
 
 def originals_of(params: Iterable[Any], original: Any) -> dict[Any, Parameter]:
-    """Return the parameter that each `FSDPParam` was made of, which `original(module, name)` returns."""
-    return {param: original(*places_of(param)[0]) for param in params}
+    """Return the parameter that each `FSDPParam` was created from.
+
+    Args:
+        params: the `FSDPParam`s.
+        original: returns the original parameter of a module by its name.
+    """
+    return {param: original(*owners_of(param)[0]) for param in params}

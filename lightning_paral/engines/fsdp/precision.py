@@ -18,24 +18,24 @@ from lightning_paral.errors import ConfigurationError
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COMPUTED_IN = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_COMPUTE_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedScaler(UnscalingGradScaler):
-    """A gradient scaler for shards: if one rank's shards are not finite, all ranks skip the step.
+    """A gradient scaler for shards: if the gradients of any rank are not finite, all ranks skip the step.
 
-    torch's own checks only the rank's own gradients, or refuses DTensors next to plain tensors.
+    torch's scaler checks only this rank's gradients, or fails if there are both DTensors and plain tensors.
     """
 
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Unscale this rank's gradients, and return whether any rank's are not finite. *Collective*."""
+        """Unscale this rank's gradients, and return whether those of any rank are not finite. *Collective*."""
         found = torch.zeros_like(found_inf)
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in local_gradients(p for group in optimizer.param_groups for p in group["params"]):
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, _), gradients in alike.items():
+            by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, _), gradients in by_type.items():
             here = torch.zeros_like(found, device=device)
             check_and_unscale_(gradients, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(found.device))
@@ -45,10 +45,10 @@ class ShardedScaler(UnscalingGradScaler):
 
 
 class _ShardedClipping(Precision):
-    """Mixin: clips gradients that are sharded."""
+    """Mixin that clips sharded gradients."""
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all ranks. *Collective*."""
+        """Clip by the total norm of the gradients of all ranks. *Collective*."""
         clip_by_norm(self.main_params(optimizer), float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -57,7 +57,7 @@ class _ShardedClipping(Precision):
 
 
 class FSDPFullPrecision(_ShardedClipping):
-    """`"32-true"`."""
+    """`"32-true"`: weights, inputs, gradients and optimizer state in fp32."""
 
 
 class FSDPHalfPrecision(_ShardedClipping, HalfPrecision):
@@ -69,18 +69,18 @@ class FSDPDoublePrecision(_ShardedClipping, DoublePrecision):
 
 
 class FSDPMixedPrecision(_ShardedClipping, MixedPrecision):
-    """`"bf16-mixed"` and `"16-mixed"`: fp32 shards, unsharded in 16 bits, computation under autocast.
+    """`"bf16-mixed"` and `"16-mixed"`: fp32 shards, which are unsharded in 16 bits, and computation under autocast.
 
-    Without autocast, all of the computation would be in 16 bits. Autocast keeps in fp32 what it keeps under DDP:
-    softmax, losses, sums.
+    Autocast runs the same operations in fp32 as under DDP, such as softmax, losses and sums. Without it, they would run
+    in 16 bits.
     """
 
 
 def sharded_precision(plugin: Precision) -> Precision:
-    """Return the plugin for FSDP2 of the same precision as `plugin`.
+    """Return the plugin for FSDP2 with the same precision as `plugin`.
 
     Raises:
-        ConfigurationError: a precision that has no such plugin.
+        ConfigurationError: FSDP2 does not support the precision.
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
@@ -111,18 +111,18 @@ def sharding_policy(plugin: Precision, reduce_dtype: torch.dtype | None) -> Mixe
     """Return the dtypes in which parameters are unsharded and gradients reduced.
 
     Args:
-        plugin: one of this module.
+        plugin: a precision plugin of this module.
         reduce_dtype: `None` reduces in fp32 under mixed precision, and in the weights' own dtype otherwise.
     """
-    computed_in = _COMPUTED_IN.get(str(plugin.precision))
-    if computed_in is not None and reduce_dtype is None:
+    compute_dtype = _COMPUTE_DTYPES.get(str(plugin.precision))
+    if compute_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
-    # Autocast casts inputs. FSDP2 would cast all of a batch, and its targets would lose precision, too.
-    return MixedPrecisionPolicy(param_dtype=computed_in, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    # Autocast casts inputs. FSDP2 would cast the whole batch, so that targets would lose precision as well.
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 def match_inputs(module: Module) -> None:
-    """Cast the inputs of layers that on CPU refuse inputs wider than their 16-bit weights."""
+    """Cast the inputs of layers that, on CPU, reject inputs with a wider dtype than their 16-bit weights."""
     for part in module.modules():
         if isinstance(part, LayerNorm | GroupNorm | Bilinear) and next(part.parameters(), None) is not None:
             part.register_forward_pre_hook(_cast_to_weight)

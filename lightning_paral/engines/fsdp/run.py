@@ -1,4 +1,4 @@
-"""One run under FSDP: the module is sharded at its beginning, trained or evaluated, and restored at its end."""
+"""One run under FSDP: shard the module, then train or evaluate it."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -26,34 +26,34 @@ from lightning_paral.engines.fsdp.requires_grad import TrainedShards
 from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explain_errors import explain, explained
-from lightning_paral.model.foreign_parameters import check_averaged
+from lightning_paral.model.explain_errors import explain, explain_errors
+from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
 
 log = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
-"""A step of the strategy, such as `training_step`, which calls that of the module."""
+"""A step of the strategy, such as `training_step`, which calls the step of the module."""
 
 
 def check_before_fit(module: LightningModule, dims: ParallelDims) -> None:
-    """Raise a `ConfigurationError` if `module` has something that cannot be trained in shards."""
+    """Raise a `ConfigurationError` if `module` or its callbacks cannot be used for training under FSDP."""
     check_user_hooks(module)
     check_embeddings(module, dims.data_size, "FSDP")
     check_pruning(vars(module.trainer)["callbacks"])
 
 
 class FSDPRun:
-    """A module from when it is sharded to when it is restored, and the steps in between.
+    """Shards a module, and runs its steps until `FSDPState.restore` restores it.
 
     Args:
-        module: with its units chosen, but not sharded, by `options`.
-        options: of the strategy.
-        dims: how the ranks are arranged.
-        mesh: the ranks; the last dimension is the one that a copy of the module is sharded over.
-        device: of this rank.
-        precision: one of `lightning_paral.engines.fsdp.precision`.
-        deferred: gives values to parameters that have none yet, unit by unit; `None` if all have values.
+        module: the module, not yet sharded.
+        options: the options of the strategy.
+        dims: the arrangement of the ranks.
+        mesh: the device mesh of the run; the module is sharded over its last dimension.
+        device: device of this rank.
+        precision: a precision plugin of `lightning_paral.engines.fsdp.precision`.
+        deferred: computes the values of parameters that have none yet, unit by unit; `None` if all have values.
 
     Raises:
         ConfigurationError: the module does not have the units that `options` name.
@@ -74,7 +74,7 @@ class FSDPRun:
         self.mesh = mesh
         self.device = device
         self._options = options
-        # In manual optimization, backward passes and optimizer steps come between calls of networks inside one step.
+        # In manual optimization, one step may call several networks, with backward passes in between: each is a unit.
         children = not module.automatic_optimization
         self.units = choose_units(module, options.units, options.min_params, children=children)
         sharding = Sharding(
@@ -107,39 +107,39 @@ class FSDPRun:
         """Shard the module, unit by unit. *Collective* over the world.
 
         Raises:
-            ConfigurationError: a unit has trained parameters of several dtypes.
+            ConfigurationError: the trained parameters of a unit have different dtypes.
         """
         self.sharded.shard()
-        kind, num_bytes = type(self.module).__name__, self.sharded.num_bytes
-        log.info("module sharded: %s, %d units, %d bytes unsharded", kind, self._num_units, num_bytes)
+        name, num_bytes = type(self.module).__name__, self.sharded.num_bytes
+        log.info("module sharded: %s, %d units, %d bytes unsharded", name, self._num_units, num_bytes)
 
     # Training
 
     def start_fit(self, timeout: timedelta) -> None:
-        """Watch which parameters are trained from now on; `timeout` is how long other ranks are waited for."""
+        """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
         self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check `optimizers`, and let `module.zero_grad()` set the gradients of their shards to zero, too.
+        """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.
 
         Raises:
-            ConfigurationError: an optimizer cannot update shards, or holds parameters whose gradients are not averaged.
+            ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
         check_optimizers(optimizers, self.module, self.sharded, self.device)
         if self.dims.data_size > 1:
-            check_averaged(optimizers, self.module)
+            check_optimizer_parameters(optimizers, self.module)
         _zero_gradients_of_shards(self.module, optimizers, self._undo)
 
     @property
     def is_fit(self) -> bool:
-        """Whether the module is trained."""
+        """Whether this run trains the module."""
         return self._trained is not None
 
     def before_batch(self, batch_idx: int) -> None:
         """Check that all ranks train the same parameters. *Collective* in the first step of an epoch.
 
         Raises:
-            ConfigurationError: the ranks disagree, or a parameter is new and not sharded.
+            ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded.
         """
         assert self._trained is not None
         self._trained.before_batch(self.module.current_epoch, batch_idx)
@@ -150,29 +150,29 @@ class FSDPRun:
         root = self.sharded.root_unshard
         run = root.training_step if self.module.automatic_optimization else root.manual_step
         self._trained.before_step()
-        with self._explained(in_step=True):
+        with self._explain_errors(in_step=True):
             output = run(step, args, kwargs)
-        self._trained.carry_over()
+        self._trained.copy_to_shards()
         return output
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
-        with self._explained(in_step=True):
+        with self._explain_errors(in_step=True):
             return self.sharded.root_unshard.evaluation_step(step, args, kwargs)
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return `backward(loss, *args, **kwargs)`, which leaves the gradients in the shards. *Collective*."""
+        """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
         assert self._trained is not None
-        self._trained.carry_over()
+        self._trained.copy_to_shards()
         self.sharded.root_unshard.before_backward(loss)
-        with self._explained(in_step=False):  # hooks run inside, too
+        with self._explain_errors(in_step=False):  # hooks also run inside
             result = backward(loss, *args, **kwargs)
         self.sharded.root_unshard.after_backward()
         return result
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Accumulate gradients in backward passes inside the block, as the option `accumulate` says."""
+        """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies."""
         self.sharded.set_gradient_sync(reduce=self._options.accumulate == "sharded", all_reduce=False)
         try:
             yield
@@ -181,7 +181,7 @@ class FSDPRun:
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
-        """Run an optimizer's step inside the block; in manual optimization the root is unsharded again after it."""
+        """Run an optimizer's step inside the block. In manual optimization, unshard the root again afterwards."""
         self.sharded.root_unshard.before_optimizer()
         yield
         self.sharded.root_unshard.after_optimizer()
@@ -189,21 +189,21 @@ class FSDPRun:
     # Errors, and the end of the run
 
     def explain(self, error: BaseException) -> None:
-        """Put what `error`, raised by a hook, means before its message."""
+        """Prepend an explanation to the message of `error`, which a hook raised."""
         explain(error, partial(explanation, units=self.units, in_step=False))
 
-    def _explained(self, *, in_step: bool) -> AbstractContextManager[None]:
-        return explained(partial(explanation, units=self.units, in_step=in_step))
+    def _explain_errors(self, *, in_step: bool) -> AbstractContextManager[None]:
+        return explain_errors(partial(explanation, units=self.units, in_step=in_step))
 
     def stop_watching(self) -> None:
-        """Undo what the fit has changed in the module and in torch, at the beginning of the teardown."""
+        """Undo the changes of the fit to the module and to torch. Call it at the beginning of the teardown."""
         self._undo.close()
 
 
 def _zero_gradients_of_shards(module: Module, optimizers: Sequence[Optimizer], undo: ExitStack) -> None:
-    """Let `module.zero_grad()` set the gradients of the optimizers' shards to zero, too, until `undo` is closed.
+    """Make `module.zero_grad()` zero the gradients of the optimizers' shards as well, until `undo` is closed.
 
-    Inside a step, the module has unsharded parameters, while the shards have the gradients.
+    Inside a step, the module has unsharded parameters, but the gradients belong to the shards.
     """
     zero_unsharded = module.zero_grad
 

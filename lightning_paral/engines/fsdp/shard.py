@@ -30,14 +30,14 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
 from lightning_paral.engines.fsdp.gather import GatherToHost
 from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
-from lightning_paral.engines.fsdp.guards import Registrations
+from lightning_paral.engines.fsdp.guards import RegistrationGuard
 from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, originals_of
 from lightning_paral.engines.fsdp.precision import match_inputs
 from lightning_paral.engines.fsdp.replicated_tensors import (
     AveragedGradients,
-    share_on,
-    unshardable,
-    watch_assignments,
+    allow_dtensor_assignment,
+    broadcast_on,
+    unshardable_parameters,
 )
 from lightning_paral.engines.fsdp.snapshot import ModuleSnapshot
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
@@ -52,27 +52,27 @@ class Sharding:
     """How each unit is sharded: arguments of `fully_shard`, and units to prefetch."""
 
     mesh: DeviceMesh
-    """Its last dimension is the one that a copy of the module is sharded over."""
+    """The device mesh; the module is sharded over its last dimension."""
 
     dims: ParallelDims
-    """Whose data ranks are those of `mesh`."""
+    """The arrangement of the ranks; its data ranks are the ranks of `mesh`."""
 
     device: torch.device
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | int | None = None
 
     prefetch: int | None = None
-    """Number of units that are unsharded ahead of use; `None`: FSDP2's own choice."""
+    """Number of units to unshard ahead of their use; `None` for FSDP2's own choice."""
 
     offload: bool = False
-    """Whether shards are on the host."""
+    """Whether shards are kept in host memory."""
 
 
 class ShardedModule:
     """Shards a module in place, and restores it.
 
     Args:
-        units: of the module.
+        units: the units of the module.
         sharding: how the units are sharded.
         deferred: computes the values of parameters that have none yet; `None` if all have values.
     """
@@ -85,14 +85,14 @@ class ShardedModule:
         self._snapshot = ModuleSnapshot(self.root)
         self._sharded: list[Any] = []
         self._undo = ExitStack()
-        """Ends what this has changed outside of the submodules, and hooks on parameters."""
+        """Undoes the changes outside of the submodules, and removes hooks on parameters."""
         self._originals = list(self.root.named_parameters())
 
     def shard(self) -> None:
-        """Shard, unit by unit. *Collective* over the world.
+        """Shard the module, unit by unit. *Collective* over the world.
 
         Raises:
-            ConfigurationError: parameters of several dtypes in one unit.
+            ConfigurationError: the trained parameters of a unit have different dtypes.
         """
         try:
             self._shard_all()
@@ -112,7 +112,7 @@ class ShardedModule:
                 self._shard(unit)
         if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
             match_inputs(self.root)
-        self.replicated = unshardable(self.root)
+        self.replicated = unshardable_parameters(self.root)
         if sharding.dims.data_size > 1:
             self._undo.callback(AveragedGradients(self.replicated, sharding.dims.data_group()).remove)
         _move_metrics(self.root, sharding.device)
@@ -129,12 +129,12 @@ class ShardedModule:
         self.root_unshard = RootUnshard(self._sharded[-1], calls, inner)
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the names and parameters before sharding; while the module is sharded, these parameters are empty."""
+        """Yield the names and parameters from before sharding. They are empty while the module is sharded."""
         yield from self._originals
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, unsharded."""
+        """The size of all parameters, unsharded, in bytes."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.root.parameters())
 
     def set_gradient_sync(self, reduce: bool, all_reduce: bool) -> None:
@@ -144,7 +144,7 @@ class ShardedModule:
         root.set_requires_all_reduce(all_reduce)
 
     def reshard(self) -> None:
-        """Reshard what a failed step has left unsharded."""
+        """Reshard the parameters that a failed step has left unsharded."""
         if isinstance(self.root, FSDPModule):
             reset_iteration(self.root)
 
@@ -152,17 +152,17 @@ class ShardedModule:
         """Restore the module as it was before `shard`. *Collective* over the group of `gather`.
 
         Args:
-            gather: gathers full parameters; or the reason why that cannot be, and parameters stay sharded.
+            gather: gathers full parameters, or is the reason why they stay sharded.
 
         Returns:
-            dict[Parameter, Parameter]: the module's own parameter by sharded parameter; empty if they stay sharded.
+            dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
         """
         self._undo.close()
         self.reshard()
         return self._snapshot.restore(gather)
 
     def _watch_writes(self) -> None:
-        """Make user code that writes to parameters change the shards, also while parameters are unsharded."""
+        """Make writes of user code to parameters change the shards, even while the parameters are unsharded."""
         groups = [group for module in self._sharded for group in groups_of(module)]
         watched: list[WatchedGroup] = []
 
@@ -174,14 +174,14 @@ class ShardedModule:
         present = {*originals.values(), *self.root.parameters()}
         hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
         watched += [
-            WatchedGroup(group, is_of_another, lambda: self.root_unshard.await_backward, hooks) for group in groups
+            WatchedGroup(group, is_of_another, lambda: self.root_unshard.awaits_backward, hooks) for group in groups
         ]
-        self._undo.callback(watch_assignments(self.replicated))
-        self._undo.callback(DTensorSemantics(params, lambda: self.root_unshard.are_running, hooks).remove)
-        self._undo.callback(Registrations(self.root, params).remove)
+        self._undo.callback(allow_dtensor_assignment(self.replicated))
+        self._undo.callback(DTensorSemantics(params, lambda: self.root_unshard.is_running, hooks).remove)
+        self._undo.callback(RegistrationGuard(self.root, params).remove)
 
     def _compute_values_of_sharded(self) -> None:
-        """Compute the values of what the user sharded in `configure_model`, module by module."""
+        """Compute the values of modules that the user sharded in `configure_model`, one module at a time."""
         if self._deferred is None:
             return
         for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
@@ -196,8 +196,8 @@ class ShardedModule:
             self._deferred.fill(parts)
             self._snapshot.record_values(parts)
         if self._sharding.dims.data_size > 1:
-            share_on(self._sharding.device, _own_tensors(parts), self._sharding.dims.data_group())
-        replicated = set(unshardable(module))
+            broadcast_on(self._sharding.device, _own_tensors(parts), self._sharding.dims.data_group())
+        replicated = set(unshardable_parameters(module))
         for each in replicated:
             each.data = each.data.to(self._sharding.device)
         for part in parts:
@@ -206,9 +206,9 @@ class ShardedModule:
                     parameter.data = parameter.data.contiguous()
         if self._sharding.policy.param_dtype is not None:
             for part in parts:
-                if _normalizes_in_full(part) and next(part.parameters(), None) is not None and part is not module:
+                if _stays_fp32(part) and next(part.parameters(), None) is not None and part is not module:
                     self._fully_shard(part, MixedPrecisionPolicy(), replicated)
-        policy = MixedPrecisionPolicy() if _normalizes_in_full(module) else self._sharding.policy
+        policy = MixedPrecisionPolicy() if _stays_fp32(module) else self._sharding.policy
         self._fully_shard(module, policy, replicated)
         self._snapshot.free_full(parts)
 
@@ -239,10 +239,10 @@ class ShardedModule:
                 module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
 
 
-def _normalizes_in_full(module: Module) -> bool:
-    """Whether the parameters of `module` stay fp32 under mixed precision, like its running statistics.
+def _stays_fp32(module: Module) -> bool:
+    """Return whether the parameters of `module` stay fp32 under mixed precision, like its running statistics.
 
-    Autocast does not cast them, so they are fp32 under DDP, too.
+    Under DDP they are fp32 as well, because autocast does not cast them.
     """
     return isinstance(module, BatchNorm | InstanceNorm)
 
@@ -256,7 +256,7 @@ def _move_metrics(root: Module, device: torch.device) -> None:
 
 
 def _own_parts(module: Module) -> list[Module]:
-    """Return `module` and its submodules, without those that are sharded already and their submodules."""
+    """Return `module` and its submodules, except those that are already sharded, and their submodules."""
     parts: dict[Module, None] = {}
 
     def visit(part: Module) -> None:
@@ -286,6 +286,6 @@ def _check_dtypes(unit: Unit, names: dict[Any, str]) -> None:
     if len(trained) > 1:
         found = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in trained.items())
         raise ConfigurationError(
-            f"Trained parameters of one unit have to be of one dtype, but in {unit.name or 'the root'} there are "
-            f"{found}. Convert them, or choose units=[...] so that they are in different ones."
+            f"Trained parameters of one unit must have the same dtype, but in {unit.name or 'the root'} there are "
+            f"{found}. Convert them, or choose units=[...] so that they are in different units."
         )

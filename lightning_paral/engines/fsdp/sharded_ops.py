@@ -1,4 +1,4 @@
-"""Operations that torch runs on shards with other results than on plain tensors, or not at all, and their handlers."""
+"""Handlers for operations that torch refuses on shards, or runs with results different from those on plain tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of, operation_handlers
 from lightning_paral.engines.fsdp import gathered_ops
-from lightning_paral.engines.fsdp.local_rows import as_full, in_place_of, is_replicated, like, own_chunk
+from lightning_paral.engines.fsdp.local_rows import as_full, full_from_chunk, is_replicated, own_chunk, shard_like
 from lightning_paral.engines.fsdp.view_writes import GatheredView, mark_gathered
 from lightning_paral.errors import ConfigurationError
 
@@ -37,36 +37,37 @@ def _full_values(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _draw_in_place(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw what one process draws, and keep this rank's chunk; in torch (2.13) each rank draws numbers of its own."""
+    """Draw as one process would, and keep this rank's chunk. In torch (2.13), each rank draws different numbers."""
     target, *others = args
     chunk = _chunk(target)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
-    full = in_place_of(target, chunk, filled=False)
+    full = full_from_chunk(target, chunk, filled=False)
     operation(full, *map(as_full, others), **_full_values(kwargs))
     local_of(target).copy_(full[chunk])
     return target
 
 
 def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    model, *others = args
-    chunk = _chunk(model)
+    """Draw a new tensor with the shape and layout of the first argument, as one process would."""
+    template, *others = args
+    chunk = _chunk(template)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
-    full = in_place_of(model, chunk, filled=False)
-    return like(model, operation(full, *map(as_full, others), **_full_values(kwargs)), chunk)
+    full = full_from_chunk(template, chunk, filled=False)
+    return shard_like(template, operation(full, *map(as_full, others), **_full_values(kwargs)), chunk)
 
 
 def _draw_from(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw with sharded probabilities, means or other numbers. *Collective*."""
-    model = next(value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
-    chunk = own_chunk(model)
+    """Draw from a distribution whose parameters, such as probabilities or means, are sharded. *Collective*."""
+    template = next(value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
+    chunk = own_chunk(template)
     if chunk is None:
         return _refuse_draw(operation, args, kwargs)
     full = operation(*map(as_full, args), **_full_values(kwargs))
-    if full.shape == model.shape:
-        return like(model, full, chunk)
-    mesh = model.device_mesh
+    if full.shape == template.shape:
+        return shard_like(template, full, chunk)
+    mesh = template.device_mesh
     return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
@@ -74,13 +75,13 @@ def _refuse_draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if all(is_replicated(value) for value in (*args, *kwargs.values()) if isinstance(value, DTensor)):
         return _by_default(operation, args, kwargs)
     raise ConfigurationError(
-        f"{operation} on a sharded tensor (a DTensor) would draw other numbers than one process. Draw in the step, "
-        "where the root's parameters are unsharded, or draw with torch.rand_like or torch.randn_like and apply that."
+        f"{operation} on a sharded tensor (a DTensor) would draw different numbers than one process. Draw in the step, "
+        "where the root's parameters are unsharded, or compute the result from torch.rand_like or torch.randn_like."
     )
 
 
-def _refuse_where_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse operations that draw, unless a flag of training or a probability says that this call does not."""
+def _refuse_if_drawing(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse operations that draw random numbers, unless a training flag or a probability of 0 disables drawing."""
     arguments = schema_of(operation).arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     switches = {argument.name: argument.default_value for argument in arguments if argument.name in _SWITCHES}
@@ -92,19 +93,19 @@ _SWITCHES = ("train", "training", "dropout_p")
 
 
 def _write_at_indices(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write elements at given indices, each rank its own. *Collective* if values or indices are sharded."""
+    """Write to given indices; each rank writes to its chunk. *Collective* if values or indices are sharded."""
     target, *others = args
     chunk = _chunk(target)
     if chunk is None:
         return _by_default(operation, args, kwargs)
-    full = in_place_of(target, chunk)
+    full = full_from_chunk(target, chunk)
     operation(full, *map(as_full, others), **_full_values(kwargs))
     local_of(target).copy_(full[chunk])
     return target
 
 
 def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy this rank's chunk of a full tensor."""
+    """Copy a full tensor to a sharded tensor: each rank copies its chunk."""
     target, source = args[:2]
     chunk = _chunk(target)
     if chunk is None or isinstance(source, DTensor):
@@ -114,18 +115,22 @@ def _copy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the full result, and write this rank's chunk of it to `out`."""
     target = kwargs["out"]
     chunk = _chunk(target)
     if chunk is None:
         return _by_default(operation, args, kwargs)
-    full = in_place_of(target, chunk, filled=False)
+    full = full_from_chunk(target, chunk, filled=False)
     operation(*map(as_full, args), **_full_values({**kwargs, "out": full}))
     local_of(target).copy_(full[chunk])
     return target
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor. Of a partial sum, one rank gets the number and the others 0; torch (2.13) adds up all."""
+    """Fill a tensor with a number. Of a partial sum, one rank gets the number and the others 0.
+
+    torch (2.13) gives each rank the number, so that the sum is a multiple of it.
+    """
     target, value = args
     sums = [number for number, placement in enumerate(target.placements) if placement.is_partial("sum")]
     is_first = all(target.device_mesh.get_local_rank(number) == 0 for number in sums)
@@ -138,7 +143,7 @@ def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View a tensor in another shape. If torch (2.13) cannot do it on uneven shards, gather it: *collective* then."""
+    """View a tensor with a different shape. *Collective* if torch (2.13) cannot do it on uneven shards."""
     try:
         return _by_default(operation, args, kwargs)
     except RuntimeError as error:
@@ -149,7 +154,7 @@ def _flatten(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return mark_gathered(_by_default(operation, (full, *others), kwargs), operation, args, kwargs)
 
 
-_NAMES: dict[Handler, tuple[str, ...]] = {
+_OPERATIONS: dict[Handler, tuple[str, ...]] = {
     _draw_in_place: (
         "normal_.default", "uniform_.default", "bernoulli_.float", "bernoulli_.Tensor", "exponential_.default",
         "random_.default", "random_.from", "random_.to", "log_normal_.default", "cauchy_.default", "geometric_.default",
@@ -165,7 +170,7 @@ _NAMES: dict[Handler, tuple[str, ...]] = {
         "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", "_standard_gamma.default",
         "_sample_dirichlet.default", "randint_like.Tensor", "randint_like.Tensor_generator",
     ),
-    _refuse_where_drawn: (
+    _refuse_if_drawing: (
         "native_dropout.default", "_fused_dropout.default", "rrelu_with_noise.default", "rrelu_with_noise_.default",
         "rrelu_with_noise_functional.default", "rrelu_with_noise.out", "native_dropout.out", "_fused_dropout.out",
         "_scaled_dot_product_flash_attention.default",
@@ -202,10 +207,10 @@ _WRITES = (_write_at_indices, _copy)
 
 
 def handlers(in_step: Callable[[], bool]) -> dict[Any, Handler]:
-    """Return the handlers by operation; `in_step` says whether a step is running."""
+    """Return the handlers by operation; `in_step` returns whether a step is running."""
     found = gathered_ops.handlers(_by_default, in_step)
-    takes_plain = gathered_ops.for_plain_targets(in_step)
-    for handler, names in _NAMES.items():
+    takes_plain = gathered_ops.accept_plain_targets(in_step)
+    for handler, names in _OPERATIONS.items():
         for name in names:
             operation, overload = name.split(".")
             packet = getattr(aten, operation)
@@ -231,7 +236,7 @@ def set_items(target: Any, index: Any, value: Any) -> None:
         if masked and index.placements == target.placements and not isinstance(value, Tensor):
             local[local_of(index)] = value
         else:
-            full = in_place_of(target, chunk)
+            full = full_from_chunk(target, chunk)
             full[as_full(index)] = as_full(value)
             local.copy_(full[chunk])
     torch.autograd.graph.increment_version(target)

@@ -10,21 +10,21 @@ from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.fsdp.gather import GatherToHost
 
 LEFT_SHARDED = "_lightning_paral_left_sharded"
-"""Attribute of a module that could not be restored: the reason."""
+"""Attribute that is set on a module that could not be restored; its value is the reason."""
 
 
 class ModuleSnapshot:
     """The class, attributes, hooks and parameters of each submodule of `root`.
 
-    Parameters keep their identity: references to them, and ties between them, are valid again after the run. While they
-    are sharded, they are empty.
+    Parameters keep their identity: references to them, and ties between them, are valid again after the run. While the
+    module is sharded, they are empty.
     """
 
     def __init__(self, root: Module) -> None:
         self._submodules = {module: _Submodule(module) for module in root.modules()}
 
     def record_values(self, modules: list[Module]) -> None:
-        """Record the parameters that `modules` have now in place of earlier ones, which had no values."""
+        """Record the current parameters of `modules`, which replace recorded parameters that had no values."""
         for module in modules:
             self._submodules[module].record_parameters()
 
@@ -34,24 +34,24 @@ class ModuleSnapshot:
             self._submodules[module].free_full()
 
     def original(self, module: Module, name: str) -> Parameter:
-        """Return the parameter of `module` that was called `name` before."""
+        """Return the parameter that `module` had under `name` before sharding."""
         parameter = self._submodules[module].parameters[name]
         assert parameter is not None
         return parameter
 
     def mark_added(self) -> None:
-        """Record which attributes and hooks each submodule has gained by now, for `restore` to remove them."""
+        """Record the attributes and hooks that sharding has added to each submodule, for `restore` to remove."""
         for submodule in self._submodules.values():
             submodule.mark_added()
 
     def restore(self, gather: GatherToHost | str) -> dict[Parameter, Parameter]:
-        """Restore the submodules, with full parameters on the host. *Collective* over the group of `gather`.
+        """Restore the submodules, with full parameters on CPU. *Collective* over the group of `gather`.
 
         Args:
-            gather: gathers full parameters; or the reason why that cannot be, and everything stays as it is.
+            gather: gathers full parameters, or is the reason why the submodules stay sharded.
 
         Returns:
-            dict[Parameter, Parameter]: the module's own parameter by sharded parameter.
+            dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
         """
         if isinstance(gather, str):
             vars(next(iter(self._submodules)))[LEFT_SHARDED] = gather

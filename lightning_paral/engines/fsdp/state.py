@@ -1,4 +1,4 @@
-"""The state of a module under FSDP: shards that are DTensors, for averages of weights and for the end of the run."""
+"""The state of a module under FSDP, whose shards are DTensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -25,12 +25,12 @@ class FSDPState(TensorState):
     """The state of the module of `run`, whose parameters are DTensors; implements `ShardedState`.
 
     Args:
-        run: not ended.
-        optimizers: of the fit; those of an earlier one where the run is an evaluation.
+        run: the current run.
+        optimizers: the optimizers of the fit; if the run is an evaluation, those of an earlier fit.
         ended: the optimizers of past runs.
         is_failing: whether an exception has ended the run, perhaps in the middle of a step.
-        reachable_ranks: after an exception, waits for the other ranks, and returns whether all of them failed.
-        ranks_per_host: how many ranks share the memory of a host.
+        reachable_ranks: after an exception, waits for the other ranks, and returns those that failed as well.
+        ranks_per_node: number of ranks that share the memory of a node.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class FSDPState(TensorState):
         ended: EndedOptimizers,
         is_failing: bool,
         reachable_ranks: Callable[[], ReachableRanks],
-        ranks_per_host: int,
+        ranks_per_node: int,
     ) -> None:
         super().__init__(run.module, optimizers, run.device, ended)
         self._run = run
         self._is_failing = is_failing
         self._reachable_ranks = reachable_ranks
-        self._ranks_per_host = ranks_per_host
+        self._ranks_per_node = ranks_per_node
 
     def collect_writes(self) -> None:
-        """Reshard what a failed step has left unsharded; otherwise do nothing, as `Module.state_dict` reshards."""
+        """Reshard parameters after a failed step. Otherwise do nothing, because `Module.state_dict` reshards."""
         if self._is_failing:
             self._run.sharded.reshard()
 
@@ -58,21 +58,21 @@ class FSDPState(TensorState):
         return DTensorShards(self._run.module)
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
-        """Return the module to the user: its own parameters, full and on the host, in their submodules.
+        """Restore the module: its submodules get back their own parameters, with full values, on CPU.
 
-        *Collective* over the world, also if `failed`: ranks that all failed wait for each other. If only some of them
-        did, or where a host lacks memory, parameters stay sharded, with a warning.
+        *Collective* over the world, unless only some of the ranks failed. If only some failed, or if a node lacks
+        memory, parameters stay sharded, with a warning.
 
         Args:
             ended: takes over the states of the optimizers of a fit.
-            failed: whether an exception ended the run, with several ranks.
+            failed: whether an exception ended a run with several ranks.
         """
         run, sharded = self._run, self._run.sharded
         run.stop_watching()
         if failed:
             gather = gather_after_failure(run.mesh, self._reachable_ranks())
         else:
-            gather = gather_at_end(run.mesh, sharded.num_bytes, self._ranks_per_host)
+            gather = gather_at_end(run.mesh, sharded.num_bytes, self._ranks_per_node)
         if isinstance(gather, str):
             rank_zero_warn(f"{type(run.module).__name__} stays sharded: {gather}.")
         originals = sharded.restore(gather)
@@ -91,24 +91,24 @@ class DTensorShards:
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
 
     def prepare(self) -> None:
-        """Reshard unsharded parameters, which brings what was written to them into the shards."""
+        """Reshard unsharded parameters, which copies what user code wrote to them to the shards."""
         for unit in self._units:
             unit.reshard()
 
     def current(self) -> list[Tensor]:
-        """Return the local tensors of DTensors, and other parameters in full."""
+        """Return the local tensors of sharded parameters, and other parameters in full."""
         self.prepare()  # an evaluation with reshard_after_forward=False leaves parameters unsharded
         with torch.no_grad():
             return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self._module.parameters()]
 
     def publish(self, *, borrowed: bool) -> None:
-        """Do nothing: parameters are unsharded from the shards."""
+        """Do nothing: the next unshard reads the shards."""
 
     def keep(self) -> None:
         """Do nothing: there are no other copies of the weights."""
 
     def as_saved(self, number: int, average: Tensor) -> Tensor:
-        """Return the average as a DTensor placed like the parameter, or itself where the parameter is none."""
+        """Return the average as a DTensor placed like the parameter, or `average` if the parameter is not a DTensor."""
         parameter = self._parameter(number)
         if not isinstance(parameter, DTensor):
             return average
@@ -135,7 +135,7 @@ class DTensorShards:
             read_chunk(stored, chunk, average)
 
     def has_master(self, number: int) -> bool:
-        """Return `False`: the parameters are the master copies."""
+        """Return `False`: the parameters are themselves the master weights."""
         return False
 
     def _parameter(self, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""When parameters are unsharded: around the outermost call of a unit's methods, and, of the root, around each step."""
+"""Unshard the parameters of a unit around the outermost call of its methods, and those of the root around each step."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,13 +13,14 @@ from lightning_paral.compat.torch.fsdp_state import ForwardHooks, groups_of
 from lightning_paral.compat.torch.iteration import pre_forward
 from lightning_paral.engines.fsdp.explain_errors import MIXED
 
-_NOT_THE_USERS = ("torch", "transformers", "lightning", "torchmetrics")
+_LIBRARIES = ("torch", "transformers", "lightning", "torchmetrics")
 
 
 class UnitUnshard:
-    """Unshards a unit around any public method, not around `forward` only.
+    """Unshards a unit around calls of any of its public methods.
 
-    FSDP2 unshards around `forward`, and reshards as soon as a nested call ends. Here the outermost call counts.
+    FSDP2 unshards only around `forward`, and reshards as soon as a nested call ends. Here, the unit stays unsharded
+    until the outermost call ends.
 
     Args:
         module: a unit.
@@ -37,7 +38,7 @@ class UnitUnshard:
             setattr(self._module, name, self._around(getattr(self._module, name)))
 
     def reset(self) -> None:
-        """Forget calls that ended by an exception."""
+        """Forget calls that an exception ended."""
         self._entered, self._in_forward = False, 0
 
     def _before_forward(self, module: Module, args: Any, kwargs: Any) -> Any:
@@ -70,10 +71,10 @@ class UnitUnshard:
 
 
 def public_methods(module: Module) -> list[str]:
-    """Return the names of the public methods that the class of `module`, or a base class of the user's, defines."""
+    """Return the names of the public methods that the user's classes define for `module`."""
     names: dict[str, None] = {}
     for base in type(module).__mro__:
-        if base.__module__.partition(".")[0] in _NOT_THE_USERS or base is object:
+        if base.__module__.partition(".")[0] in _LIBRARIES or base is object:
             continue
         for name, value in vars(base).items():
             public = not name.startswith("_") and not hasattr(Module, name)
@@ -83,14 +84,15 @@ def public_methods(module: Module) -> list[str]:
 
 
 class RootUnshard:
-    """Unshards the root's parameters while a step runs, and while the module is called outside of steps.
+    """Unshards the root's parameters while a step runs, and while the module is called outside steps.
 
-    Otherwise every parameter is sharded, so that what hooks and callbacks read and change is what is trained.
+    At all other times every parameter is sharded, so that hooks and callbacks read and change the values that are
+    trained.
 
     Args:
         root: the sharded LightningModule.
-        units: of the other units.
-        inner: the modules of the other units; direct children of the root that are none belong to the root.
+        units: the `UnitUnshard`s of the other units.
+        inner: the modules of the other units; all other direct children of the root belong to the root.
     """
 
     def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module]) -> None:
@@ -99,16 +101,16 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._depth = 0
         self._in_manual_step = False
-        self.await_backward = False
+        self.awaits_backward = False
         """Whether a step of automatic optimization has ended and its backward pass has not begun."""
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
         for name in ("toggle_optimizer", "untoggle_optimizer"):
-            setattr(self._root, name, self._then_unshard_again(getattr(self._root, name)))
+            setattr(self._root, name, self._unshard_after(getattr(self._root, name)))
 
     @property
-    def are_running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether a step or a call of the module is running."""
         return self._depth > 0
 
@@ -121,7 +123,7 @@ class RootUnshard:
             raise RuntimeError(MIXED)
         output = self._hooks.after(output)
         self._depth = 0
-        self.await_backward = output is not None
+        self.awaits_backward = output is not None
         if output is None:
             self._root.reshard()
         return output
@@ -147,28 +149,28 @@ class RootUnshard:
         return output
 
     def before_backward(self, loss: Tensor) -> None:
-        """In a manual step, have the root's gradients reduced even if `loss` was computed by no unit."""
+        """In a manual step, make FSDP2 reduce the root's gradients even if no unit computed `loss`."""
         if loss.requires_grad:
             loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         if self._in_manual_step:
             self._hooks.expect_backward(loss)
 
     def _note_backward(self, gradient: Tensor) -> None:
-        self.await_backward = False
+        self.awaits_backward = False
 
     def after_backward(self) -> None:
-        """In a manual step, unshard again what the backward pass resharded: the step continues."""
+        """In a manual step, unshard the root's parameters again, which the backward pass resharded."""
         if self._in_manual_step:
             self._root.unshard()
 
     def before_optimizer(self) -> None:
-        """In a manual step, reshard what the optimizer is about to change."""
+        """In a manual step, reshard the root's parameters, because the optimizer changes the shards."""
         if self._in_manual_step:
             self._root.reshard()
 
     after_optimizer = after_backward
 
-    def _then_unshard_again(self, toggle: Callable[..., None]) -> Callable[..., None]:
+    def _unshard_after(self, toggle: Callable[..., None]) -> Callable[..., None]:
         """Give unsharded parameters the `requires_grad` that `toggle` sets on the shards, which the optimizers hold."""
 
         def toggle_then_unshard(*args: Any, **kwargs: Any) -> None:
@@ -187,7 +189,7 @@ class RootUnshard:
         if self._depth == 0:
             pre_forward(self._hooks.state, self._root)
         elif not all(group.is_unsharded for group in groups_of(self._root)):
-            self._root.unshard()  # `state_dict` and `load_state_dict` in a step reshard
+            self._root.unshard()  # `state_dict` and `load_state_dict` reshard even within a step
         self._depth += 1
 
     def _after_call(self, module: Module, args: Any, output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes to unsharded parameters: they are copied to the shards before the parameters are resharded."""
+"""Copy writes to unsharded parameters to the shards, before the parameters are resharded."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.engines.fsdp.data_assignment import check_assigned
 from lightning_paral.engines.fsdp.guards import refuse_hook
-from lightning_paral.engines.fsdp.local_rows import like, own_rows
+from lightning_paral.engines.fsdp.local_rows import own_rows, shard_like
 from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.errors import ConfigurationError
 
@@ -24,9 +24,9 @@ _GRAD: Any = Tensor.grad
 
 
 class UnshardedParameter(Parameter):
-    """An unsharded parameter that notices when its values are written to.
+    """An unsharded parameter that detects writes to its values.
 
-    In-place operations increment its version; those on what `data` returned increment the version of that tensor.
+    In-place operations increment its version. Those on a tensor that `data` returned increment that tensor's version.
     """
 
     _name: str
@@ -49,21 +49,22 @@ class UnshardedParameter(Parameter):
     def data(self, value: Tensor) -> None:
         if isinstance(value, DTensor):
             raise ConfigurationError(
-                f"{self._name}.data was assigned a sharded tensor (a DTensor) where the parameter is unsharded: in a "
-                "step, or in a method of its unit. Do it in a hook such as on_train_batch_end, where both are sharded."
+                f"{self._name}.data was assigned a sharded tensor (a DTensor) while the parameter is unsharded: in a "
+                "step, or in a method of its unit. Assign it in a hook such as on_train_batch_end, where both are "
+                "sharded."
             )
         check_assigned(self._name, self, value)
         if self._is_of_another(self, value):
             raise ConfigurationError(
-                f"{self._name}.data was assigned the memory of another parameter. In one process both would be one "
-                "from then on; under FSDP they cannot be. Copy the values: parameter.data.copy_(...)."
+                f"{self._name}.data was assigned the memory of another parameter. In one process, both parameters "
+                "would then share it; under FSDP they cannot. Copy the values: parameter.data.copy_(...)."
             )
         _DATA.__set__(self, value.detach())
         self._alias, self._assigned = None, True
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; between a step and its backward pass that of the shard, which is from the step before."""
+        """The gradient; between a step and its backward pass the shard's gradient, which is from the previous step."""
         own: Tensor | None = _GRAD.__get__(self)
         sharded = self._sharded()
         return own if own is not None or sharded is None else sharded.grad
@@ -77,8 +78,8 @@ class UnshardedParameter(Parameter):
             sharded.grad = value
         else:
             rows = own_rows(sharded)
-            assert rows is not None  # layouts chosen by the user are not watched
-            sharded.grad = like(sharded, value, rows)
+            assert rows is not None  # parameters that the user sharded are not watched
+            sharded.grad = shard_like(sharded, value, rows)
 
     @property
     def was_written(self) -> bool:
@@ -87,7 +88,7 @@ class UnshardedParameter(Parameter):
         return version_of(self) != self._seen or self._assigned or aliased
 
     def watch_again(self) -> None:
-        """Take its values for those of the shards, and watch from now on."""
+        """Restore the gathered memory, and treat the current values as those of the shards."""
         if self._assigned:
             _DATA.__set__(self, self._gathered)
         self._alias, self._assigned, self._seen = None, False, version_of(self)
@@ -97,7 +98,7 @@ class UnshardedParameter(Parameter):
         return self._register_hook(self.requires_grad, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refuse: the hook would see another `grad` than the one that is kept."""
+        """Raise a `ConfigurationError`: the hook would see a `grad` that is not the one that is kept."""
         refuse_hook(self._name, "register_post_accumulate_grad_hook")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -111,12 +112,14 @@ class UnshardedParameter(Parameter):
 
 
 class WatchedGroup:
-    """Copies what is written to the unsharded parameters of a unit to its shards, whenever it is resharded.
+    """Copies writes to the unsharded parameters of a unit to its shards, whenever the unit is resharded.
 
     Args:
-        group: the `FSDPParamGroup`.
-        is_of_another: whether its second argument shares memory with an unsharded parameter other than the first.
-        in_hooks: whether a step has ended and its backward pass has not begun, so that hooks see unsharded parameters.
+        group: the `FSDPParamGroup` of the unit.
+        is_of_another: returns whether its second argument shares memory with an unsharded parameter other than its
+            first argument.
+        in_hooks: returns whether a step has ended and its backward pass has not begun; hooks then see unsharded
+            parameters.
         gradient_hooks: hooks on the gradients of parameters.
     """
 
@@ -138,7 +141,7 @@ class WatchedGroup:
         fsdp_group.watch(group, self._after_unshard, self._before_reshard)
 
     def shares_memory(self, param: Tensor, value: Tensor) -> bool:
-        """Whether `value` is in the memory of an unsharded parameter of this unit other than `param`."""
+        """Return whether `value` uses the memory of an unsharded parameter of this unit other than `param`."""
         start = value.untyped_storage().data_ptr()
         return start != 0 and any(
             unsharded is not param and unsharded._gathered.untyped_storage().data_ptr() == start
@@ -146,7 +149,7 @@ class WatchedGroup:
         )
 
     def _after_unshard(self) -> None:
-        if self._began:  # FSDP2 creates them once
+        if self._began:  # FSDP2 creates the unsharded parameters only once
             return
         self._began = True
         params = self._group.fsdp_params
@@ -155,7 +158,7 @@ class WatchedGroup:
             self._gradient_hooks.attach(param)
 
     def _watch(self, param: Any) -> UnshardedParameter:
-        unsharded: Any = fsdp_param.gathered(param)
+        unsharded: Any = fsdp_param.unsharded_param(param)
         unsharded.__class__ = UnshardedParameter
         unsharded._name, unsharded._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
         unsharded._sharded = lambda: param.sharded_param if self._in_hooks() else None
@@ -172,11 +175,11 @@ class WatchedGroup:
             written = unsharded.was_written
             try:
                 if param.param_dtype is None:
-                    # Also if `data` was only read: writes through `data` of `data` change no version.
+                    # Even if `data` was only read: writes through `data` of `data` increment no version.
                     _copy_own_shard(param, unsharded)
                     changed = True
                 elif written:
-                    raise ConfigurationError(_too_narrow(param))
+                    raise ConfigurationError(_explain_lost_precision(param))
             finally:
                 unsharded.watch_again()
         if changed:
@@ -187,16 +190,16 @@ class WatchedGroup:
 def _copy_own_shard(param: Any, unsharded: UnshardedParameter) -> None:
     local = local_of(param.sharded_param)
     if local.numel() > 0:
-        local.copy_(fsdp_param.own_part(param, unsharded.detach()))
+        local.copy_(fsdp_param.local_shard_view(param, unsharded.detach()))
     if unsharded._assigned:  # FSDP2 reshards from its own memory, perhaps over fewer ranks
         unsharded._gathered.copy_(unsharded.detach())
 
 
-def _too_narrow(param: Any) -> str:
-    kind = str(param.param_dtype).removeprefix("torch.")
+def _explain_lost_precision(param: Any) -> str:
+    dtype = str(param.param_dtype).removeprefix("torch.")
     return (
-        f"{fsdp_param.name_of(param)} was changed where it is unsharded, in a step or in a method of its unit. There "
-        f"it is a copy in {kind}, which lacks digits of its {str(param.orig_dtype).removeprefix('torch.')} values. "
+        f"{fsdp_param.name_of(param)} was changed while it is unsharded, in a step or in a method of its unit. There "
+        f"it is a copy in {dtype}, which is less precise than {str(param.orig_dtype).removeprefix('torch.')}. "
         "Change it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and "
         "exact, or train with precision='32-true' or 'bf16-true'."
     )

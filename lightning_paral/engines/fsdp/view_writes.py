@@ -1,6 +1,6 @@
-"""Views of sharded tensors for which torch gathers a copy: what is written to the copy is written to the shards.
+"""Write changes to views of sharded tensors back to the shards.
 
-Otherwise `p.data[0].zero_()` would silently change a copy.
+Some of these views are copies that torch gathers, so `p.data[0].zero_()` would silently change only the copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,19 +14,21 @@ from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.foreach import writes_in_place
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.versions import version_of
-from lightning_paral.engines.fsdp.local_rows import in_place_of, is_replicated, own_chunk
+from lightning_paral.engines.fsdp.local_rows import full_from_chunk, is_replicated, own_chunk
 from lightning_paral.errors import ConfigurationError
 
 
 class GatheredView(DTensor):
-    """A gathered copy of some elements of a sharded tensor, its origin, or a view of such a copy.
+    """A gathered copy of some elements of a sharded tensor, which is called its origin; or a view of such a copy.
 
-    It behaves like a view: each use gathers the current elements, and each write changes the origin. *Collective*.
+    It behaves like a view of the origin: each use gathers the current elements, and each write changes the origin. Both
+    are *collective*.
     """
 
     _origin: Any
     _take: Callable[[Any], Any] | None
-    """Selects the elements from the origin, or from a full tensor of its shape; `None` for a view of the origin."""
+    """Selects the elements from the origin or from a full tensor of its shape. `None` if the origin is a gathered copy
+    and this is a view of its memory."""
 
     @classmethod
     def __torch_function__(
@@ -35,7 +37,7 @@ class GatheredView(DTensor):
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             name = func.__name__
-            parts = [] if name in _HARMLESS else list(_views_in((*args, *kwargs.values())))
+            parts = [] if name in _WITHOUT_VALUES else list(_views_in((*args, *kwargs.values())))
             if name != "__get__":
                 for part in parts:
                     part.refresh()
@@ -50,7 +52,7 @@ class GatheredView(DTensor):
         return result
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """Return the elements as an ordinary tensor."""
+        """Return the elements as a plain tensor. *Collective*."""
         self.refresh()
         full: Tensor = super().full_tensor(**options)
         return full
@@ -66,7 +68,7 @@ class GatheredView(DTensor):
                 local_of(self).copy_(local_of(self._take(self._origin)))
 
     def write_back(self) -> None:
-        """Write the elements to the origin: each rank those of its own shard."""
+        """Write the elements to the origin; each rank writes to its shard."""
         origin = self._origin
         if self._take is None:
             origin.write_back()
@@ -74,11 +76,11 @@ class GatheredView(DTensor):
         chunk = own_chunk(origin)
         if chunk is None or not is_replicated(self):
             raise ConfigurationError(
-                "A view of a sharded parameter was changed in place, which cannot be written to its shards. Assign to "
-                "the parameter by index instead: parameter.data[...] = value."
+                "A view of a sharded parameter was changed in place, and the change cannot be written to the shards. "
+                "Assign to the parameter by index instead: parameter.data[...] = value."
             )
         with torch.no_grad():
-            full = in_place_of(origin, chunk)
+            full = full_from_chunk(origin, chunk)
             self._take(full).copy_(local_of(self))
             local_of(origin).copy_(full[chunk])
         torch.autograd.graph.increment_version(origin)
@@ -86,10 +88,11 @@ class GatheredView(DTensor):
             origin.write_back()
 
 
-_HARMLESS = {
+_WITHOUT_VALUES = {
     "size", "dim", "numel", "nelement", "stride", "is_contiguous", "__len__", "is_floating_point", "is_complex",
     "element_size", "data_ptr", "__hash__", "requires_grad_", "__set__",
 }  # fmt: skip
+"""Methods that neither read nor write values."""
 
 
 def _views_in(values: Any) -> Iterator[GatheredView]:
@@ -101,20 +104,20 @@ def _views_in(values: Any) -> Iterator[GatheredView]:
 
 
 def _mark_views(result: Any, part: GatheredView) -> None:
-    """Make the tensors in `result` that share the memory of `part` views of it."""
+    """Turn the tensors in `result` that share memory with `part` into views of `part`."""
     for value in result if isinstance(result, list | tuple) else [result]:
-        if type(value) is DTensor and _memory(value) == _memory(part):
+        if type(value) is DTensor and _address(value) == _address(part):
             value.__class__ = GatheredView
             value._origin, value._take = part, None  # type: ignore[attr-defined]
 
 
-def _memory(tensor: Any) -> int:
+def _address(tensor: Any) -> int:
     pointer: int = local_of(tensor).untyped_storage().data_ptr()
     return pointer
 
 
 def mark_gathered(result: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make `result`, of a view operation, a `GatheredView` of its first argument where torch gathered a copy."""
+    """Turn the result of a view operation into a `GatheredView` of the first argument if torch gathered a copy."""
     origin, *others = args
     if not isinstance(origin, DTensor):
         return result
@@ -122,7 +125,7 @@ def mark_gathered(result: Any, operation: Any, args: tuple[Any, ...], kwargs: di
     for number, part in enumerate(result if several else [result]):
         if type(part) is not DTensor or not is_replicated(part):
             continue
-        if isinstance(origin, GatheredView) and _memory(part) == _memory(origin):
+        if isinstance(origin, GatheredView) and _address(part) == _address(origin):
             part.__class__ = GatheredView
             part._origin, part._take = origin, None  # type: ignore[attr-defined]
         elif isinstance(origin, GatheredView) or not is_replicated(origin):

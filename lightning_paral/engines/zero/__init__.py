@@ -1,1 +1,1 @@
-"""What joins DeepSpeed's ZeRO to Lightning. Modules here import deepspeed inside functions, when a run needs it."""
+"""Connects DeepSpeed's ZeRO to Lightning. Modules here import deepspeed inside functions, only when a run needs it."""

@@ -1,4 +1,4 @@
-"""One run under ZeRO, from `setup` to `teardown`: DeepSpeed's engines around a module, and the module restored."""
+"""One run under ZeRO, from `setup` to `teardown`: build DeepSpeed's engines around a module, and restore the module."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,51 +20,55 @@ from lightning_paral.engines.zero.engine.build import (
     build_inference_engine,
     build_training_engine,
     destroy,
-    drop_gradients_of_others,
-    trained_of,
+    drop_untrained_gradients,
+    trained_parameters,
 )
 from lightning_paral.engines.zero.engine.checks import check_parameters, check_several
-from lightning_paral.engines.zero.engine.construction import warn_of_full_parameters
-from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, hooks_of, new_hooks
+from lightning_paral.engines.zero.engine.construction import warn_about_full_parameters
+from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
 from lightning_paral.engines.zero.options import ZeROOptions, check_precision
-from lightning_paral.engines.zero.parameters.partition import count_trained, is_of_stage3, is_partitioned
+from lightning_paral.engines.zero.parameters.partition import count_trained, is_partitioned, is_stage3_parameter
 from lightning_paral.engines.zero.parameters.requires_grad import FixedParameters
 from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
-from lightning_paral.engines.zero.runtime.config import check_users_precision, fill_in
+from lightning_paral.engines.zero.runtime.config import add_device_defaults, check_users_precision
 from lightning_paral.engines.zero.runtime.deepspeed import check_accelerator
 from lightning_paral.engines.zero.runtime.nvme import check_offload, check_space, load_async_io
 from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.engines.zero.training.gradients import PartitionedGradients
 from lightning_paral.engines.zero.training.joint_gradients import join_gradients
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
-from lightning_paral.model.buffers import shared_buffers
+from lightning_paral.engines.zero.training.users_optimizer import (
+    UsersOptimizer,
+    check_optimizers,
+    make_engine_optimizer,
+)
+from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What the strategy and the Trainer say about a run."""
+    """The settings of a run, from the strategy and the Trainer."""
 
     options: ZeROOptions
     config: Mapping[str, Any]
     """DeepSpeed's configuration, without sizes that depend on the module."""
     precision: ZeROPrecision
     dims: ParallelDims
-    ranks_per_host: int
+    ranks_per_node: int
 
 
 def check_run(options: ZeROOptions, precision: str, device: torch.device) -> None:
-    """Check what the Trainer has set, and that this host has what `options` need. Does not import DeepSpeed.
+    """Check the settings of the Trainer, and that this node has what `options` need. Does not import DeepSpeed.
 
     Args:
-        options: of the strategy.
-        precision: what `Trainer(precision=...)` says.
-        device: of this rank.
+        options: the options of the strategy.
+        precision: the value of `Trainer(precision=...)`.
+        device: the device of this rank.
 
     Raises:
-        ConfigurationError: it does not fit `options`; a compiler, a library or a folder is missing.
+        ConfigurationError: a setting contradicts `options`, or a compiler, a library or a folder is missing.
     """
     check_accelerator(device)
     check_precision(precision, device)
@@ -76,11 +80,11 @@ class ZeroRun(ZeroState):
     """The state of a module during one run. `train` or `evaluate` builds engines around it, `restore` removes them.
 
     Args:
-        module: the LightningModule, its parameters in full or partitioned.
-        optimizers: the strategy's, of the last fit.
-        device: of this rank.
-        ended: the optimizers of past runs.
-        settings: of this run.
+        module: the LightningModule. Its parameters are full or partitioned.
+        optimizers: the optimizers of the last fit.
+        device: the device of this rank.
+        ended: the optimizers of past runs, with their states.
+        settings: the settings of this run.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class ZeroRun(ZeroState):
         self._root = module
         self._settings = settings
         self._snapshot = ModuleSnapshot(module)
-        self._root_hooks = hooks_of(module)
+        self._root_hooks = forward_hook_keys(module)
         self._built: list[Any] = []
         self._users: list[UsersOptimizer] = []
         self._fixed: FixedParameters | None = None
@@ -104,40 +108,40 @@ class ZeroRun(ZeroState):
     # Setup
 
     def check_size(self) -> None:
-        """Warn of parameters that every rank built in full at stage 3, and check that offload to NVMe has room.
+        """Warn about parameters that every rank built in full at stage 3, and check the free space for offload to NVMe.
 
         Raises:
-            ConfigurationError: a disk has not.
+            ConfigurationError: a disk has too little free space.
         """
         options, dims = self._settings.options, self._settings.dims
         if options.stage == 3:
-            warn_of_full_parameters(self.module)
+            warn_about_full_parameters(self.module)
         num_elements = count_trained(self.module.parameters())
-        check_space(options, num_elements * self._settings.ranks_per_host // dims.shard)
+        check_space(options, num_elements * self._settings.ranks_per_node // dims.shard)
 
     def train(self, optimizers: Sequence[Any]) -> Any:
-        """Build an engine for each optimizer, and return what the steps run through. *Collective* over the world.
+        """Build an engine for each optimizer, and return the module or engine that runs steps. *Collective*.
 
         Args:
-            optimizers: what `configure_optimizers` returned. If it was `None`, the module is prepared as for an
-                evaluation.
+            optimizers: the optimizers that `configure_optimizers` returned. If it returned `None`, the module is
+                prepared as for an evaluation.
 
         Raises:
-            ConfigurationError: ZeRO cannot train the parameters, or use an optimizer or several of them.
+            ConfigurationError: ZeRO does not support a parameter, an optimizer, or this combination of optimizers.
         """
-        found = check_kind(list(optimizers), self._root)
+        found = check_optimizers(list(optimizers), self._root)
         if found is None:
             return self.evaluate()
         self.optimizers = found
         self._users = [UsersOptimizer(optimizer, self.module) for optimizer in found]
         forward, engines = self._build_engines()
         self._built = [forward, *engines]
-        shards = [EngineShards(engine, self.module, of) for engine, of in zip(engines, self._users, strict=True)]
+        shards = [EngineShards(engine, self.module, users) for engine, users in zip(engines, self._users, strict=True)]
         writes = self.start_training(shards)
         gradients = []
-        for engine, of, kept in zip(engines, self._users, shards, strict=True):
-            usage = kept.watch_usage(find_unused=self._settings.options.find_unused_parameters)
-            gradients.append(PartitionedGradients(engine, of, writes, usage))
+        for engine, users, engine_shards in zip(engines, self._users, shards, strict=True):
+            usage = engine_shards.watch_usage(find_unused=self._settings.options.find_unused_parameters)
+            gradients.append(PartitionedGradients(engine, users, writes, usage))
         self.gradients = self._settings.precision.start_fit(join_gradients(gradients, found))
         self._redirect_users_calls(gradients)
         self._fixed = FixedParameters(self.module, self._undo)
@@ -145,13 +149,13 @@ class ZeroRun(ZeroState):
 
     @property
     def trains(self) -> bool:
-        """Whether there are engines that train."""
+        """Whether the run trains: it is a fit with an optimizer."""
         return self.gradients is not None
 
     def evaluate(self) -> Any:
-        """Prepare the module for forwards only, and return what they run through. *Collective* over the world.
+        """Prepare the module for forward passes only, and return the module or engine that runs them. *Collective*.
 
-        At stage 3 that is an engine which gathers parameters, otherwise the module, moved to the device.
+        At stage 3 this is an engine that gathers parameters, otherwise the module, which is moved to the device.
         """
         options = self._settings.options
         forward: Any
@@ -163,42 +167,42 @@ class ZeroRun(ZeroState):
         else:
             forward = self.module.to(self.device)
         if self._settings.dims.data_size > 1:
-            full = [parameter for parameter in self.module.parameters() if not is_of_stage3(parameter)]
-            broadcast([*full, *shared_buffers(self.module)])
+            full = [parameter for parameter in self.module.parameters() if not is_stage3_parameter(parameter)]
+            broadcast([*full, *buffers_to_broadcast(self.module)])
         return forward
 
     def redirection(self) -> RootHooksOnce:
-        """Return what runs steps through the engine, given the hooks that it has put on the root module."""
-        return RootHooksOnce(new_hooks(self.module, self._root_hooks))
+        """Return the forward redirection that runs steps through the engine and its hooks on the root module."""
+        return RootHooksOnce(new_forward_hook_keys(self.module, self._root_hooks))
 
     def check_fixed(self) -> None:
-        """Check that the same parameters are trained as at setup.
+        """Check that no parameter was unfrozen or added after setup.
 
         Raises:
-            ConfigurationError: parameters were unfrozen or added since; names them.
+            ConfigurationError: some parameters were. The message names them.
         """
         if self._fixed is not None:
             self._fixed.check()
 
     def _build_engines(self) -> tuple[Any, list[Any]]:
-        """Return what steps run through, and the engine of each optimizer."""
+        """Build the engines. Return the module or engine that runs steps, and the engine of each optimizer."""
         options, module = self._settings.options, self.module
         offload, trust = options.offload_optimizer is not None, options.trust_optimizer
         if len(self._users) > 1:
             check_several(self._users, options, self._settings.precision.precision)
-            for handle in drop_gradients_of_others(module, self._users):
+            for handle in drop_untrained_gradients(module, self._users):
                 self._undo.callback(handle.remove)
             return build_engines(module, self._users, self._sized_config, self.device, offload=offload, trust=trust)
         config = self._sized_config(module)
-        check_parameters(module, trained_of(module), config)
-        optimizer = engines_optimizer(self._users[0], offload=offload, trust=trust)
+        check_parameters(module, trained_parameters(module), config)
+        optimizer = make_engine_optimizer(self._users[0], offload=offload, trust=trust)
         load_async_io(options)
         engine = build_training_engine(module, optimizer, config, self.device)
         return engine, [engine]
 
     def _sized_config(self, module: Module) -> dict[str, Any]:
-        """Return DeepSpeed's configuration for `module`, by the number of elements that are trained."""
-        zero = fill_in(
+        """Return DeepSpeed's configuration for `module`, with sizes that depend on its trained parameters."""
+        zero = add_device_defaults(
             self._settings.config["zero_optimization"],
             self._settings.options.stage,
             count_trained(module.parameters()),
@@ -208,13 +212,13 @@ class ZeroRun(ZeroState):
         return {**self._settings.config, "zero_optimization": zero}
 
     def _redirect_users_calls(self, gradients: Sequence[PartitionedGradients]) -> None:
-        """Let `zero_grad` of the module and its optimizers drop DeepSpeed's gradients, and hide optimizer states."""
+        """Make `zero_grad` of the module and its optimizers drop DeepSpeed's gradients, and hide optimizer states."""
         assert self.gradients is not None
         found: Any = LightningModule.optimizers(self._root)
         wrappers = found if isinstance(found, list) else [found]
-        for of, wrapper, each in zip(self._users, wrappers, gradients, strict=True):
-            of.hide_state(each.zero_grad)
-            vars(wrapper)["zero_grad"] = each.zero_grad  # it inherits torch's
+        for users, wrapper, users_gradients in zip(self._users, wrappers, gradients, strict=True):
+            users.hide_state(users_gradients.zero_grad)
+            vars(wrapper)["zero_grad"] = users_gradients.zero_grad  # the wrapper would inherit torch's
             self._undo.callback(vars(wrapper).pop, "zero_grad", None)
         vars(self.module)["zero_grad"] = self.gradients.zero_grad
         self._undo.callback(vars(self.module).pop, "zero_grad", None)
@@ -222,9 +226,9 @@ class ZeroRun(ZeroState):
     # Teardown
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
-        """Return the module in full, on the host, without what DeepSpeed added; see `ShardedState.restore`.
+        """Restore the full module in host memory, and remove what DeepSpeed added; see `ShardedState.restore`.
 
-        Where it stays partitioned, a next run under ZeRO takes it as it is.
+        If the module must stay partitioned, the next run under ZeRO can use it as it is.
         """
         self._settings.precision.end_fit()
         try:
@@ -236,7 +240,7 @@ class ZeroRun(ZeroState):
                 self._keep_optimizer_states(ended)
                 self.gradients.end()
             self._snapshot.restore(gather=self._may_gather(failed))
-            for engine in {id(each): each for each in self._built if hasattr(each, "destroy")}.values():
+            for engine in {id(built): built for built in self._built if hasattr(built, "destroy")}.values():
                 destroy(engine)
         finally:
             self._undo.close()
@@ -249,33 +253,33 @@ class ZeroRun(ZeroState):
                 continue
             try:
                 ended.keep(optimizer, self.module, self.optimizer_state(optimizer), {})
-            except Exception as error:  # raised when the state is asked for; the run has to end here
+            except Exception as error:  # do not prevent teardown: raise when user code reads the state
                 ended.lose(optimizer, str(error))
 
     def _why_states_are_lost(self) -> str | None:
         if "offload_optimizer" in self._settings.options.on_nvme:
             return "it was on NVMe"
         if self._settings.precision.is_low:
-            return "it belongs to fp32 master copies of the weights, which went with the run"
+            return "it belongs to fp32 master copies of the weights, which were freed after the run"
         return None
 
     def _may_gather(self, failed: bool) -> bool:
-        """Return whether ranks can gather the full module; warn if not. *Collective*, unless `failed`."""
+        """Return whether the ranks can gather the full module, and warn if not. *Collective* unless `failed`."""
         name = type(self.module).__name__
         if failed:
             if any(is_partitioned(parameter) for parameter in self.module.parameters()):
                 warnings.warn(
-                    f"{name} stays partitioned, as the run failed: its parameters are empty on every rank, for "
-                    "state_dict() and copies, too. Load a checkpoint into a new module, or fit this one again under "
-                    "ZeRO stage 3, which takes it as it is.",
+                    f"{name} stays partitioned, because the run failed: its parameters are empty on every rank, also "
+                    "in state_dict() and in copies. Load a checkpoint into a new module, or fit this one again under "
+                    "ZeRO stage 3, which can use it as it is.",
                     stacklevel=2,
                 )
             return False
         if self._snapshot.was_full:
             return True
-        obstacle: str | None = "its weights lie on NVMe"
+        obstacle: str | None = "its weights are on NVMe"
         if not self._snapshot.is_on_nvme:
-            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_host)
+            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_node)
         if obstacle is not None:
             rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
         return obstacle is None

@@ -1,1 +1,1 @@
-"""Deferred construction: a module is built without values, which are computed later, a unit at a time."""
+"""Deferred construction: build a module without allocating its parameters, and materialize them unit by unit."""

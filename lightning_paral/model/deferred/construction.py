@@ -1,8 +1,8 @@
-"""Deferred construction: build a module on the meta device, then materialize one unit at a time, with the same values.
+"""Build a module on the meta device, then materialize it one unit at a time, with the values of ordinary construction.
 
-While `configure_model` runs, large tensors are made on the meta device. Every operation on them is logged, with the
+While `configure_model` runs, large tensors are created on the meta device. Every operation on them is logged, with the
 state of the random number generator before it. Any tensor can then be materialized by repeating the operations that
-lead to it. Operations that draw random numbers also run at once, into memory that is freed immediately, so that later
+produced it. Operations that draw random numbers also run at once, into memory that is freed immediately, so that later
 draws get the numbers that they would get without deferral.
 """
 
@@ -18,14 +18,14 @@ from torch.nn import Module, Parameter
 from lightning_paral.model.deferred import recorder
 from lightning_paral.model.deferred.op_log import OpLog, View
 from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder
-from lightning_paral.model.pretrained import was_loaded
+from lightning_paral.model.pretrained import is_pretrained
 
 
 class DeferredConstruction:
     """The tensors that were deferred inside `recording()`, and the log to materialize them from.
 
     Args:
-        device: default device of new tensors, and of the generator that draws them.
+        device: the default device of new tensors, and of the generator that draws them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class DeferredConstruction:
 
     @contextmanager
     def recording(self, module: Module) -> Iterator[None]:
-        """Defer large tensors that the block makes; on exit find those that `module` holds."""
+        """Defer large tensors that the block creates; on exit, find those that `module` holds."""
         with self._device, MetaDisguise(self._log), Recorder(self._log, self._device):
             yield
         for part in module.modules():
@@ -47,16 +47,16 @@ class DeferredConstruction:
                     self._meta[id(tensor)] = (tensor, View.of(local))
 
     def defer_loaded(self, module: Module) -> None:
-        """Replace large parameters that `from_pretrained` has read by meta tensors until `fill`.
+        """Replace large parameters that `from_pretrained` has read with meta tensors, until `fill` is called.
 
-        They lie in mapped files and take no memory, but would if they were converted to another dtype. Then converting
-        the module would take memory for all of them; `fill` takes it for one unit at a time.
+        They are views of memory-mapped files, and take no memory until they are converted to another dtype. Converting
+        the module would take memory for all of them at once; `fill` takes it for one unit at a time.
         """
         meta: dict[int, Tensor] = {}
         for parameter in module.parameters():
             num_bytes = parameter.numel() * parameter.element_size()
             has_values = type(parameter) is Parameter and not parameter.is_meta
-            if has_values and num_bytes > recorder.DEFERRED_BYTES and was_loaded(parameter):
+            if has_values and num_bytes > recorder.DEFERRED_BYTES and is_pretrained(parameter):
                 placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 meta[id(parameter)] = placeholder
                 self._loaded[id(placeholder)] = (placeholder, parameter)
@@ -69,9 +69,9 @@ class DeferredConstruction:
         return not self._meta and not self._loaded
 
     def fill(self, modules: Iterable[Module]) -> None:
-        """Materialize the deferred tensors that `modules` hold themselves; those of submodules stay deferred.
+        """Materialize the deferred tensors that `modules` hold directly; those of submodules stay deferred.
 
-        A parameter that several modules share is materialized once: pass all of them in one call.
+        Pass all modules that share a parameter in the same call: it is materialized once.
         """
         modules = list(modules)
         held = dict.fromkeys(id(tensor) for module in modules for tensor in _tensors_of(module))
@@ -85,7 +85,7 @@ class DeferredConstruction:
         for (key, (tensor, _)), value in zip(meta.items(), values, strict=True):
             filled[key] = _like(tensor, value)
             if not isinstance(tensor, Parameter):
-                self._shared[key] = filled[key]  # buffers may be shared between units, parameters never are
+                self._shared[key] = filled[key]  # units may share buffers, but never parameters
         for module in modules:
             _replace(module, filled)
 
@@ -104,7 +104,7 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _tensors_of(module: Module) -> Iterator[Tensor]:
-    """Yield the tensors that `module` holds itself: parameters, buffers, attributes, and those in lists and dicts."""
+    """Yield the tensors that `module` holds directly: parameters, buffers, attributes, and those in lists and dicts."""
 
     def search(value: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):

@@ -22,9 +22,10 @@ OVERWRITING = {
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The view of a storage that a tensor is. Tensors that share memory share a storage."""
+    """Describes a tensor as a view of a storage. Tensors that share memory share a storage."""
 
     storage: int
+    """The identity of the storage."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -32,7 +33,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "View":
-        """Return the view that `tensor` is."""
+        """Return the description of `tensor`."""
         return cls(
             storage=identity_of(tensor.untyped_storage()),
             dtype=tensor.dtype,
@@ -43,7 +44,7 @@ class View:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor's elements."""
+        """The number of bytes of the tensor's elements."""
         return self.size.numel() * self.dtype.itemsize
 
 
@@ -53,12 +54,15 @@ class _Operation:
     args: Any
     kwargs: Any
     outputs: tuple[View | None, ...]
-    """For each result, its view if it has a new storage."""
+    """For each result, its view if it has a new storage, otherwise `None`."""
     reads: frozenset[int]
+    """Storages whose previous values the operation needs."""
     overwrites: frozenset[int]
+    """Storages whose previous values the operation replaces completely."""
     writes: frozenset[int]
+    """Storages that the operation creates or writes to."""
     drawn_from: tuple[torch.device, Tensor] | None
-    """For random operations, the generator's device, and its state before the operation."""
+    """For random operations, the generator's device and its state before the operation."""
     default_dtype: torch.dtype
 
 
@@ -102,7 +106,7 @@ class OpLog:
         new = {view.storage for view in outputs if view}
         changed = [View.of(tensor) for tensor in written]
         if not new and not changed:
-            return  # a view, which its storage identifies
+            return  # the operation returned views, which can be materialized from their storages
         overwrites = set(new)
         if func.overloadpacket in OVERWRITING:
             overwrites |= {
@@ -124,7 +128,7 @@ class OpLog:
         )
 
     def materialize(self, views: list[View]) -> list[Tensor]:
-        """Repeat the operations that lead to `views`, and no others; return the real tensors."""
+        """Return real tensors for `views`; repeat the operations that produced them, and no others."""
         needed = {view.storage for view in views}
         path = []
         for operation in reversed(self._operations):
@@ -149,7 +153,7 @@ class OpLog:
 
         args, kwargs = tree_map(present, operation.args), tree_map(present, operation.kwargs)
         before = torch.get_default_dtype()
-        torch.set_default_dtype(operation.default_dtype)  # under bf16-true it is bf16 while the module is built
+        torch.set_default_dtype(operation.default_dtype)  # with bf16-true it was bf16 while the module was built
         try:
             if operation.drawn_from is None:
                 results = operation.func(*args, **kwargs)
@@ -170,7 +174,7 @@ class OpLog:
 
 
 def generator_state(generator: torch.Generator | None, device: torch.device) -> tuple[torch.device, Tensor]:
-    """Return device and state of `generator`; if it is `None`, of the default generator of `device`."""
+    """Return the device and the state of `generator`, or of the default generator of `device` if it is `None`."""
     generator = _default_generator(device) if generator is None else generator
     return generator.device, generator.get_state()
 

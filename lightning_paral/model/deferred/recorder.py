@@ -1,4 +1,4 @@
-"""Torch modes that make large tensors on the meta device and log the operations on them."""
+"""Torch modes that create large tensors on the meta device and log the operations on them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_paral.model.deferred.op_log import OVERWRITING, OpLog, View, gene
 from lightning_paral.model.pretrained import is_placeholder
 
 DEFERRED_BYTES = 64 * 1024
-"""Tensors up to this size are not deferred: that would save nothing, and code often reads their values."""
+"""Tensors up to this size are not deferred, because that would save little, and code often reads their values."""
 
 _to_copy = torch.ops.aten._to_copy.default
 _IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
@@ -23,7 +23,7 @@ _OVERRIDDEN = {_IS_META, _DEVICE, Tensor.__deepcopy__, Tensor.tolist, Tensor.num
 
 
 class MetaDisguise(TorchFunctionMode):
-    """Makes deferred tensors report their future device: `torch.nn.init` skips tensors on the meta device."""
+    """Makes deferred tensors report their future device, because `torch.nn.init` skips tensors on the meta device."""
 
     def __init__(self, log: OpLog) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MetaDisguise(TorchFunctionMode):
             return False
         if func is _DEVICE:
             return self._log.device_of(tensor)
-        if func is Tensor.__deepcopy__:  # would copy the storage, past the recorder
+        if func is Tensor.__deepcopy__:  # torch's own copies the storage, which the recorder does not see
             copied = tensor.detach().clone()
             args[1][id(tensor)] = copied = (
                 Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied
@@ -54,7 +54,7 @@ class MetaDisguise(TorchFunctionMode):
 class Recorder(TorchDispatchMode):
     """Runs operations on large tensors on the meta device and logs them.
 
-    Code that reads a value gets it: the tensor is materialized for it.
+    If code reads values of such a tensor, it is materialized for this purpose.
     """
 
     def __init__(self, log: OpLog, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], templates: list[Tensor]) -> Any:
-        """Run an operation that makes a tensor; defer it unless the tensor is small."""
+        """Run an operation that creates a tensor; defer it unless the tensor is small."""
         device = torch.device(kwargs.get("device") or "cpu")
         if is_placeholder(device):
             return func(*args, **kwargs)
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
 
     def _needs_values(self, func: Any, kwargs: dict[str, Any], written: list[Tensor]) -> bool:
         if any(not self._log.owns(tensor) for tensor in written):
-            return True  # into a real tensor
+            return True  # the operation writes to a real tensor
         target = kwargs.get("device")
         if func is _to_copy and target is not None and torch.device(target).type != "meta":
             return True
@@ -133,14 +133,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    """Do `tensor.data = value` if only one of them is on the meta device, which torch refuses."""
+    """Assign `tensor.data = value` if only one of the two is on the meta device, which torch refuses to do."""
     other = Parameter(value.detach(), tensor.requires_grad) if isinstance(tensor, Parameter) else value.detach()
     vars(other).update(vars(tensor))
     torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors an operation changes in place."""
+    """Yield the tensors that an operation changes in place."""
     positional = [argument for argument in schema_of(func).arguments if not argument.kwarg_only]
     named = {argument.name: argument for argument in schema_of(func).arguments}
     pairs = [*zip(args, positional, strict=False), *((value, named[name]) for name, value in kwargs.items())]
@@ -154,7 +154,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _uninitialized(values: Any, device: torch.device) -> Any:
-    """Replace meta tensors by uninitialized ones of the same shape: filling those draws as many random numbers."""
+    """Replace meta tensors with uninitialized real tensors, because filling these draws the same random numbers."""
 
     def uninitialized(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_meta:

@@ -353,7 +353,7 @@ def normed(average: Tensor, current: Tensor, count: Any) -> Tensor:
     [
         (lambda: WeightAveraging(avg_fn=normed), r"avg_fn of WeightAveraging is not elementwise.*use paral_ddp"),
         (OwnCopy, r"OwnCopy copies the full module.*super\(\)\.setup"),
-        (OwnSwap, r"OwnSwap defines _swap_models itself"),
+        (OwnSwap, r"OwnSwap overrides _swap_models"),
     ],
 )
 def test_callbacks_that_need_full_weights_are_refused(strategy: str, make: Any, message: str) -> None:
@@ -368,7 +368,7 @@ def test_callbacks_that_need_full_weights_are_refused(strategy: str, make: Any, 
             BY_LABEL["paral_zero3_nvme"].strategy,
             r'EMAWeightAveraging cannot be used here: with parameters on NVMe.*offload_parameters="cpu"',
         ),
-        (lambda: partitioned(zero_hpz_partition_size=2), r"zero_hpz_partition_size=2 lets DeepSpeed gather"),
+        (lambda: partitioned(zero_hpz_partition_size=2), r"zero_hpz_partition_size=2, DeepSpeed gathers"),
     ],
 )
 def test_offloaded_weights_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: Any, message: str) -> None:

@@ -98,7 +98,7 @@ def test_inspect_as_table(saved: Path, paral, name: str) -> None:
 def test_every_kind_of_checkpoint_is_verified_and_consolidated(saved: Path, tmp_path: Path, paral, name: str) -> None:
     said = paral("verify", saved / name)
     assert said.startswith(f"{saved / name}: ")
-    assert ("complete and undamaged" if name in ("full", "sharded") else "it has no manifest") in said
+    assert ("complete and undamaged" if name in ("full", "sharded") else "It has no manifest") in said
 
     assert paral("consolidate", saved / name) == f"{tmp_path / 'out.ckpt'}\n"
     assert paral("verify", tmp_path / "out.ckpt").endswith("bytes.\n")
@@ -165,9 +165,9 @@ def unknown_protocol(folder: Path) -> str:
         (nothing, "There is no checkpoint at"),
         (nothing_at_url, "There is no checkpoint at memory://nowhere"),
         (unknown_protocol, "Protocol not known"),
-        (empty_folder, "is no checkpoint"),
-        (text, "no checkpoint"),
-        (weights_alone, "is no checkpoint: it has no 'state_dict'"),
+        (empty_folder, "is not a checkpoint"),
+        (text, "not a checkpoint"),
+        (weights_alone, "is not a checkpoint: it has no 'state_dict'"),
     ],
 )
 def test_path_without_a_checkpoint_is_an_error_of_one_line(

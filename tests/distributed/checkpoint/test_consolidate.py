@@ -155,7 +155,7 @@ def test_lack_of_space_is_detected_before_writing(
     saved: Path, tmp_path: Path, consolidate: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100})())
-    assert "Make room, or write elsewhere" in consolidate(saved, tmp_path / name)
+    assert "Free some space, or write elsewhere" in consolidate(saved, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 

@@ -276,7 +276,7 @@ def test_checkpoint_from_before_the_first_step_resumes(
 
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
 def test_checkpoint_io_is_refused_if_parameters_are_sharded(strategy: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves what one rank has.*async_save=True"):
+    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves the state of one rank.*async_save=True"):
         quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
 
 

@@ -162,7 +162,7 @@ Doctor = Callable[[Metadata, str], None]
 DOCTORS: list[tuple[Doctor, str]] = [
     (hole, "15 of 35 elements are in no chunk"),
     (overlap, "overlap"),
-    (out_of_bounds, "lies outside of shape (7, 5)"),
+    (out_of_bounds, "is outside of shape (7, 5)"),
 ]
 
 
@@ -188,7 +188,7 @@ def test_chunks_that_do_not_cover_a_tensor_are_named_though_all_checksums_fit(
     assert said in fault
 
 
-@pytest.mark.parametrize(("doctor", "said"), [*DOCTORS, (nowhere, "does not say where")])
+@pytest.mark.parametrize(("doctor", "said"), [*DOCTORS, (nowhere, "has no location for")])
 @pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
 def test_chunks_of_other_tools_that_do_not_cover_a_tensor_are_named_and_not_loaded(
     sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str

@@ -78,7 +78,7 @@ def test_module_is_loaded_from_a_folder(on_ranks, tmp_path: Path, strategy: str,
         Wide.load_from_checkpoint(path, width=9)
     with pytest.raises(FileNotFoundError):
         Wide.load_from_checkpoint(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         Wide.load_from_checkpoint(tmp_path)
     data = next(path.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1] + b"?")

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_paral import ParalDPStrategy, ParalFSDPStrategy
 from lightning_paral.checkpoint.state.optimizer import place_state
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.distributed.rng_state import current_states, restore_states, without_devices
+from lightning_paral.distributed.rng_state import current_states, restore_states, without_cuda_states
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
@@ -105,7 +105,7 @@ def test_random_state_of_a_device_is_restored_under_another_index(monkeypatch) -
     seen = Generators(monkeypatch, 0)  # one device is visible to each process
     restore_states(states, RankGroup(5, 8), cuda(0))
     assert seen.numbers == [15]
-    restore_states([without_devices(states[0])] * 8, RankGroup(5, 8), cuda(0))
+    restore_states([without_cuda_states(states[0])] * 8, RankGroup(5, 8), cuda(0))
     assert seen.numbers == [15]
 
 

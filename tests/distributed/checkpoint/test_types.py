@@ -41,7 +41,7 @@ HARMLESS = {
 def test_harmless_types_are_restored(tmp_path: Path, form: str) -> None:
     array = numpy.arange(6, dtype="float32").reshape(2, 3)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="The checkpoint holds")
+        warnings.filterwarnings("error", message="The checkpoint contains")
         fit(make("ddp", form), 1, save_to=tmp_path / "x.ckpt", callbacks=[Keeping(HARMLESS | {"array": array})])
     found = Keeping()
     fit(make("ddp", form), 1, resume_from=tmp_path / "x.ckpt", callbacks=[found])
@@ -51,7 +51,7 @@ def test_harmless_types_are_restored(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_saving_other_types_warns(tmp_path: Path, form: str) -> None:
-    with pytest.warns(UserWarning, match=r"The checkpoint holds fractions\.Fraction"):
+    with pytest.warns(UserWarning, match=r"The checkpoint contains fractions\.Fraction"):
         fit(make("ddp", form), 1, save_to=tmp_path / "x.ckpt", callbacks=[Keeping(Fraction(1, 3))])
     with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
         fit(make("ddp", form), 1, resume_from=tmp_path / "x.ckpt", callbacks=[Keeping()])

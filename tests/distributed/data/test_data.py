@@ -1,6 +1,7 @@
 """Every kind of loader is divided correctly under a real Trainer with real ranks."""
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -486,7 +487,7 @@ def fail_in_every_way() -> list[str]:
 def test_invalid_loaders_are_named_on_every_rank(on_ranks) -> None:
     for messages in on_ranks(2, fail_in_every_way):
         different, *too_few, small, unbatched, indivisible = messages
-        assert "LooksAtTheRank draws other batches on rank 1 than on rank 0" in different
+        assert "LooksAtTheRank draws different batches on rank 1 than on rank 0" in different
         assert all("has fewer batches than there are ranks, 2" in message for message in too_few)
         assert "batch_size=1" in small
         assert "batch_size=None" in unbatched
@@ -525,3 +526,22 @@ def test_no_collective_is_added_to_a_batch(on_ranks) -> None:
     for few, many in zip(on_ranks(2, count_collectives, 3), on_ranks(2, count_collectives, 13), strict=True):
         added = {name: many[name] - few.get(name, 0) for name in many if many[name] != few.get(name, 0)}
         assert added == {"broadcast": 10}  # Lightning's own, before each training batch
+
+
+def saved_seeds(folder: str) -> list[int]:
+    """Return the seeds of orders in checkpoints saved after an evaluation, another one, a fit, and an evaluation."""
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    model, loader = Recorder(), DataLoader(Indices(8), batch_size=2)
+    trainer = quiet_trainer(devices=2, strategy="paral_ddp", max_epochs=1)
+    seeds = []
+    for seed, run in enumerate((trainer.validate, trainer.validate, trainer.fit, trainer.validate)):
+        torch.manual_seed(seed)
+        run(model, loader)
+        trainer.save_checkpoint(f"{folder}/{seed}.ckpt")
+        saved = torch.load(f"{folder}/{seed}.ckpt", weights_only=False)
+        seeds.append(saved["lightning_paral.data"]["seed"])
+    return seeds
+
+
+def test_a_checkpoint_has_the_position_of_the_last_fit_or_else_of_the_last_evaluation(on_ranks, tmp_path) -> None:
+    assert on_ranks(2, saved_seeds, str(tmp_path)) == [[0, 1, 2, 2]] * 2

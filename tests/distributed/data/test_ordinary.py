@@ -149,7 +149,7 @@ def test_plain_iterables_are_not_divided_and_a_warning_says_so(on_ranks) -> None
 
 
 def sums_of_plain_iterable(strategy: str) -> dict[str, Any]:
-    said = pytest.warns(UserWarning, match="Generated is no DataLoader") if strategy != "ddp" else nullcontext()
+    said = pytest.warns(UserWarning, match="Generated is not a DataLoader") if strategy != "ddp" else nullcontext()
     with said if dist.get_rank() == 0 else nullcontext():
         return sums_of(strategy, 2, "own iterable")
 

@@ -4,12 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_paral import ParalDDPStrategy
+from lightning_paral.data.loader import seed_workers_by_data_rank
 from lightning_paral.distributed.mesh import ParallelDims
 from tests.contract.cases import BY_LABEL, variant
 from tests.contract.test_sampling import assert_evaluation_equals, mean_losses
 from tests.models.judged import evaluate, train
+from tests.running import quiet_trainer
 
 
 class InPairs(ParalDDPStrategy):
@@ -18,6 +24,89 @@ class InPairs(ParalDDPStrategy):
     @property
     def dims(self) -> ParallelDims:
         return ParallelDims(rank=self.global_rank, replicate=self.world_size // 2, tensor=2)
+
+
+class Together(ParalDDPStrategy):
+    """All ranks compute the same."""
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims(rank=self.global_rank, tensor=self.world_size)
+
+
+class Recording(LightningModule):
+    """Records samples and decisions. Its random generators differ between ranks when the order of samples is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.total = SumMetric()
+        self.samples: list[float] = []
+        self.decisions: list[bool] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        torch.rand(self.global_rank)
+        return DataLoader(torch.arange(8.0).view(8, 1), batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(8.0).view(8, 1), batch_size=4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.samples += batch.flatten().tolist()
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.total.update(batch)
+        self.log("total", self.total)
+
+    def on_train_end(self) -> None:
+        decide = self.trainer.strategy.reduce_boolean_decision
+        on_one, on_all = self.global_rank == 1, True
+        self.decisions = [decide(on_all), decide(on_one), decide(on_one, all=False), decide(not on_all, all=False)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(strategy: type[ParalDDPStrategy], num_ranks: int) -> tuple[list[float], list[bool], float]:
+    torch.manual_seed(0)
+    trainer = quiet_trainer(strategy=strategy(split="global"), devices=num_ranks, max_epochs=1, num_sanity_val_steps=0)
+    module = Recording()
+    trainer.fit(module)
+    return module.samples, module.decisions, float(trainer.callback_metrics["total"])
+
+
+def test_ranks_of_one_data_rank_draw_the_same_samples_though_their_generators_differ(on_ranks) -> None:
+    ranks = [samples for samples, _, _ in on_ranks(4, fit, InPairs, 4)]
+
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert sorted(ranks[0] + ranks[2]) == list(range(8))
+
+
+def test_ranks_that_all_compute_the_same_count_samples_once(on_ranks) -> None:
+    (first, _, total), (second, _, other_total) = on_ranks(2, fit, Together, 2)
+
+    assert first == second
+    assert sorted(first) == list(range(8))
+    assert total == other_total == sum(range(8))
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [(InPairs, 4), (Together, 2)])
+def test_decisions_are_those_of_all_ranks(on_ranks, strategy: type[ParalDDPStrategy], num_ranks: int) -> None:
+    for _, decisions, _ in on_ranks(num_ranks, fit, strategy, num_ranks):
+        assert decisions == [True, False, True, False]
+
+
+def test_workers_are_seeded_by_the_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(torch.ones(4), num_workers=1)
+
+    seed_workers_by_data_rank(loader, ParallelDims(rank=3, replicate=2, tensor=2))
+    assert loader.worker_init_fn is None, "seed_everything(workers=True) was not called"
+
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    seed_workers_by_data_rank(loader, ParallelDims(rank=3, replicate=2, tensor=2))
+    assert loader.worker_init_fn.keywords == {"rank": 1}  # type: ignore[union-attr]
 
 
 def in_pairs(run: Any, *args: Any) -> Any:

@@ -522,7 +522,7 @@ def test_batch_that_cannot_be_divided_is_refused_on_several_devices_only() -> No
 
 def test_several_processes_are_refused(on_ranks: Any) -> None:
     for message in on_ranks(2, make_trainer_on_rank):
-        assert "one process on one host, but 2 processes were started" in message
+        assert "one process on one node, but 2 processes were started" in message
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
-from lightning_paral.engines.fsdp.replicated_tensors import make_room_on, share_on
+from lightning_paral.engines.fsdp.replicated_tensors import broadcast_on, move_or_allocate
 from tests.running import quiet_trainer
 
 
@@ -61,9 +61,9 @@ def test_ranks_that_receive_values_allocate_memory_for_parameters_only() -> None
     parameter, buffer = nn.Parameter(torch.ones(3, 2).t()), torch.ones(4)
     addresses = [parameter.data_ptr(), buffer.data_ptr()]
 
-    make_room_on(torch.device("cpu"), [parameter, buffer], is_source=True)
+    move_or_allocate(torch.device("cpu"), [parameter, buffer], is_source=True)
     assert [parameter.data_ptr(), buffer.data_ptr()] == addresses
-    make_room_on(torch.device("cpu"), [parameter, buffer], is_source=False)
+    move_or_allocate(torch.device("cpu"), [parameter, buffer], is_source=False)
     assert parameter.data_ptr() != addresses[0]
     assert buffer.data_ptr() == addresses[1]
     assert parameter.stride() == (1, 2)
@@ -72,7 +72,7 @@ def test_ranks_that_receive_values_allocate_memory_for_parameters_only() -> None
 def share(device: str) -> list[list[float]]:
     rank = torch.distributed.get_rank()
     tensors = [nn.Parameter(torch.full((2, 3), 1.0 + rank).t()), torch.full((3,), 5.0 + rank)]
-    share_on(torch.device(device), tensors)
+    broadcast_on(torch.device(device), tensors)
     return [tensor.flatten().tolist() for tensor in tensors]
 
 

@@ -127,7 +127,7 @@ def outcomes() -> dict[tuple[str, str], str]:
                 one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=0.0, equal_nan=True)
                 for one, other in zip(whole, expected, strict=True)
             )
-            found[str(operation).removeprefix("aten."), layout] = "same" if same else "other numbers"
+            found[str(operation).removeprefix("aten."), layout] = "same" if same else "different numbers"
     return found
 
 
@@ -138,7 +138,7 @@ def all_outcomes() -> dict[tuple[str, str], str]:
 
 def test_draws_on_shards_equal_one_process(on_ranks) -> None:
     for found in on_ranks(2, all_outcomes):
-        assert [case for case, outcome in found.items() if outcome == "other numbers"] == []
+        assert [case for case, outcome in found.items() if outcome == "different numbers"] == []
         for layout in LAYOUTS:
             assert {name for name in DRAWN if found[name, layout] != "same"} == set()
             assert {found[name, layout] for name in REFUSED} == {"ConfigurationError"}

@@ -151,7 +151,7 @@ def test_omitted_weights_beside_the_model_are_named(fitted, consolidate, tmp_pat
 def test_one_of_several_models_must_be_chosen(fitted, consolidate, tmp_path: Path) -> None:
     path, logits = fitted("paral_ddp", 1, "GPT2LMHeadModel", "teacher")
     said = consolidate(path, tmp_path / "out", "--hugging-face")
-    assert "holds 2 Hugging Face models. Choose one: --strip-prefix model., --strip-prefix teacher.." in said
+    assert "contains 2 Hugging Face models. Choose one: --strip-prefix model., --strip-prefix teacher.." in said
     assert "No Hugging Face model has the prefix 'x.'" in consolidate(
         path, tmp_path / "out", "--hugging-face", "--strip-prefix", "x"
     )
@@ -172,10 +172,10 @@ def foreign(fitted, tmp_path: Path) -> tuple[Path, Any]:
 
 def test_checkpoints_without_a_config_need_one(foreign: Any, consolidate, tmp_path: Path) -> None:
     path, logits = foreign
-    assert "Give its config: --config" in consolidate(path, tmp_path / "out", "--hugging-face")
+    assert "Pass the config of the model: --config" in consolidate(path, tmp_path / "out", "--hugging-face")
     made("T5ForConditionalGeneration").save_pretrained(tmp_path / "given")
     options = ["--hugging-face", "--config", tmp_path / "given"]
-    assert "--strip-prefix PREFIX. The prefixes there are" in consolidate(path, tmp_path / "out", *options)
+    assert "--strip-prefix PREFIX, which selects" in consolidate(path, tmp_path / "out", *options)
     consolidate(path, tmp_path / "out", *options, "--strip-prefix", "model.")
     model = reload(tmp_path / "out", "T5ForConditionalGeneration")
     torch.testing.assert_close(outputs(model), logits, rtol=0.0, atol=0.0)
@@ -188,11 +188,11 @@ def test_config_of_another_model_is_refused(foreign: Any, consolidate, tmp_path:
     config.save_pretrained(tmp_path / "given")
     options = ["--hugging-face", "--strip-prefix", "model.", "--config"]
     said = consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "given" / "config.json")
-    assert "are not those of a GPT2LMHeadModel" in said
+    assert "do not match GPT2LMHeadModel" in said
     assert "Missing in the checkpoint: " in said
     (tmp_path / "list.json").write_text("[]")
     said = consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "list.json")
-    assert "is not a model's config" in said
+    assert "is not the config of a model" in said
     config.architectures = ["Unheard"]
     config.save_pretrained(tmp_path / "given")
     assert "['Unheard']" in consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "given")
@@ -225,7 +225,7 @@ def test_prefix_is_stripped(fitted, consolidate, tmp_path: Path) -> None:
     [
         (
             ["--strip-prefix", "net."],
-            "No weight's name begins with 'net.'. The prefixes there are, and how many names ",
+            "No weight's name begins with 'net.'. The prefixes in the checkpoint, with the number",
         ),
         (["--strip-prefix", "mod"], "No weight's name begins with 'mod.'"),
         (["--strip-prefix", "model"], "2 of 31 names do not begin with 'model.', and would be lost. They are: head.w"),
@@ -267,7 +267,7 @@ def test_index_of_others_is_not_removed(fitted, consolidate, tmp_path: Path) -> 
     before = index.read_text()
     for size in ("5GB", "4KB"):
         said = consolidate(path, tmp_path / "model.safetensors", "--max-shard-size", size)
-        assert f"{index} is in the way" in said
+        assert f"{index} exists but was not written by" in said
     assert [file.name for file in tmp_path.iterdir()] == [index.name]
     assert index.read_text() == before
 
@@ -277,7 +277,7 @@ def test_files_of_others_are_not_replaced_by_shards(fitted, consolidate, tmp_pat
     path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
     before = foreign_tensors(tmp_path / name)
     said = consolidate(path, tmp_path / "model.safetensors", "--max-shard-size", "4KB")
-    assert f"{tmp_path / name} is in the way" in said
+    assert f"{tmp_path / name} exists but was not written by" in said
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(name, before)]
 
 
@@ -303,7 +303,7 @@ def test_index_that_names_other_files_removes_none(fitted, consolidate, tmp_path
     changed = json.loads(index.read_text())
     changed["weight_map"] |= {"a": "../m-00001-of-00001.safetensors", "b": inside.name, "c": 3}
     index.write_text(json.dumps(changed))
-    assert f"{inside} is in the way" in consolidate(path, folder / "m.safetensors")
+    assert f"{inside} exists but was not written by" in consolidate(path, folder / "m.safetensors")
     assert (outside.read_bytes(), inside.read_bytes()) == contents
 
 
@@ -314,5 +314,5 @@ def test_nothing_is_written_into_checkpoints(fitted, consolidate, name: str, own
     read = path if own else fitted("paral_ddp", 1, "GPT2LMHeadModel")[0]
     before = sorted(file.name for file in path.iterdir())
     said = consolidate(read, path / name, *(["--hugging-face"] if name == "folder" else []))
-    assert f"is in the checkpoint {path}" in said
+    assert f"is inside the checkpoint {path}" in said
     assert sorted(file.name for file in path.iterdir()) == before

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from lightning_paral.engines.zero.engine.construction import warn_of_other_draws
+from lightning_paral.engines.zero.engine.construction import warn_about_different_draws
 from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
@@ -171,12 +171,12 @@ def test_weights_drawn_on_another_device_than_in_one_process_are_named(tmp_path:
     kind = "BertForSequenceClassification"
     made(kind).bert.save_pretrained(tmp_path)
     model = getattr(transformers, kind).from_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"^classifier\.weight, classifier\.bias: drawn on the host"):
-        warn_of_other_draws(dict(model.named_parameters()), torch.device("cuda"))
+    with pytest.warns(UserWarning, match=r"^classifier\.weight, classifier\.bias: initialized on CPU"):
+        warn_about_different_draws(dict(model.named_parameters()), torch.device("cuda"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_other_draws(dict(model.named_parameters()), torch.device("cpu"))
-        warn_of_other_draws(dict(model.bert.named_parameters()), torch.device("cuda"))
+        warn_about_different_draws(dict(model.named_parameters()), torch.device("cpu"))
+        warn_about_different_draws(dict(model.bert.named_parameters()), torch.device("cuda"))
 
 
 def resize(module: Any) -> None:
@@ -231,7 +231,7 @@ def test_changes_after_loading_equal_one_process(
     kind = "GPT2LMHeadModel"
     made(kind).save_pretrained(tmp_path)
     if (label, then) == ("paral_zero3", convert):
-        with pytest.raises(RankError, match=r"wte\.weight is of bfloat16.*precision='bf16-true'"):
+        with pytest.raises(RankError, match=r"wte\.weight has dtype bfloat16.*precision='bf16-true'"):
             on_ranks(2, load, label, 2, kind, str(tmp_path), then, threshold_bytes)
         return
     ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), then, threshold_bytes)

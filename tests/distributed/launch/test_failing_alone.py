@@ -67,7 +67,7 @@ def fail_alone(label: str, port: int) -> list[str]:
     trainer = quiet_trainer(strategy=strategy_of(label), devices=2, max_epochs=1)
 
     def pretend() -> None:
-        groups._made = replace(groups._made, backend="cuda:nccl,cpu:gloo")
+        groups._owned = replace(groups._owned, backend="cuda:nccl,cpu:gloo")
 
     model.on_train_start = pretend
     stores: list[Any] = []
@@ -144,10 +144,10 @@ def host_tensors_beside_a_group_for_cuda(folder: str) -> list[Any]:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     with pytest.raises(ConfigurationError, match=r"offload=True .*'cuda:gloo'.*cuda:nccl,cpu:gloo"):
-        groups.check_carries_host_tensors("offload=True")
-    groups._complete_with_host_group(timedelta(seconds=60))
+        groups.check_supports_cpu_tensors("offload=True")
+    groups._ensure_host_group(timedelta(seconds=60))
     made = groups.host_group()
-    groups._complete_with_host_group(timedelta(seconds=60))
+    groups._ensure_host_group(timedelta(seconds=60))
     tensor = torch.full((3,), float(rank + 1))
     broadcast([tensor])
     lack = host_memory_shortage(1, 1)

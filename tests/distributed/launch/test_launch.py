@@ -127,7 +127,7 @@ def test_port_in_use_is_named_before_any_process_starts(tmp_path: Path) -> None:
         (printed,) = outputs(process)
 
     assert process.returncode == 1
-    assert f"ConfigurationError: MASTER_PORT={port} cannot be listened on" in printed
+    assert f"ConfigurationError: Cannot listen on MASTER_PORT={port}" in printed
     assert printed.count("Traceback") == 1
 
 

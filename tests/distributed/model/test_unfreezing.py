@@ -213,7 +213,7 @@ def test_new_parameters_are_rank_zeros_and_reduced_under_ddp(on_ranks) -> None:
 
 def test_new_parameters_are_refused_under_fsdp(on_ranks) -> None:
     for message in on_ranks(2, fit_growing, "paral_fsdp"):
-        assert "came into the module after FSDP sharded it: head.weight, head.bias" in message
+        assert "were added to the module after FSDP sharded it: head.weight, head.bias" in message
 
 
 class FreezesTheRest(Backboned):

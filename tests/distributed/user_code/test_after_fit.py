@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.distributed import failure
-from lightning_paral.distributed.process_group import made_group
+from lightning_paral.distributed.process_group import owned_group
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.regression import FEATURES, GLOBAL_BATCH_SIZE, Regression
 from tests.running import quiet_trainer
@@ -238,7 +238,7 @@ def change_groups(port: int) -> list[bool]:
             dist.new_group(ranks, use_local_synchronization=True)
     after = hybrid(4)
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
-    return [first is not second, second is dist.group.WORLD, made_group() is second]
+    return [first is not second, second is dist.group.WORLD, owned_group() is second]
 
 
 def test_process_group_is_reused_by_the_next_run_or_replaced(on_ranks, rank_pool) -> None:

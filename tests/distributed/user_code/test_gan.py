@@ -202,7 +202,7 @@ REFUSED: dict[Any, tuple[type[Exception], str]] = {
     WithoutZeroGrad: (ConfigurationError, "were not zeroed"),
     OneWithoutZeroGrad: (ConfigurationError, "were not zeroed"),
     ReadTooEarly: (ConfigurationError, "read and clip them after the last backward pass"),
-    NoGradients: (GradientsNotReadyError, "no gradients of any optimizer now"),
+    NoGradients: (GradientsNotReadyError, "No optimizer has gradients now"),
 }
 
 
@@ -220,7 +220,7 @@ def test_steps_that_would_differ_from_one_process_are_refused(on_ranks, stage: i
 
 def on_nvme(folder: str) -> None:
     offload = Offload("nvme", path=folder)
-    with pytest.raises(ConfigurationError, match="2 optimizers, and offload_optimizer is on NVMe"):
+    with pytest.raises(ConfigurationError, match="2 optimizers, but offload_optimizer to NVMe"):
         fit(Plain(), 2, strategy=ParalZeROStrategy(stage=3, offload_optimizer=offload))
 
 

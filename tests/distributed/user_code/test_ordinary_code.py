@@ -418,7 +418,7 @@ def test_trained_tensors_outside_parameters_are_refused(on_ranks, strategy: str)
     for message in on_ranks(2, _refusal_on_rank, TrainedBuffer, options):
         assert "SGD trains the buffer codes" in message
     for message in on_ranks(2, _refusal_on_rank, TrainedOutside, options):
-        assert "SGD trains a Parameter of shape [1, 16] that is no parameter of TrainedOutside" in message
+        assert "SGD trains a Parameter of shape [1, 16] that is not a parameter of TrainedOutside" in message
 
 
 def test_trained_buffer_trains_under_dp_as_on_one_device() -> None:

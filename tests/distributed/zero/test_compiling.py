@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
-from lightning_paral.engines.zero.runtime.operators import folder_of
+from lightning_paral.engines.zero.runtime.operators import operator_folder
 
 RUN = """
 import os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
 from deepspeed.ops.op_builder.builder import OpBuilder
-from lightning_paral.engines.zero.runtime.operators import operators_kept
+from lightning_paral.engines.zero.runtime.operators import keep_operators
 
 class Builder(OpBuilder):
     def __init__(self, source):
@@ -34,7 +34,7 @@ class Builder(OpBuilder):
     def cxx_args(self):
         return ["-O0", "-fconstexpr-loop-limit=2147483647", "-fconstexpr-ops-limit=9000000000000000000"]
 
-with operators_kept():
+with keep_operators():
     print("answer:", Builder(sys.argv[1]).load(verbose=False).answer())
 """
 QUICK = """
@@ -118,18 +118,18 @@ def test_operators_are_kept_by_versions_and_processor(monkeypatch, tmp_path: Pat
     choose_accelerator(torch.device("cpu"))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = folder_of(Builder())
+    kept = operator_folder(Builder())
     assert kept.parent == tmp_path / "lightning_paral" / "ops"
     monkeypatch.setattr(sys, "prefix", "/another/environment")
     monkeypatch.setattr("deepspeed.__file__", "/another/environment/deepspeed/__init__.py")
-    assert folder_of(Builder()) == kept
+    assert operator_folder(Builder()) == kept
     monkeypatch.setenv("CXX", "another-compiler")
-    assert folder_of(Builder()) != kept
+    assert operator_folder(Builder()) != kept
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("deepspeed.__version__", "1.0")
-    assert folder_of(Builder()) != kept
+    assert operator_folder(Builder()) != kept
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
-    assert folder_of(Builder()).parent == tmp_path / "own" / "lightning_paral"
+    assert operator_folder(Builder()).parent == tmp_path / "own" / "lightning_paral"
 
 
 ON_CUDA = """
@@ -142,7 +142,7 @@ cpp_extension.CUDA_HOME = None
 from deepspeed.ops.op_builder import cpu
 from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
-from lightning_paral.engines.zero.runtime.operators import folder_of, operators_kept
+from lightning_paral.engines.zero.runtime.operators import operator_folder, keep_operators
 
 for name in ("sources", "lib_sources"):
     ours, theirs = getattr(cpu.AsyncIOBuilder(), name)(), getattr(AsyncIOBuilder(), name)()
@@ -151,8 +151,8 @@ try:
     AsyncIOBuilder().include_paths()
 except TypeError:
     print("It needs the toolkit.")
-assert folder_of(FusedAdamBuilder()) != folder_of(cpu.FusedAdamBuilder())
-with operators_kept():
+assert operator_folder(FusedAdamBuilder()) != operator_folder(cpu.FusedAdamBuilder())
+with keep_operators():
     print(AsyncIOBuilder().load(verbose=False).aio_handle(1048576, 8, False, True, 1).get_block_size())
     try:
         FusedAdamBuilder().load(verbose=False)
@@ -166,4 +166,4 @@ def test_nvme_needs_no_cuda_toolkit_and_other_operators_name_it() -> None:
     result = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "It needs the toolkit.\n1048576\n" in result.stdout
-    assert "'fused_adam' is compiled with the CUDA toolkit, and there is none: CUDA_HOME is not set" in result.stdout
+    assert "'fused_adam' is compiled with the CUDA toolkit, which was not found: CUDA_HOME is not set" in result.stdout

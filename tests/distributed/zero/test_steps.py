@@ -186,8 +186,8 @@ class WithClosureNever(Noting):
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        (NeverZero, ConfigurationError, r"not set to zero .* Call optimizer.zero_grad\(\)"),
-        (SteppingTwice, ConfigurationError, r"same gradients again; .* Call optimizer.zero_grad\(\)"),
+        (NeverZero, ConfigurationError, r"not zeroed .* Call optimizer.zero_grad\(\)"),
+        (SteppingTwice, ConfigurationError, r"same gradients again, .* Call optimizer.zero_grad\(\)"),
         (WithClosureTwice, ConfigurationError, r"ClosureTwice.step evaluates its closure more than once"),
         (WithClosureNever, MisconfigurationException, r"The closure hasn't been executed"),
     ],

@@ -101,7 +101,7 @@ def refusal(stage: int, find_unused: bool, uses: Any, optimizer: Any) -> str:
     ("find_unused", "uses", "optimizer", "message"),
     [
         (False, in_first_half, sgd, "got no gradient in this step: spare.weight, spare.bias"),
-        (False, in_second_half, sgd, "no part in the first step got a gradient in this one: spare.weight, spare.bias"),
+        (False, in_second_half, sgd, "without a gradient in the first step got one now: spare.weight, spare.bias"),
         (True, at_times, adamw, "spare.weight took 1 of 3 steps and is used again"),
     ],
 )
@@ -142,7 +142,7 @@ def refusals_of_divergence(find_unused: bool) -> list[str]:
     return said
 
 
-ONLY_SOME = "for some ranks only: first.weight, first.bias, second.weight, second.bias"
+ONLY_SOME = "on some ranks only, for first.weight, first.bias, second.weight, second.bias"
 DIVERGENCES = {
     ("order", 1, False): "",  # gradients are reduced after the backward pass, in the order of parameters
     ("order", 1, True): "in another order on some ranks",

@@ -396,13 +396,26 @@ class FailingBetweenSteps(Regression):
 
 def fail_between_steps() -> int:
     module = FailingBetweenSteps()
-    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, as the run failed"):
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, because the run failed"):
         quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
     return sum(value.numel() for value in module.state_dict().values())
 
 
 def test_module_without_weights_after_a_failure_is_reported(on_ranks) -> None:
     assert on_ranks(2, fail_between_steps) == [0, 0]
+
+
+def restores_after_setup_of_fsdp() -> bool:
+    module = FailingBetweenSteps()
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, as the run failed"):
+        quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
+    strategy = quiet_trainer(devices=2, strategy="paral_fsdp").strategy
+    strategy.connect(module)
+    return strategy.restore_checkpoint_after_setup
+
+
+def test_fsdp_restores_a_module_that_zero_left_partitioned_after_setup(on_ranks) -> None:
+    assert on_ranks(2, restores_after_setup_of_fsdp) == [True, True]
 
 
 def save_checkpoint(strategy: str, folder: str) -> list[str]:

@@ -78,7 +78,7 @@ def of_matrices(average: Tensor, current: Tensor, count: Any) -> Tensor:
 
 
 def test_a_function_that_needs_shapes_is_refused_with_its_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot average flat parts of parameters \(IndexError"):
+    with pytest.raises(ConfigurationError, match=r"cannot average flat shards of parameters \(IndexError"):
         check_elementwise("avg_fn of Mine", of_matrices, multi=False)
 
 

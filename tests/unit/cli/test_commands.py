@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_paral import STRATEGIES, ParalDDPStrategy, __version__
 from lightning_paral.cli import main
@@ -109,6 +111,39 @@ def test_class_path_alone_on_the_command_line(monkeypatch, tmp_path) -> None:
     trainer = run(monkeypatch, tmp_path, "fit", "--trainer.strategy", "lightning_paral.ParalDDPStrategy")
 
     assert isinstance(trainer.strategy, ParalDDPStrategy)
+
+
+OWN_STRATEGY = "examples.flat_all_reduce.FlatAllReduceStrategy"
+
+
+@pytest.fixture
+def own_strategy_unregistered() -> Iterator[None]:
+    """Remove the name that importing the example registers, which other tests do not expect."""
+    yield
+    StrategyRegistry.pop("flat_all_reduce", None)
+
+
+@pytest.mark.usefixtures("own_strategy_unregistered")
+def test_class_path_of_a_strategy_of_the_users_own_in_yaml(monkeypatch, tmp_path) -> None:
+    strategy = {"class_path": OWN_STRATEGY, "init_args": {"bucket_numel": 100, "split": "global", "timeout": 60}}
+
+    trainer = run(monkeypatch, tmp_path, "fit", strategy=strategy)
+
+    assert type(trainer.strategy).__name__ == "FlatAllReduceStrategy"
+    assert trainer.strategy.bucket_numel == 100
+    assert trainer.strategy.timeout.total_seconds() == 60
+    assert trainer.strategy.sampling == Sampling(split="global")
+    assert trainer.global_step == 2
+
+
+@pytest.mark.usefixtures("own_strategy_unregistered")
+def test_class_path_of_a_strategy_of_the_users_own_on_the_command_line(monkeypatch, tmp_path) -> None:
+    options = ("--trainer.strategy.bucket_numel=100", "--trainer.strategy.remainder=drop")
+
+    trainer = run(monkeypatch, tmp_path, "fit", f"--trainer.strategy={OWN_STRATEGY}", *options)
+
+    assert trainer.strategy.bucket_numel == 100
+    assert trainer.strategy.sampling == Sampling(remainder="drop")
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])

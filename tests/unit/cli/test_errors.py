@@ -27,8 +27,8 @@ YAML: list[tuple[dict[str, Any], str]] = [
         strategy(DDP, timeout="30s"),
         "trainer.strategy.timeout: ParalDDPStrategy(timeout='30s'): timeout cannot",
     ),
-    (strategy(DDP, bucket_cap_mb=-5), "paral: ParalDDPStrategy(bucket_cap_mb=-5): buckets are larger than 0 MiB."),
-    (strategy(ZERO, stage=4), "trainer.strategy.stage: stage=4 is not one of ZeRO's"),
+    (strategy(DDP, bucket_cap_mb=-5), "paral: ParalDDPStrategy(bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
+    (strategy(ZERO, stage=4), "trainer.strategy.stage: stage=4 is not a stage of ZeRO"),
     (strategy(ZERO, offload_optimiser="cpu"), "has no option 'offload_optimiser'. Did you mean offload_optimizer?"),
     (strategy(ZERO, offload_optimizer=True), "offload_optimizer cannot be a bool. Give Offload(...), 'cpu', 'nvme'"),
     (

@@ -137,14 +137,14 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
 def test_shared_memory_is_disabled() -> None:
     from deepspeed.comm.torch import build_shm_op
 
-    operators.leave_out_shared_memory()
+    operators.disable_shared_memory()
 
     assert build_shm_op() is None, "DeepSpeed compiles shared-memory collectives under another name"
 
 
 def test_enabled_shared_memory_raises() -> None:
     with pytest.raises(PrivateNameError, match=r"__compatible_ops__ to keep .* no longer leaves them out"):
-        operators.check_shared_memory_left_out(SimpleNamespace(shm_comm_op=object()))
+        operators.check_shared_memory_disabled(SimpleNamespace(shm_comm_op=object()))
 
 
 # State that a run leaves
@@ -201,7 +201,7 @@ def test_linear_of_torch_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)  # it needs the rank
     own = torch.nn.functional.linear
-    with linear.linear_as_before():
+    with linear.preserve_linear():
         Patches._enable_mem_efficient_linear(object.__new__(Patches))
         assert torch.nn.functional.linear is not own, "DeepSpeed no longer replaces linear: the patch can go"
         linear.restore_linear()
@@ -319,7 +319,7 @@ def test_init_partitions_through_replaced_methods() -> None:
 def test_dtype_is_kept_as_given() -> None:
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
-    with weight_dtype.dtype_as_given():
+    with weight_dtype.keep_given_dtype():
         chosen = [Patches(enabled=False, dtype=dtype).dtype for dtype in (torch.float16, torch.float32)]
 
     assert chosen == [torch.float16, torch.float32]
@@ -367,9 +367,9 @@ def test_processor_is_read_by_the_replaced_function() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     assert "from cpuinfo import get_cpu_info" in source_of(DeepSpeedCPUAdam.__init__), (
-        "DeepSpeedCPUAdam reads the processor in another way: processor_read_once has no effect"
+        "DeepSpeedCPUAdam reads the processor in another way: cache_cpu_info has no effect"
     )
     plain = cpuinfo.get_cpu_info
-    with processor.processor_read_once():
+    with processor.cache_cpu_info():
         assert cpuinfo.get_cpu_info is not plain
     assert cpuinfo.get_cpu_info is plain

@@ -152,7 +152,7 @@ def test_a_step_alone_logs_nothing_to_hooks_and_counts_nothing() -> None:
 
     def alone(step: evaluation.Step) -> evaluation.Step:
         def step_alone(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-            evaluation.call_step_alone(plain, loop, "validation_step", batch, batch_idx, None)
+            evaluation.call_step_without_hooks(plain, loop, "validation_step", batch, batch_idx, None)
             counted.append(loop.batch_progress.current.completed)
 
         return step_alone
@@ -201,8 +201,8 @@ def test_fit_loops_have_the_attributes_that_are_read() -> None:
 
     class Looked(Model):
         def on_train_start(self) -> None:
-            data_began.append(loops.training_data_has_begun(self.trainer))
-            loops.begin_training_data_anew(self.trainer)
+            data_began.append(loops.training_data_has_started(self.trainer))
+            loops.restart_training_data(self.trainer)
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             accumulating.append(loops.is_accumulating(self.trainer))
@@ -236,7 +236,7 @@ def test_weight_averaging_swaps_and_copies_by_replaced_methods() -> None:
         return call
 
     callback = WeightAveraging(avg_fn=lambda average, value, count: value)
-    assert averaging.passed_on(callback).keys() == {"avg_fn"}
+    assert averaging.user_options_of(callback).keys() == {"avg_fn"}
     assert averaging.options_of(callback).keys() == {"device", "use_buffers", "avg_fn"}
     undo = replace_methods(WeightAveraging, {averaging.SWAP: noted("swap", swap), averaging.COPY: noted("copy", copy)})
     try:
@@ -293,7 +293,7 @@ def test_precision_plugin_runs_hook_and_clipping_between_closure_and_step() -> N
 
 def test_caches_of_metrics_can_be_set() -> None:
     metric = MeanMetric()
-    metrics.count_as_updated(metric)
+    metrics.mark_updated(metric)
     metrics.set_computed(metric, torch.tensor(7.0))
     assert metric.compute() == 7
 
@@ -301,7 +301,7 @@ def test_caches_of_metrics_can_be_set() -> None:
     assert metric(3.0) == metrics.value_of_step(metric) == 3
     metrics.set_value_of_step(metric, torch.tensor(4.0))
     assert metrics.value_of_step(metric) == 4
-    assert metrics.states_of(metric) == {"mean_value": torch.tensor(3.0), "weight": torch.tensor(1.0)}
+    assert metric.metric_state == {"mean_value": torch.tensor(3.0), "weight": torch.tensor(1.0)}
 
 
 def test_device_of_a_module_alone_and_of_all_in_it() -> None:

@@ -64,7 +64,7 @@ def test_module_declares_the_names_it_uses(module: ModuleType) -> None:
 def test_missing_name_raises_with_its_purpose() -> None:
     entry = PrivateName(name="torch.nn.Module._gone", purpose="to show this", reason="none", seen="torch 2.11 to 2.13")
 
-    with pytest.raises(PrivateNameError, match=r"torch.nn.Module._gone to show this, and in torch .* no such name"):
+    with pytest.raises(PrivateNameError, match=r"torch.nn.Module._gone to show this, but in torch .* no such name"):
         entry.resolve()
 
 

@@ -122,7 +122,7 @@ def test_callback_queued_in_a_hook_runs_once_after_the_backward_pass() -> None:
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen = []
     loss = (first * second).sum()
-    loss.register_hook(lambda _: backward.at_end_of_backward(lambda: seen.append((first.grad, second.grad))))
+    loss.register_hook(lambda _: backward.call_at_end_of_backward(lambda: seen.append((first.grad, second.grad))))
 
     loss.backward()
 
@@ -219,13 +219,13 @@ def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
 def test_tensor_hooks_are_listed() -> None:
     parameter = Parameter(torch.zeros(2))
     assert not tensor_hooks.gradient_hooks(parameter)
-    assert not tensor_hooks.accumulated_hooks(parameter)
+    assert not tensor_hooks.post_accumulate_grad_hooks(parameter)
 
     parameter.register_hook(print)
     parameter.register_post_accumulate_grad_hook(print)
 
     assert list(tensor_hooks.gradient_hooks(parameter).values()) == [print]
-    assert list(tensor_hooks.accumulated_hooks(parameter).values()) == [print]
+    assert list(tensor_hooks.post_accumulate_grad_hooks(parameter).values()) == [print]
 
 
 def test_state_dicts_carry_versions_of_modules() -> None:
@@ -258,9 +258,9 @@ def test_each_submodule_is_saved_and_loaded_by_replaced_methods() -> None:
         assert [type(each) for each in rest] == [bool, list, list, list]
         own(state, prefix, about, *rest)
 
-    with state_dicts.saving_by(module, save):
+    with state_dicts.save_submodules_by(module, save):
         state = module.state_dict()
-    with state_dicts.loading_by(module, load):
+    with state_dicts.load_submodules_by(module, load):
         module.load_state_dict(state)
 
     assert saved == loaded == ["", "0.", "1."], "state_dict calls other methods: shards would be saved as full tensors"
@@ -442,7 +442,7 @@ def test_dtensors_call_handlers_first_and_keep_the_given_tensor() -> None:
     dtensor.set_local(tensor, local)
     assert dtensor.local_of(tensor) is local
     assert tensor.full_tensor().tolist() == [1, 1], "a DTensor does not use the local tensor"
-    dtensor.adopt(tensor, distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
+    dtensor.copy_data_and_layout(tensor, distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
     assert tensor.placements == (Replicate(),)
     assert tensor.full_tensor().tolist() == [0, 0]
 
@@ -491,19 +491,19 @@ def test_steps_unshard_and_reshard_like_forward() -> None:
     fsdp_group.watch(group, lambda: events.append("gathered"), lambda: events.append("letting go"))
     [weight, _] = group.fsdp_params
     assert fsdp_param.name_of(weight) == "1.weight", "parameters are named before the root is known"
-    assert fsdp_param.places_of(weight) == [(root[1], "weight")]
-    assert fsdp_param.gathered(weight) is None
+    assert fsdp_param.owners_of(weight) == [(root[1], "weight")]
+    assert fsdp_param.unsharded_param(weight) is None
 
     given = iteration.pre_forward(hooks.state, root, (1,), {"two": 2})
 
     assert given == ((1,), {"two": 2}), "_pre_forward does not return the arguments"
     assert group.is_unsharded, "_pre_forward does not unshard"
     assert type(root[1].weight) is Parameter
-    assert fsdp_param.gathered(weight) is root[1].weight
+    assert fsdp_param.unsharded_param(weight) is root[1].weight
     assert fsdp_param.is_plain(weight)
-    assert fsdp_param.is_form_of(root[1].weight, weight)
-    assert not fsdp_param.is_form_of(None, weight)
-    own = fsdp_param.own_part(weight, root[1].weight)
+    assert fsdp_param.is_param_of(root[1].weight, weight)
+    assert not fsdp_param.is_param_of(None, weight)
+    own = fsdp_param.local_shard_view(weight, root[1].weight)
     assert own.shape == root[1].weight.shape
 
     output = hooks.after(root[1](root[0](torch.ones(1, 4))))
@@ -546,7 +546,9 @@ def test_module_can_be_sharded_again_after_its_state_is_removed() -> None:
                 table.pop(key)
         module.__class__ = Linear
         for name in set(vars(module)) - attributes:
-            assert fsdp_state.is_of_fsdp(name), f"fully_shard sets {name}, which would be saved with hyper-parameters"
+            assert fsdp_state.is_fsdp_attribute(name), (
+                f"fully_shard sets {name}, which would be saved with hyper-parameters"
+            )
             delattr(module, name)
         fsdp_state.forget(module)
 

@@ -200,7 +200,7 @@ def test_order_differs_by_epoch_repetition_and_loader() -> None:
     sampler.set_epoch(1)
     second = list(sampler)
     sampler.set_epoch(0)
-    sampler.order.number = 1
+    sampler.order.loader_index = 1
     of_another_loader = list(sampler)
 
     orders = [first, repeated, second, of_another_loader]

@@ -1,41 +1,40 @@
-"""Explain errors of torch and DeepSpeed about partitioned parameters, and what to do."""
+"""Explain errors that torch and DeepSpeed raise because parameters are partitioned."""
 
 import re
 
 _EMPTY = re.compile(r"size of tensor \w \(0\)|mat2 must be a matrix|weight' must be 2-D|of size 0\b")
 _CHANGED = ("tracing error at step",)
 _REPLACED = ("has no attribute 'ds_status'", "has no attribute 'ds_id'")
-_MADE_OF_ANOTHER = "Creating a Parameter from an instance of type"
+_PARAMETER_FROM_PARAMETER = "Creating a Parameter from an instance of type"
 
 
 def explanation(error: BaseException, *, stage: int) -> str | None:
-    """Return what `error` means under ZeRO, and what to do; `None` if it is about something else."""
-    said = str(error)
-    if _MADE_OF_ANOTHER in said:
+    """Return what `error` means under ZeRO, and what to do; `None` if it has another cause."""
+    message = str(error)
+    if _PARAMETER_FROM_PARAMETER in message:
         return (
             "A parameter was created from one that ZeRO shards, as pruning, parametrizations and "
-            "nn.Parameter(parameter) do. It would be neither sharded nor trained. Do it in __init__ or "
-            "configure_model; or train with paral_ddp."
+            "nn.Parameter(parameter) do. It would be neither sharded nor trained. Create it in __init__ or "
+            "configure_model, or train with paral_ddp."
         )
     if stage < 3:
         return None
-    if any(pattern in said for pattern in _REPLACED):
+    if any(pattern in message for pattern in _REPLACED):
         return (
-            "A tensor stands in the place of a parameter, as torch.func.functional_call puts it there. Under ZeRO "
-            "stage 3 a module gathers its own parameters before it runs, and cannot run with others. Write the "
-            "operation with torch.nn.functional, or train with paral_zero2."
+            "A parameter was replaced by a tensor, as torch.func.functional_call does. Under ZeRO stage 3 a module "
+            "gathers its own parameters before it runs, and cannot run with others. Write the operation with "
+            "torch.nn.functional, or train with paral_zero2."
         )
-    if any(pattern in said for pattern in _CHANGED):
+    if any(pattern in message for pattern in _CHANGED):
         return (
-            "Modules ran in another order than in the steps before, or with other parameters. Under ZeRO stage 3 "
-            "DeepSpeed follows that order. Do not add or replace parameters while a fit runs; or train with "
-            "paral_zero2."
+            "Modules ran in another order than in earlier steps, or with other parameters. Under ZeRO stage 3 "
+            "DeepSpeed relies on that order. Do not add or replace parameters during a fit, or train with paral_zero2."
         )
-    if _EMPTY.search(said):
+    if _EMPTY.search(message):
         return (
             "A weight was used while each rank had only its shard of it. Under ZeRO stage 3 weights are gathered for "
-            "the forward and for one backward pass of their module: backward(retain_graph=True) followed by another, "
-            "and torch.autograd.grad(create_graph=True), as gradient penalties need it, come too late. Train with "
-            "paral_zero2, or paral_ddp."
+            "the forward pass and for one backward pass of their module. A second backward pass, after "
+            "backward(retain_graph=True) or through torch.autograd.grad(create_graph=True) as in gradient penalties, "
+            "finds only the shard. Train with paral_zero2, or paral_ddp."
         )
     return None

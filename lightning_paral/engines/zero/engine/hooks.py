@@ -1,4 +1,4 @@
-"""What DeepSpeed's hooks and Lightning's checks need in order to run steps: root hooks, outputs, accumulation."""
+"""Adapt DeepSpeed's hooks and a check of Lightning's to ordinary steps: root hooks, outputs, accumulation schedules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ from lightning_paral.errors import ConfigurationError
 
 
 class RootHooksOnce(ForwardRedirection):
-    """Runs steps through the engine's `forward`, and calls the hooks on the root module once per step.
+    """Runs steps through the engine's `forward`, and calls DeepSpeed's hooks on the root module once per step.
 
     Most steps call `self(...)`, which calls the root module again inside its own call. DeepSpeed's hooks would treat
-    that as the start and the end of a forward: stage 3 would lose the order of modules by which it prefetches, and
+    that as the start and the end of a forward pass: stage 3 would lose the order of modules by which it prefetches, and
     parameters used after `self(...)` outside their module would not be gathered.
 
     Args:
-        installed: keys of the hooks that DeepSpeed has added to the root module, by the attribute they are in.
+        installed: the keys of the hooks that DeepSpeed added to the root module, by the attribute that stores them.
     """
 
     def __init__(self, installed: dict[str, set[int]]) -> None:
@@ -50,6 +50,7 @@ class RootHooksOnce(ForwardRedirection):
 
     @contextmanager
     def _without_installed(self, module: Module) -> Iterator[None]:
+        """Remove DeepSpeed's hooks inside this context. Hooks that a step adds stay."""
         before = {name: dict(hooks_in(module, name)) for name in FORWARD}
         for name in FORWARD:
             for key in self._installed[name]:
@@ -64,22 +65,22 @@ class RootHooksOnce(ForwardRedirection):
                 hooks.update(before[name] | new)
 
 
-def hooks_of(module: Module) -> dict[str, set[int]]:
-    """Return the keys of the forward hooks on `module`, by the attribute they are in."""
+def forward_hook_keys(module: Module) -> dict[str, set[int]]:
+    """Return the keys of the forward hooks on `module`, by the attribute that stores them."""
     return {name: set(hooks_in(module, name)) for name in FORWARD}
 
 
-def new_hooks(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:
-    """Return the keys of the forward hooks that were added to `module` since `before = hooks_of(module)`."""
-    return {name: keys - before[name] for name, keys in hooks_of(module).items()}
+def new_forward_hook_keys(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:
+    """Return the keys of the forward hooks added to `module` since `forward_hook_keys(module)` returned `before`."""
+    return {name: keys - before[name] for name, keys in forward_hook_keys(module).items()}
 
 
 def allow_any_output(module: Module) -> None:
     """Let every module in `module` return any object; the hooks of stage 3 see only the tensors in it.
 
-    DeepSpeed 0.19.8 looks for parameters in the output of every module, by `vars(output)`, which fails for numbers and
-    strings, and by `startswith` on the keys of dictionaries. This includes what steps return: `predict_step` may return
-    a class index, or a file name.
+    DeepSpeed 0.19.8 searches the output of every module for parameters with `vars(output)`, which fails for numbers and
+    strings, and calls `startswith` on the keys of dictionaries. Outputs of steps are affected as well: `predict_step`
+    may return a class index or a file name.
 
     Args:
         module: the module of a stage-3 engine.
@@ -98,8 +99,8 @@ def _tensors_in(output: Any) -> list[Tensor]:
 
 
 def allow_accumulation_schedules(trainer: Trainer) -> None:
-    """Let `GradientAccumulationScheduler` work in the fit that follows."""
-    # The callback refuses every DeepSpeedStrategy in `on_train_start`, a check it shares with those that matter here.
+    """Let `GradientAccumulationScheduler` work in the next fit."""
+    # `on_train_start` of the callback rejects every DeepSpeedStrategy. A function with its other checks replaces it.
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             replace_check(callback, _check_accumulation_schedule)
@@ -107,9 +108,12 @@ def allow_accumulation_schedules(trainer: Trainer) -> None:
 
 def _check_accumulation_schedule(callback: GradientAccumulationScheduler, trainer: Trainer, module: Any) -> None:
     if not module.automatic_optimization:
-        raise ConfigurationError("GradientAccumulationScheduler works with automatic optimization only. Remove one.")
+        raise ConfigurationError(
+            "GradientAccumulationScheduler works with automatic optimization only. Remove the callback, or leave out "
+            "self.automatic_optimization = False."
+        )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler "
-            "both say how many batches make a step. Remove one."
+            "both set the number of batches per step. Remove one."
         )

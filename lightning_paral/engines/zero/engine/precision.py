@@ -1,4 +1,4 @@
-"""Precision under ZeRO: autocast over fp32 weights, or low-precision weights; runs backward passes and steps."""
+"""Precision under ZeRO: autocast over fp32 weights, or low-precision weights. Also runs backward passes and steps."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,65 +23,65 @@ _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
 
 
 class ZeROPrecision(DeepSpeedPrecision):
-    """Implements `Trainer(precision=...)` with the meaning that it has under other strategies.
+    """Implements `Trainer(precision=...)` with the same meaning as under other strategies.
 
-    Mixed precision is autocast, which leaves weights and inputs in fp32, unlike Lightning's `DeepSpeedPrecision`.
+    Mixed precision is autocast, which leaves weights and inputs in fp32. Lightning's `DeepSpeedPrecision` casts them.
     """
 
     device_type = "cpu"
     gradients: Gradients | None = None
-    """The gradients of the current fit."""
+    """The gradients of the current fit; `None` outside of a fit, and in a fit without an optimizer."""
     loss_scale: DynamicLossScale | None = None
     """The loss scale of the last fit, under fp16 autocast."""
 
     def start_fit(self, gradients: Gradients) -> Gradients:
-        """Start a fit with `gradients`, and return them; under fp16 autocast, losses are scaled."""
+        """Start a fit with `gradients`, and return them. Under fp16 autocast, scale losses from now on."""
         self.loss_scale = None
         if self.precision == "16-mixed":
             self.loss_scale = DynamicLossScale()
-            for each in gradients.each:
-                scale_losses(each.engine, self.loss_scale)
+            for engine_gradients in gradients.per_optimizer:
+                scale_losses(engine_gradients.engine, self.loss_scale)
         self.gradients = gradients
         return gradients
 
     def end_fit(self) -> None:
-        """End the fit. The loss scale is kept, as checkpoints may be saved later."""
+        """End the fit. The loss scale is kept, because a checkpoint may be saved later."""
         self.gradients = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, empty where there is none."""
+        """Return the state of the loss scale; empty if losses are not scaled."""
         return {} if self.loss_scale is None else self.loss_scale.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the loss scale of a checkpoint."""
+        """Load the state of the loss scale from a checkpoint."""
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state_dict)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the forward, where autocast applies."""
+        """The dtype of the weights; under autocast, the dtype of the operations that autocast casts."""
         return _DTYPES[self.precision[:2]]
 
     @property
     def is_low(self) -> bool:
-        """Whether weights are in low precision."""
+        """Whether weights are bf16 or fp16."""
         return not self.is_mixed and self.dtype != torch.float32
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the forward runs under autocast."""
+        """Whether the forward pass runs under autocast."""
         return self.precision.endswith("-mixed")
 
     def convert_module(self, module: Module) -> Module:
-        """Cast parameters and buffers for low-precision weights; leave them as they are otherwise."""
+        """Cast parameters and buffers if weights are in low precision; else return `module` unchanged."""
         return module.to(dtype=self.dtype) if self.is_low else module
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs for low-precision weights; leave them as they are otherwise."""
+        """Cast floating-point inputs if weights are in low precision; else return `data` unchanged."""
         return HalfPrecision(self.precision).convert_input(data) if self.is_low else data  # type: ignore[arg-type]
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Run steps under autocast, or with the default dtype of the weights."""
+        """Return a context for steps: autocast, or the dtype of the weights as default dtype."""
         if self.is_mixed:
             return torch.autocast(self.device_type, self.dtype)
         return HalfPrecision(self.precision).forward_context() if self.is_low else nullcontext()  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
-            self.gradients.take_back_empty_pass()
+            self.gradients.undo_empty_pass()
         else:
             engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()
@@ -120,9 +120,16 @@ class ZeROPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run `closure`, the hooks, then the step of the partitioned optimizer. *Collective*."""
+        """Run `closure`, then the hooks, then the step of the sharded optimizer. *Collective*.
+
+        Raises:
+            ConfigurationError: the optimizer is LBFGS; see also `PartitionedGradients.step`.
+            UnusedParametersError: see `Usage.close_window`.
+        """
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
-            raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
+            raise ConfigurationError(
+                "LBFGS needs several backward passes per step, which ZeRO cannot do. Train with paral_ddp."
+            )
         closure_result = closure()
         if self.gradients is None:
             after_closure(self, model, optimizer)
@@ -141,7 +148,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by value now, or by the global norm in the step that follows. *Collective*."""
+        """Clip by value now, or by the global norm in the next step. *Collective*."""
         if clip_val is None or clip_val <= 0 or self.gradients is None:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:

@@ -1,1 +1,1 @@
-"""Partitioned parameters: their shards, what users read of them and write to them."""
+"""Partitioned parameters: their shards, and what user code reads from them and writes to them."""

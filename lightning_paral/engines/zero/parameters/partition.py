@@ -1,6 +1,6 @@
 """Parameters that DeepSpeed has partitioned at stage 3: their full shapes, and this rank's shards of them.
 
-A partitioned parameter keeps this rank's shard beside an empty `data`; while it is gathered, `data` is full as well.
+A partitioned parameter has this rank's shard and an empty `data`. While it is gathered, `data` is full.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +21,14 @@ from lightning_paral.compat.deepspeed.parameters import join_group
 from lightning_paral.errors import ConfigurationError
 
 
-def is_of_stage3(parameter: Any) -> bool:
-    """Whether DeepSpeed has partitioned `parameter`; it may be gathered now."""
+def is_stage3_parameter(parameter: Any) -> bool:
+    """Return whether DeepSpeed has partitioned `parameter`. It may be gathered now."""
     return hasattr(parameter, "ds_id")
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Whether this rank has only its shard of `parameter` now: it is of stage 3, and not gathered."""
-    return is_of_stage3(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
+    """Return whether this rank has only its shard of `parameter` now: it is of stage 3, and not gathered."""
+    return is_stage3_parameter(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
 
 
 def full_shape(tensor: Any) -> tuple[int, ...]:
@@ -46,44 +46,48 @@ def count_trained(parameters: Iterable[Parameter]) -> int:
     return sum(full_numel(parameter) for parameter in parameters if parameter.requires_grad)
 
 
-def flat_range_of(parameter: Any) -> tuple[int, int]:
+def local_flat_range(parameter: Any) -> tuple[int, int]:
     """Return start and length of this rank's shard of a flattened parameter of stage 3, without padding."""
-    share = parameter.ds_tensor.ds_numel
-    start = min(parameter.ds_numel, share * parameter.ds_zero_partition_rank)
-    return start, min(share, parameter.ds_numel - start)
+    padded_numel = parameter.ds_tensor.ds_numel
+    start = min(parameter.ds_numel, padded_numel * parameter.ds_zero_partition_rank)
+    return start, min(padded_numel, parameter.ds_numel - start)
 
 
-def shard_of(parameter: Any) -> Tensor:
+def local_shard(parameter: Any) -> Tensor:
     """Return this rank's shard of a parameter of stage 3: 1-dimensional, without padding, not copied."""
-    _, numel = flat_range_of(parameter)
+    _, numel = local_flat_range(parameter)
     shard: Tensor = parameter.ds_tensor.data[:numel]
     return shard
 
 
-# Weights without a master copy: frozen ones, and all of them outside of training
+# Weights without an fp32 master copy: frozen weights, and all weights outside of a fit
 
 
 def read_partition(parameter: Any) -> Tensor:
-    """Return this rank's shard of `parameter` for a checkpoint, or all of a parameter that is not partitioned."""
-    if not is_of_stage3(parameter):
+    """Return this rank's shard of `parameter` for a checkpoint; all of it if it is not partitioned."""
+    if not is_stage3_parameter(parameter):
         full: Tensor = parameter.detach()
         return full
-    start, numel = flat_range_of(parameter)
+    start, numel = local_flat_range(parameter)
 
     def read() -> Tensor:
         with parameter_files.in_memory(parameter, write=False):
-            return shard_of(parameter).clone()
+            return local_shard(parameter).clone()
 
     return FlatShard(parameter.ds_shape, parameter.dtype, start, numel, read)
 
 
 def write_partition(parameter: Any, full: Tensor) -> bool:
-    """Copy this rank's shard of the `full` tensor into `parameter`; return `False` if it is not partitioned."""
-    if not is_of_stage3(parameter):
+    """Copy this rank's shard of the `full` tensor into `parameter`; copy nothing if it is not partitioned.
+
+    Returns:
+        bool: whether `parameter` is partitioned.
+    """
+    if not is_stage3_parameter(parameter):
         return False
-    start, _ = flat_range_of(parameter)
+    start, _ = local_flat_range(parameter)
     with parameter_files.in_memory(parameter, write=True):
-        read_flat_range(full, start, shard_of(parameter))
+        read_flat_range(full, start, local_shard(parameter))
     write_gathered(parameter, full)
     return True
 
@@ -95,26 +99,26 @@ def write_partitions(written: list[tuple[Parameter, Tensor]]) -> None:
 
 
 def write_gathered(parameter: Any, full: Tensor) -> None:
-    """Copy the `full` tensor into a parameter of stage 3 that is gathered now, as small ones are between steps."""
+    """Copy the `full` tensor into a parameter of stage 3 if it is gathered now, as small ones are between steps."""
     if not is_partitioned(parameter):
         parameter.data.copy_(materialize(full).view(parameter.data.shape))
 
 
-def lies_in(folder: Path, parameter: Any) -> bool:
-    """Whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
+def is_stored_in(folder: Path, parameter: Any) -> bool:
+    """Return whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
     on_nvme = is_partitioned(parameter) and parameter_files.is_in_file_only(parameter)
     return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
 
 
-# What modules need before DeepSpeed partitions them, or after it has
+# Preparing modules and parameters for DeepSpeed
 
 
 @contextmanager
-def full_shapes_shown(module: Module) -> Iterator[None]:
-    """Let partitioned parameters show their full shapes, with NaN as values and without using memory.
+def show_full_shapes(module: Module) -> Iterator[None]:
+    """Give partitioned parameters their full shapes inside this context, with NaN as values, without using memory.
 
-    DeepSpeed leaves an empty tensor in their place. `parameter.dim() > 1`, by which many models sort parameters into
-    groups of the optimizer, would be false for all of them.
+    Otherwise they are empty tensors. `parameter.dim() > 1`, by which many models assign parameters to optimizer groups,
+    would be false for all of them.
     """
     parameters: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
     hidden = [(parameter, parameter.data) for parameter in parameters]
@@ -128,7 +132,7 @@ def full_shapes_shown(module: Module) -> Iterator[None]:
 
 
 class _ScalarsAsBytes(TorchFunctionMode):
-    """Let scalars be viewed as bytes, which torch refuses and DeepSpeed does to broadcast a parameter."""
+    """Allows a byte view of a 0-dimensional tensor, which torch refuses, and DeepSpeed uses to broadcast parameters."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,13 +142,13 @@ class _ScalarsAsBytes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def scalars_as_bytes() -> TorchFunctionMode:
+def view_scalars_as_bytes() -> TorchFunctionMode:
     """Return a context in which DeepSpeed can broadcast 0-dimensional parameters."""
     return _ScalarsAsBytes()
 
 
 def make_contiguous(parameter: Any) -> None:
-    """Lay out a full `parameter` row by row: DeepSpeed sends and partitions its bytes in this order."""
+    """Make the memory of a full `parameter` contiguous, because DeepSpeed sends and partitions its bytes in order."""
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
 
@@ -160,22 +164,23 @@ def check_not_empty(module: Module) -> None:
 
 
 def rejoin(module: Module) -> None:
-    """Attach parameters that an earlier run has partitioned to the process group of this one.
+    """Attach parameters that an earlier run partitioned to the process group of this run.
 
-    Forwards that a failure of that run interrupted are marked as ended.
+    Forward passes that a failure of the earlier run interrupted are marked as ended.
 
     Raises:
-        ConfigurationError: they were partitioned among another number of ranks.
+        ConfigurationError: the earlier run had another number of ranks, or this process had another rank in it.
     """
     from deepspeed.comm import get_rank, get_world_group, get_world_size
 
-    partitioned: list[Any] = [parameter for parameter in module.parameters() if is_of_stage3(parameter)]
+    partitioned: list[Any] = [parameter for parameter in module.parameters() if is_stage3_parameter(parameter)]
     for part in module.modules():
         end_forward(part)
     for parameter in partitioned:
         if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
             raise ConfigurationError(
                 f"{type(module).__name__} was partitioned by a run with {parameter.ds_zero_partition_world_size} ranks "
-                f"and is now used with {get_world_size()}. Use as many, or load a checkpoint into a new module."
+                f"and is now used with {get_world_size()}. Use the same number of ranks, or load a checkpoint into a "
+                "new module."
             )
         join_group(parameter, get_world_group())

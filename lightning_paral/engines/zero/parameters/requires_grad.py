@@ -16,8 +16,8 @@ class FixedParameters:
     and would not train others. Parameters that are frozen later keep their values: see `Usage`.
 
     Args:
-        module: the module, as it is when training begins.
-        undo: takes what ends the watch.
+        module: the module at the beginning of training.
+        undo: the stack of callbacks to which the one that stops watching is added.
     """
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
@@ -25,20 +25,20 @@ class FixedParameters:
         self._at_setup = self._trained.by_name
 
     def check(self) -> None:
-        """Check that no other parameters require a gradient than at setup.
+        """Check that every parameter that requires a gradient now did so at setup.
 
         Raises:
-            ConfigurationError: others do; names them.
+            ConfigurationError: some parameters did not. The message names them.
         """
-        with DisableTorchFunctionSubclass():  # attributes of partitioned parameters are slow
+        with DisableTorchFunctionSubclass():  # reading attributes of partitioned parameters is slow otherwise
             if not self._trained.have_changed():
                 return
             now = self._trained.current_by_name()
             self._trained.update()
-        more = [name for name, p in now.items() if p.requires_grad and self._at_setup.get(name) is not p]
-        if more:
+        added = [name for name, p in now.items() if p.requires_grad and self._at_setup.get(name) is not p]
+        if added:
             raise ConfigurationError(
-                f"These parameters require a gradient now, and did not, or were not in the module, when training "
-                f"began: {first_names(more)}. ZeRO trains what required a gradient then. Use paral_ddp or paral_fsdp, "
-                "which train what requires a gradient in each step."
+                "These parameters require a gradient now, but were frozen or not in the module when training began: "
+                f"{first_names(added)}. ZeRO trains only parameters that required a gradient then. Use paral_ddp or "
+                "paral_fsdp, which train all parameters that require a gradient in each step."
             )

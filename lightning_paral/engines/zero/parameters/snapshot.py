@@ -1,4 +1,4 @@
-"""What modules and parameters had before DeepSpeed took them over, to restore them after a run."""
+"""Record the attributes and hooks of a module before DeepSpeed changes them, and restore them after a run."""
 
 from typing import Any
 
@@ -6,45 +6,50 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_paral.compat.deepspeed import parameter_files
-from lightning_paral.compat.deepspeed.modules import is_of_engine, is_zero_attribute, restore_container
+from lightning_paral.compat.deepspeed.modules import is_engine_attribute, is_zero_attribute, restore_container
 from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed
 from lightning_paral.compat.torch import module_hooks
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.engines.zero.parameters.partition import full_numel, full_shape, is_of_stage3, is_partitioned
+from lightning_paral.engines.zero.parameters.partition import (
+    full_numel,
+    full_shape,
+    is_partitioned,
+    is_stage3_parameter,
+)
 
 
 class ModuleSnapshot:
-    """Records the attributes and hooks of a module's parts and parameters, and removes all that came later.
+    """Records the attributes and hooks of all submodules and parameters, and removes those that DeepSpeed adds.
 
-    DeepSpeed leaves hooks, methods and references on every module and parameter. They keep its buffers alive and break
-    the next engine.
+    DeepSpeed leaves hooks, methods and references on every module and parameter. They would keep its buffers alive and
+    break the next engine.
 
     Args:
-        module: before it is given to DeepSpeed.
+        module: the module before DeepSpeed gets it.
     """
 
     def __init__(self, module: Module) -> None:
         self._modules = [(part, _attributes_and_hooks(part)) for part in module.modules()]
         self._parameters = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
-        self.was_full = not any(is_of_stage3(parameter) for parameter in module.parameters())
-        """Whether every rank has had all parameters in full, in memory."""
+        self.was_full = not any(is_stage3_parameter(parameter) for parameter in module.parameters())
+        """Whether every rank had all parameters in full, in memory, before the run."""
 
     @property
     def is_on_nvme(self) -> bool:
-        """Whether parameters were built in files, where they stay."""
+        """Whether parameters were built in files on NVMe, where they stay."""
         return any(parameter_files.has_file(parameter) for parameter, _ in self._parameters)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all full parameters."""
+        """The size of all full parameters in bytes."""
         return sum(full_numel(parameter) * parameter.element_size() for parameter, _ in self._parameters)
 
     def restore(self, gather: bool) -> None:
-        """Remove what DeepSpeed added, and leave full parameters on the host, without gradients.
+        """Remove what DeepSpeed added, and leave parameters full, in host memory, without gradients.
 
-        *Collective* over the world if `gather`. Otherwise partitioned parameters stay partitioned.
+        *Collective* over the world if `gather`. Otherwise, partitioned parameters stay partitioned.
         """
-        partitioned = any(is_of_stage3(parameter) for parameter, _ in self._parameters)
+        partitioned = any(is_stage3_parameter(parameter) for parameter, _ in self._parameters)
         unpartition = gather or (self.was_full and not partitioned)
         if unpartition:
             for parameter, names in self._parameters:
@@ -52,12 +57,12 @@ class ModuleSnapshot:
                 parameter.grad = None
                 for name in set(vars(parameter)) - (names if self.was_full else _users_attributes(parameter)):
                     delattr(parameter, name)
-        for part, before in self._modules:
-            _restore_module(part, before, unpartition)
+        for part, recorded in self._modules:
+            _restore_module(part, recorded, unpartition)
 
 
 def _users_attributes(parameter: Any) -> set[str]:
-    """Return the attributes of a parameter that was built partitioned which DeepSpeed did not set."""
+    """Return the names of the attributes that DeepSpeed did not set on `parameter`, which was built partitioned."""
     return {name for name, value in vars(parameter).items() if not is_from_deepspeed(name, value)}
 
 
@@ -68,22 +73,23 @@ def _full_on_host(parameter: Any) -> Tensor:
     return full
 
 
-_Before = tuple[set[str], dict[str, set[int]], type]
+_Recorded = tuple[set[str], dict[str, set[int]], type]
+"""The attribute names of a module, the keys of its hooks by attribute, and the class of its parameter container."""
 
 
-def _attributes_and_hooks(part: Module) -> _Before:
+def _attributes_and_hooks(part: Module) -> _Recorded:
     hooks = {name: set(module_hooks.hooks_in(part, name)) for name in module_hooks.ALL}
     return set(vars(part)), hooks, type(own_parameters(part))
 
 
-def _restore_module(part: Module, before: _Before, unpartition: bool) -> None:
-    names, hooks, container = before
-    for name, kept in hooks.items():
+def _restore_module(part: Module, recorded: _Recorded, unpartition: bool) -> None:
+    names, hooks, container = recorded
+    for name, recorded_keys in hooks.items():
         installed = module_hooks.hooks_in(part, name)
-        for key in set(installed) - kept:
+        for key in set(installed) - recorded_keys:
             del installed[key]
     for name in set(vars(part)) - names:
-        if is_of_engine(name) or (unpartition and is_zero_attribute(name)):
+        if is_engine_attribute(name) or (unpartition and is_zero_attribute(name)):
             delattr(part, name)
     if unpartition:
         restore_container(part, container)

@@ -1,11 +1,11 @@
-"""Parameter classes for a run under ZeRO: user code sees full values, and what it writes is recorded.
+"""Parameter classes for a run under ZeRO: user code reads full values, and its writes are recorded.
 
-DeepSpeed keeps the values that are trained elsewhere: in fp32 master copies at stages 1 and 2, in each rank's shard at
-stage 3. What hooks and steps write to a parameter would be overwritten by the next step, or would go to the empty
-tensor that stage 3 leaves in place of a parameter that is not in use.
+DeepSpeed stores the values that it trains elsewhere: in fp32 master copies at stages 1 and 2, in each rank's shard at
+stage 3. Values that hooks and steps write to a parameter would be overwritten by the next step, or would be lost in
+the empty tensor that stage 3 leaves in place of a parameter that is not in use.
 
-The classes here replace `torch.nn.Parameter` during a run. They have no memory of their own, and cost nothing where
-only the forwards of modules use a parameter.
+The classes here replace `torch.nn.Parameter` during a run. They use no memory, and cost no time if only the forward
+passes of modules use a parameter.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
-from lightning_paral.engines.zero.parameters.partition import full_shape, is_of_stage3
+from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter
 
 if TYPE_CHECKING:
     from lightning_paral.engines.zero.parameters.writes import Writes
@@ -31,41 +31,42 @@ from lightning_paral.errors import ParalError
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 
-# These do not read values.
-_HARMLESS = {
+# These need no values, so they run on a partitioned parameter without gathering it.
+_METADATA_FUNCTIONS = {
     getattr(Tensor, attribute).__get__
     for attribute in ("requires_grad", "device", "dtype", "is_leaf", "layout", "is_cuda", "is_meta")
 } | {
     *(Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex),  # type: ignore[attr-defined]
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
 }
-_OF_SHAPE = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim")} | {
+# These run on a meta tensor of the full shape.
+_SHAPE_FUNCTIONS = {getattr(Tensor, attribute).__get__ for attribute in ("shape", "ndim")} | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
     *(Tensor.element_size, torch.numel),
 }
 
 
 class Full:
-    """Mixin of a parameter whose `data` is full."""
+    """Mixin for a parameter whose `data` is full."""
 
     _writes: "Writes"
-    kind: type[Parameter]
+    plain_class: type[Parameter]
     """The class that this one replaces."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an ordinary parameter: what user code creates is not a parameter of the module."""
-        return cls.kind(*args, **kwargs)
+        """Create an ordinary parameter, because one that user code creates is not watched."""
+        return cls.plain_class(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
-        """The values, which may be written to."""
-        if is_users():
-            return self._writes.data_of(self)
+        """The full values. User code may write to them."""
+        if is_user_code():
+            return self._writes.full_data(self)
         return plain_data(self)  # type: ignore[arg-type]
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if is_users():
+        if is_user_code():
             self._writes.assign(self, values)
             return
         with DisableTorchFunctionSubclass():
@@ -73,17 +74,17 @@ class Full:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; reading it is an error for user code if the parameter is trained."""
-        if self.requires_grad and self._writes.hides_gradients and is_users():  # type: ignore[attr-defined]
-            refuse_gradient(self._writes.name_of(self))
+        """The gradient. User code that reads it gets an error if the parameter is trained."""
+        if self.requires_grad and self._writes.hides_gradients and is_user_code():  # type: ignore[attr-defined]
+            refuse_gradient(self._writes.parameter_name(self))
         with DisableTorchFunctionSubclass():
             gradient: Tensor | None = _grad.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if self._writes.hides_gradients and is_users():
-            refuse_new_gradient(self._writes.name_of(self))
+        if self._writes.hides_gradients and is_user_code():
+            refuse_new_gradient(self._writes.parameter_name(self))
         with DisableTorchFunctionSubclass():
             _grad.__set__(self, gradient)
 
@@ -94,33 +95,33 @@ class Full:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
-            memo[id(self)] = Parameter(self._writes.copy_of(self), self.requires_grad)  # type: ignore[attr-defined]
+            memo[id(self)] = Parameter(self._writes.full_copy(self), self.requires_grad)  # type: ignore[attr-defined]
         copied: Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Parameter(self._writes.copy_of(self), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined, no-untyped-call]
+        return Parameter(self._writes.full_copy(self), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined, no-untyped-call]
 
 
-class GatheredOfStage3(Full):
-    """Mixin of a parameter of stage 3 that is gathered now."""
+class Gathered(Full):
+    """Mixin for a parameter of stage 3 that is gathered now."""
 
     @property
     def ds_status(self) -> Any:
-        """Whether the parameter is gathered, being gathered, or partitioned; set by DeepSpeed."""
+        """DeepSpeed's status of the parameter: gathered, being gathered, or partitioned."""
         return self.__dict__["ds_status"]
 
     @ds_status.setter
     def ds_status(self, status: Any) -> None:
         self.__dict__["ds_status"] = status
-        _, gathered, partitioned = _classes(self.kind)
+        _, gathered, partitioned = _classes(self.plain_class)
         self.__class__ = gathered if status.name == "AVAILABLE" else partitioned
 
 
-class Partitioned(GatheredOfStage3):
-    """Mixin of a parameter of stage 3 of which this rank has only its shard now.
+class Partitioned(Gathered):
+    """Mixin for a parameter of stage 3 of which this rank has only its shard now.
 
-    An operation on it gathers it first. *Collective* over the world.
+    An operation on the parameter gathers it first. *Collective* over the world.
     """
 
     @classmethod
@@ -128,16 +129,16 @@ class Partitioned(GatheredOfStage3):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _HARMLESS or not is_users():
+        if func in _METADATA_FUNCTIONS or not is_user_code():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        parameters = partitioned_in((args, kwargs))
-        if func in _OF_SHAPE:
-            return func(*replaced(args, _as_shape), **replaced(kwargs, _as_shape))
+        parameters = find_partitioned((args, kwargs))
+        if func in _SHAPE_FUNCTIONS:
+            return func(*replace_partitioned(args, _as_shape), **replace_partitioned(kwargs, _as_shape))
         return parameters[0]._writes.run(func, parameters, args, kwargs)
 
 
-def partitioned_in(values: Any) -> list[Any]:
+def find_partitioned(values: Any) -> list[Any]:
     """Return the partitioned parameters in nested lists, tuples and dicts, each once, in order."""
     found: dict[int, Any] = {}
 
@@ -145,18 +146,18 @@ def partitioned_in(values: Any) -> list[Any]:
         found.setdefault(id(value), value)
         return value
 
-    replaced(values, visit)
+    replace_partitioned(values, visit)
     return list(found.values())
 
 
-def replaced(values: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return nested lists, tuples and dicts with `replace(parameter)` in place of partitioned parameters."""
+def replace_partitioned(values: Any, replace: Callable[[Any], Any]) -> Any:
+    """Replace partitioned parameters in nested lists, tuples and dicts by `replace(parameter)`."""
     if isinstance(values, Partitioned):
         return replace(values)
     if isinstance(values, dict):
-        return {key: replaced(value, replace) for key, value in values.items()}
+        return {key: replace_partitioned(value, replace) for key, value in values.items()}
     if isinstance(values, list) or type(values) is tuple:
-        return type(values)(replaced(value, replace) for value in values)
+        return type(values)(replace_partitioned(value, replace) for value in values)
     return values
 
 
@@ -165,20 +166,20 @@ def _as_shape(parameter: Any) -> Tensor:
 
 
 @cache
-def _classes(kind: type[Parameter]) -> tuple[type, type, type]:
-    """Return the classes that replace `kind`: below stage 3, and gathered and partitioned at stage 3."""
-    mixins = (Full, GatheredOfStage3, Partitioned)
-    about = {"__module__": kind.__module__, "kind": kind}
-    full, gathered, partitioned = (type(kind.__name__, (mixin, kind), dict(about)) for mixin in mixins)
+def _classes(plain_class: type[Parameter]) -> tuple[type, type, type]:
+    """Return the classes that replace `plain_class`: at stages 1 and 2, and gathered and partitioned at stage 3."""
+    mixins = (Full, Gathered, Partitioned)
+    members = {"__module__": plain_class.__module__, "plain_class": plain_class}
+    full, gathered, partitioned = (type(plain_class.__name__, (mixin, plain_class), dict(members)) for mixin in mixins)
     return full, gathered, partitioned
 
 
 def watch(parameter: Any, writes: "Writes") -> None:
-    """Let `writes` record what user code does to `parameter`."""
-    kind: type[Parameter] = type(parameter)
-    full, gathered, partitioned = _classes(kind)
+    """Let `writes` record what user code writes to `parameter`."""
+    plain_class: type[Parameter] = type(parameter)
+    full, gathered, partitioned = _classes(plain_class)
     parameter._writes = writes
-    if not is_of_stage3(parameter):
+    if not is_stage3_parameter(parameter):
         parameter.__class__ = full
     else:
         parameter.__class__ = gathered if parameter.ds_status.name == "AVAILABLE" else partitioned
@@ -186,12 +187,12 @@ def watch(parameter: Any, writes: "Writes") -> None:
 
 def unwatch(parameter: Any) -> None:
     """Restore the class of `parameter`."""
-    parameter.__class__ = parameter.kind
+    parameter.__class__ = parameter.plain_class
     del parameter._writes
 
 
 def plain_data(parameter: Parameter) -> Tensor:
-    """Return `parameter.data` without recording it."""
+    """Return `parameter.data` without recording the access."""
     with DisableTorchFunctionSubclass():
         values: Tensor = _data.__get__(parameter)
     return values
@@ -200,10 +201,11 @@ def plain_data(parameter: Parameter) -> Tensor:
 _ENGINE = ("deepspeed", "lightning_paral")
 
 
-def is_users(depth: int = 2) -> bool:
-    """Whether the function `depth` calls up, past functions of torch's, is neither DeepSpeed's nor ours.
+def is_user_code(depth: int = 2) -> bool:
+    """Return whether the function `depth` frames up the stack is user code. Functions of torch are skipped.
 
-    Lightning counts as user code: what its callbacks do with parameters, they do for the user.
+    Functions of DeepSpeed and of this package are not user code. Those of Lightning are, because its callbacks act on
+    parameters for the user.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -215,15 +217,15 @@ def is_users(depth: int = 2) -> bool:
 
 
 class HiddenGradientError(ParalError, RuntimeError):
-    """User code read or set `parameter.grad`, which is empty under ZeRO."""
+    """User code read or set `parameter.grad`, which ZeRO does not use."""
 
 
 def refuse_gradient(name: str) -> NoReturn:
     """Raise the error for a read of `.grad` of the parameter `name`."""
     raise HiddenGradientError(
         f"parameter.grad of {name!r} was read, but under ZeRO gradients are sharded, and not in parameter.grad. Read "
-        "full gradients with `self.trainer.strategy.full_gradient(parameter)`, "
-        "their norm with `self.trainer.strategy.gradient_norm()`, and clip with `self.clip_gradients(optimizer, ...)`."
+        "full gradients with `self.trainer.strategy.full_gradient(parameter)`, read their norm with "
+        "`self.trainer.strategy.gradient_norm()`, and clip them with `self.clip_gradients(optimizer, ...)`."
     )
 
 

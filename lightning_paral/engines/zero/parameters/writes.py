@@ -1,8 +1,8 @@
-"""Copy what user code writes to parameters to where DeepSpeed keeps their values.
+"""Copy values that user code writes to parameters to where DeepSpeed stores them.
 
-Hooks and steps change parameters: target networks, moving averages, clamped or re-initialized weights. All ranks run
+Hooks and steps write to parameters: target networks, moving averages, clamped or re-initialized weights. All ranks run
 the same code on full values, and each rank copies its shard, without communication. At stage 3 a parameter that is not
-in use is gathered when user code touches it.
+in use is gathered when user code accesses it.
 """
 
 import sys
@@ -17,23 +17,23 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.deepspeed.forward_stack import innermost_forward
 from lightning_paral.compat.torch.storages import use_count
 from lightning_paral.compat.torch.versions import version_of
-from lightning_paral.engines.zero.parameters.partition import full_shape, is_of_stage3
-from lightning_paral.engines.zero.parameters.watched import Partitioned, plain_data, replaced, unwatch, watch
+from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter
+from lightning_paral.engines.zero.parameters.watched import Partitioned, plain_data, replace_partitioned, unwatch, watch
 from lightning_paral.errors import ConfigurationError
 
-_KEPT_GATHERED = 4
-"""Parameters of stage 3 of which full copies are kept after user code touched them: it mostly touches the same ones
-next. The number is the same on all ranks, because gathering is collective."""
+_NUM_KEPT_COPIES = 4
+"""How many full copies of stage-3 parameters are kept after user code has accessed them, because it mostly accesses the
+same ones next. The number is the same on all ranks, because gathering is collective."""
 
 _NOT_DIFFERENTIABLE = {Tensor.detach, torch.detach, Tensor.detach_}
 
 WriteBack = Callable[[list[tuple[Parameter, Tensor]]], None]
-"""Copies this rank's shards of full values, each given with its parameter, to where they are kept."""
+"""A function that takes parameters with new full values, and copies this rank's shards to where they are stored."""
 
 
 @dataclass
 class _Copy:
-    """A full copy of a parameter of stage 3, to which user code may keep a reference."""
+    """A full copy of a parameter of stage 3. User code may keep a reference to it."""
 
     parameter: Any
     values: Tensor
@@ -44,16 +44,17 @@ class _Copy:
         """Whether user code has written to the copy since it was made or collected."""
         return version_of(self.values) != self.version
 
-    def follow(self, written: tuple[Any, Tensor] | None) -> None:
-        """Take over the values that were written to another copy of the parameter, if any were."""
+    def update(self, written: tuple[Any, Tensor] | None) -> None:
+        """Copy the values that were written to another copy of the parameter, if any; mark this copy as collected."""
         if written is not None and written[1].data_ptr() != self.values.data_ptr():
             self.values.copy_(written[1])
         self.version = version_of(self.values)
 
     @property
     def is_used_elsewhere(self) -> bool:
+        """Whether user code still has a reference to the tensor, or a view of it."""
         storage = use_count(self.values)
-        # Its own count, that of this class, that of the argument; the storage, and the object that asks for it.
+        # Without user code there are 2: this object and the argument of `getrefcount`; of the storage, see `use_count`.
         return bool(sys.getrefcount(self.values) > 2 or storage > 2)
 
 
@@ -61,29 +62,34 @@ class Writes:
     """Records what user code writes to the parameters of `module`, from construction to `end`.
 
     Args:
-        module: whose parameters are watched.
-        write_back: copies what was written to where DeepSpeed keeps the values.
+        module: the module whose parameters are watched.
+        write_back: copies written values to where DeepSpeed stores them.
         hides_gradients: whether reading `.grad` of a trained parameter is an error.
     """
 
     def __init__(self, module: Module, write_back: WriteBack, *, hides_gradients: bool) -> None:
         self.hides_gradients = hides_gradients
         self._write_back = write_back
-        named = [pair for pair in module.named_parameters() if type(pair[1]).__torch_function__ is _PLAIN]
+        named = [
+            pair for pair in module.named_parameters() if type(pair[1]).__torch_function__ is _PLAIN_TORCH_FUNCTION
+        ]
         self._names = {id(parameter): name for name, parameter in named}
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._versions = {id(parameter): version_of(parameter) for parameter in self._parameters}
         self._exposed: dict[int, Any] = {}
+        """Parameters whose `data` user code has read. Writes to it do not change the version of the parameter."""
         self._gathered: dict[int, _Copy] = {}
+        """Full copies that are kept for the next access, the last used one at the end."""
         self._aliased: list[_Copy] = []
+        """Other full copies to which user code may still write."""
         self._methods: list[tuple[Any, dict[str, Any]]] = []
         for parameter in self._parameters:
-            if is_of_stage3(parameter):
-                self._follow_engine(parameter)
+            if is_stage3_parameter(parameter):
+                self._wrap_engine_methods(parameter)
             watch(parameter, self)
 
     def end(self, *, collect: bool) -> None:
-        """Stop watching; with `collect`, collect what was written first."""
+        """Stop watching. With `collect`, write back recorded values first."""
         if collect:
             self.collect()
         for parameter in self._parameters:
@@ -92,23 +98,23 @@ class Writes:
             vars(parameter).update(methods)
         self._parameters, self._exposed, self._gathered, self._aliased = [], {}, {}, []
 
-    def name_of(self, parameter: Any) -> str:
+    def parameter_name(self, parameter: Any) -> str:
         """Return the name of `parameter` in the module."""
         return self._names[id(parameter)]
 
-    # Accesses of user code
+    # Accesses by user code
 
-    def data_of(self, parameter: Any) -> Tensor:
-        """Return the full values, which user code may write to. *Collective* if the parameter is partitioned."""
+    def full_data(self, parameter: Any) -> Tensor:
+        """Return the full values. User code may write to them. *Collective* if the parameter is partitioned."""
         if isinstance(parameter, Partitioned):
-            (values,) = self._values_of([parameter])
+            (values,) = self._full_values([parameter])
             self._drop_old_copies()
             return values
-        if not is_of_stage3(parameter):
+        if not is_stage3_parameter(parameter):
             self._exposed[id(parameter)] = parameter
             return plain_data(parameter)
         self._collect_if_written(self._aliased)
-        values = plain_data(parameter)  # DeepSpeed gives the parameter other memory at the next step
+        values = plain_data(parameter)  # DeepSpeed replaces this memory in the next step
         self._aliased.append(_Copy(parameter, values, version_of(values)))
         return values
 
@@ -121,23 +127,23 @@ class Writes:
         shape = full_shape(parameter)
         if tuple(values.shape) != shape or values.dtype != parameter.dtype:
             raise ConfigurationError(
-                f"{self.name_of(parameter)!r} has shape {shape} and dtype {parameter.dtype}, and was given values of "
-                f"shape {tuple(values.shape)} and dtype {values.dtype} in a hook or step. ZeRO shards what was there "
-                "when the run began: change shapes and dtypes before trainer.fit."
+                f"{self.parameter_name(parameter)!r} has shape {shape} and dtype {parameter.dtype}, and was given "
+                f"values of shape {tuple(values.shape)} and dtype {values.dtype} in a hook or step. ZeRO shards "
+                "parameters when the run begins: change shapes and dtypes before trainer.fit."
             )
         with torch.no_grad():
-            self.data_of(parameter).copy_(values)
+            self.full_data(parameter).copy_(values)
 
-    def copy_of(self, parameter: Any) -> Tensor:
+    def full_copy(self, parameter: Any) -> Tensor:
         """Return a copy of the full values.
 
         Raises:
             ConfigurationError: at stage 3, where a copy of a module would share DeepSpeed's hooks with the module.
         """
-        if is_of_stage3(parameter):
+        if is_stage3_parameter(parameter):
             raise ConfigurationError(
-                f"{self.name_of(parameter)!r} was copied, by copy.deepcopy or pickle, during a run under ZeRO stage 3, "
-                "which cannot copy modules. Copy them in __init__ or configure_model, or read parameters by "
+                f"{self.parameter_name(parameter)!r} was copied, by copy.deepcopy or pickle, during a run under ZeRO "
+                "stage 3, which cannot copy modules. Copy them in __init__ or configure_model, or read parameters with "
                 "self.trainer.strategy.full_parameter(parameter)."
             )
         return plain_data(parameter).clone()
@@ -147,8 +153,10 @@ class Writes:
         if self._is_differentiated(func, parameters):
             self._gather_for_backward(parameters)
             return func(*args, **kwargs)
-        values = {id(p): v for p, v in zip(parameters, self._values_of(parameters), strict=True)}
-        result = func(*replaced(args, lambda p: values[id(p)]), **replaced(kwargs, lambda p: values[id(p)]))
+        values = {id(p): v for p, v in zip(parameters, self._full_values(parameters), strict=True)}
+        result = func(
+            *replace_partitioned(args, lambda p: values[id(p)]), **replace_partitioned(kwargs, lambda p: values[id(p)])
+        )
         for parameter in parameters:
             if result is values[id(parameter)] and func not in _NOT_DIFFERENTIABLE:
                 result = parameter  # the operation was in place
@@ -171,7 +179,7 @@ class Writes:
 
     # Gathering
 
-    def _values_of(self, parameters: list[Any]) -> list[Tensor]:
+    def _full_values(self, parameters: list[Any]) -> list[Tensor]:
         self._collect_if_written(self._aliased)
         missing = [parameter for parameter in parameters if id(parameter) not in self._gathered]
         if missing:
@@ -179,25 +187,26 @@ class Writes:
             missing[0].all_gather(param_list=missing)
             for parameter in missing:
                 values = plain_data(parameter).detach()
-                if values.data_ptr() == parameter.ds_tensor.data_ptr():  # in a world of one
+                if values.data_ptr() == parameter.ds_tensor.data_ptr():  # with a single rank
                     values = values.clone()
                 self._gathered[id(parameter)] = _Copy(parameter, values, version_of(values))
             missing[0].partition(param_list=missing)
         for parameter in parameters:
-            self._gathered[id(parameter)] = self._gathered.pop(id(parameter))  # touched last
+            self._gathered[id(parameter)] = self._gathered.pop(id(parameter))  # now the last used
         return [self._gathered[id(parameter)].values for parameter in parameters]
 
     def _check_not_in_flight(self, parameters: list[Any]) -> None:
         for parameter in parameters:
             if parameter.ds_status.name == "INFLIGHT":
                 raise ConfigurationError(
-                    f"{self.name_of(parameter)!r} was used outside of its module while DeepSpeed is gathering it ahead "
-                    "of use. Use it inside its module or in a hook, or set ParalZeROStrategy(gather_bucket_numel=0)."
+                    f"{self.parameter_name(parameter)!r} was used outside of its module while DeepSpeed was gathering "
+                    "it in advance. Use it inside its module or in a hook, or set "
+                    "ParalZeROStrategy(gather_bucket_numel=0)."
                 )
 
     def _drop_old_copies(self) -> None:
-        """Collect from all copies except those touched last, and drop them."""
-        for key in list(self._gathered)[:-_KEPT_GATHERED]:
+        """Drop all copies except the last used ones, after collecting from them."""
+        for key in list(self._gathered)[:-_NUM_KEPT_COPIES]:
             self._drop(self._gathered.pop(key))
 
     def _drop(self, copy: _Copy) -> None:
@@ -208,7 +217,7 @@ class Writes:
     # Collecting
 
     def collect(self) -> None:
-        """Write back all that was written, at once: DeepSpeed updates parameters together. No collective."""
+        """Write back all recorded values at once, because DeepSpeed updates parameters together. No collective."""
         here = [p for p in self._parameters if not isinstance(p, Partitioned) and self._is_written(p)]
         copies = [copy for copy in (*self._aliased, *self._gathered.values()) if copy.is_written]
         written = {id(p): (p, plain_data(p)) for p in here} | {id(c.parameter): (c.parameter, c.values) for c in copies}
@@ -216,33 +225,33 @@ class Writes:
             with torch.no_grad():
                 self._write_back(list(written.values()))
                 for copy in (*self._aliased, *self._gathered.values()):
-                    copy.follow(written.get(id(copy.parameter)))
+                    copy.update(written.get(id(copy.parameter)))
         for parameter, _ in written.values():
             self._exposed.pop(id(parameter), None)
             self._versions[id(parameter)] = version_of(parameter)
         self._aliased = [copy for copy in self._aliased if copy.is_used_elsewhere]
 
     def collect_from_copies(self) -> None:
-        """Write back what was written to copies of partitioned parameters, if anything was."""
-        if any(is_of_stage3(parameter) for parameter in self._parameters[:1]):
+        """Write back recorded values at stage 3, where user code writes to copies of parameters."""
+        if any(is_stage3_parameter(parameter) for parameter in self._parameters[:1]):
             self.collect()
 
-    def write_back_by(self, write_back: WriteBack) -> None:
-        """Write back by `write_back` from now on."""
+    def set_write_back(self, write_back: WriteBack) -> None:
+        """Use `write_back` to write values back from now on."""
         self._write_back = write_back
 
-    def drop_outdated(self, concerns: Callable[[Any], bool]) -> None:
-        """Drop copies that a step has made outdated; `concerns` says whether its optimizer trains a parameter."""
+    def drop_outdated(self, covers: Callable[[Any], bool]) -> None:
+        """Drop copies that a step has made outdated. `covers` tells whether the optimizer trains a parameter."""
 
         def is_old(copy: _Copy) -> bool:
-            return copy.parameter.requires_grad and concerns(copy.parameter)
+            return copy.parameter.requires_grad and covers(copy.parameter)
 
         copies = [*self._aliased, *self._gathered.values()]
         self._gathered = {}
         self._aliased = [copy for copy in copies if not is_old(copy) and copy.is_used_elsewhere]
 
     def mark_unwritten(self) -> None:
-        """Treat the values that parameters have now as those that DeepSpeed keeps, as after loading a checkpoint."""
+        """Treat the current values of parameters as those that DeepSpeed stores, as after loading a checkpoint."""
         self._exposed = {}
         self._gathered, self._aliased = {}, []
         for parameter in self._parameters:
@@ -255,17 +264,17 @@ class Writes:
         if any(copy.is_written for copy in copies):
             self.collect()
 
-    # DeepSpeed gathers and partitions parameters itself, at stage 3
+    # At stage 3, DeepSpeed itself gathers and partitions parameters
 
-    def _follow_engine(self, parameter: Any) -> None:
+    def _wrap_engine_methods(self, parameter: Any) -> None:
         names = ("all_gather", "all_gather_coalesced", "partition")
         methods = {name: getattr(parameter, name) for name in names}
         self._methods.append((parameter, methods))
         for name in names[:2]:
-            setattr(parameter, name, self._after(self._before_gathering, parameter, methods[name]))
-        setattr(parameter, names[2], self._after(self._before_release, parameter, methods[names[2]]))
+            setattr(parameter, name, self._call_before(self._before_gathering, parameter, methods[name]))
+        setattr(parameter, names[2], self._call_before(self._before_partitioning, parameter, methods[names[2]]))
 
-    def _after(self, prepare: Callable[[list[Any]], None], parameter: Any, method: Callable[..., Any]) -> Any:
+    def _call_before(self, prepare: Callable[[list[Any]], None], parameter: Any, method: Callable[..., Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             parameters = kwargs.get("param_list") or kwargs.get("params") or (args[0] if args else None)
             prepare([parameter] if parameters is None else list(parameters))
@@ -280,11 +289,11 @@ class Writes:
                 self._drop(copy)
         self._collect_if_written(self._aliased)
 
-    def _before_release(self, parameters: list[Any]) -> None:
+    def _before_partitioning(self, parameters: list[Any]) -> None:
         self._collect_if_written(self._aliased)
         here = [p for p in parameters if id(p) in self._versions and not isinstance(p, Partitioned)]
         if any(self._is_written(parameter) for parameter in here):
             self.collect()
 
 
-_PLAIN: Any = Parameter.__torch_function__
+_PLAIN_TORCH_FUNCTION: Any = Parameter.__torch_function__

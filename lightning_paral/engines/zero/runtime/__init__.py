@@ -1,1 +1,1 @@
-"""DeepSpeed in this process: its release, configuration, process group, operators and files on NVMe."""
+"""DeepSpeed in this process: its version, configuration, process group, operators and files on NVMe."""

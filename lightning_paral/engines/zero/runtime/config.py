@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made of the strategy's arguments, the Trainer's, and what the user adds."""
+"""Build DeepSpeed's configuration from the arguments of the strategy, those of the Trainer, and the user's settings."""
 
 import json
 from collections.abc import Mapping
@@ -9,21 +9,27 @@ from lightning_paral.engines.zero.runtime.config_keys import check_keys
 from lightning_paral.errors import ConfigurationError
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-"""What `Trainer(precision=...)` may be under ZeRO."""
+"""The values of `Trainer(precision=...)` that ZeRO supports."""
 
 _OWNED = {
-    "train_batch_size": "the batch size of your dataloader decides",
-    "train_micro_batch_size_per_gpu": "the batch size of your dataloader decides",
+    "train_batch_size": "set the batch size of your dataloader",
+    "train_micro_batch_size_per_gpu": "set the batch size of your dataloader",
     "gradient_accumulation_steps": "use Trainer(accumulate_grad_batches=...)",
     "gradient_clipping": "use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
     "optimizer": "return the optimizer from configure_optimizers",
     "scheduler": "return the scheduler from configure_optimizers",
 }
+"""Maps each key that Lightning controls to what the user should do instead."""
 
-_PRECISION_OF = {"fp16": "16-true", "bf16": "bf16-true", "bfloat16": "bf16-true", "torch_autocast": "bf16-mixed"}
-"""By section of DeepSpeed's configuration: the Trainer's precision that has the same effect."""
+_EQUIVALENT_PRECISIONS = {
+    "fp16": "16-true",
+    "bf16": "bf16-true",
+    "bfloat16": "bf16-true",
+    "torch_autocast": "bf16-mixed",
+}
+"""Maps a section of DeepSpeed's configuration to the value of `Trainer(precision=...)` with the same effect."""
 
-# The user may change these.
+# The user's configuration may override these.
 _DEFAULTS: dict[str, Any] = {
     "steps_per_print": 2**62,
     "zero_allow_untested_optimizer": True,
@@ -32,10 +38,10 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return the user's DeepSpeed configuration, from a dict or a JSON file.
+    """Return the user's DeepSpeed configuration, from a dict or a JSON file, without keys that Lightning controls.
 
     Raises:
-        ConfigurationError: it is no such file, has unknown keys, or sets what belongs to Lightning.
+        ConfigurationError: the file does not exist or is not JSON, a key is unknown, or Lightning controls a setting.
     """
     if config is None:
         return {}
@@ -49,30 +55,33 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
             raise ConfigurationError(f"deepspeed_config={str(path)!r} is not JSON: {error}.") from error
     if not isinstance(config, Mapping):
         raise ConfigurationError(
-            f"deepspeed_config has to be a dict or a JSON file of one, not {type(config).__name__}."
+            f"deepspeed_config must be a dict, or a JSON file that contains one, not {type(config).__name__}."
         )
     check_keys(config)
     zero = config.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("compute_grad_norm", True) not in (True, "auto"):
         raise ConfigurationError(
-            "deepspeed_config sets zero_optimization.compute_grad_norm=False. The norm is needed for clipping, and to "
-            "find steps whose gradients are not finite. Take it out."
+            "deepspeed_config sets zero_optimization.compute_grad_norm=False. The norm is needed to clip gradients and "
+            "to detect gradients that are not finite. Remove the setting."
         )
     for key, remedy in _OWNED.items():
-        if config.get(key, "auto") != "auto":  # "auto" is how configurations written for others leave it open
+        if config.get(key, "auto") != "auto":  # Hugging Face's Trainer and Accelerate fill in "auto"
             raise ConfigurationError(
-                f"deepspeed_config sets {key}={config[key]!r}, which belongs to Lightning: {remedy}, and take it out."
+                f"deepspeed_config sets {key}={config[key]!r}, which Lightning controls: {remedy}, and remove {key}."
             )
     return {key: value for key, value in config.items() if key not in _OWNED}
 
 
 def precision_section(precision: str) -> dict[str, Any]:
-    """Return the sections of a precision: autocast over fp32 weights, or low-precision weights with fp32 masters."""
+    """Return the sections of DeepSpeed's configuration for `Trainer(precision=...)`.
+
+    Precisions that end in "-mixed" are autocast over fp32 weights; "bf16-true" and "16-true" are low-precision weights
+    with fp32 master weights.
+    """
     if precision.endswith("-mixed"):
         dtype = "float16" if precision.startswith("16") else "bfloat16"
-        # No "safe" modules: gradients are averaged and parameters gathered in fp32, as under DDP. DeepSpeed would do
-        # both in `dtype` for the parameters of linear layers, tied ones included, wherever they are used. It has one
-        # dtype for both, and gradients of gathered copies would be added up in it as well: other numbers than DDP's.
+        # By default DeepSpeed gathers the parameters of linear layers, and averages and accumulates their gradients, in
+        # `dtype`, even where a tied parameter is used elsewhere. Without "safe" modules it does so in fp32, as DDP.
         return {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}}
     if precision == "bf16-true":
         return {"bf16": {"enabled": True}}
@@ -82,41 +91,41 @@ def precision_section(precision: str) -> dict[str, Any]:
 
 
 def check_users_precision(precision: str, users: Mapping[str, Any]) -> None:
-    """Raise a `ConfigurationError` if the user's DeepSpeed configuration asks for another precision than the Trainer.
+    """Raise a `ConfigurationError` if the user's DeepSpeed configuration contradicts the precision of the Trainer.
 
     Args:
-        precision: what `Trainer(precision=...)` says.
+        precision: the value of `Trainer(precision=...)`.
         users: the user's DeepSpeed configuration.
     """
     ours = precision_section(precision)
-    for section, wanted in _PRECISION_OF.items():
+    for section, wanted in _EQUIVALENT_PRECISIONS.items():
         value = users.get(section)
         enabled = value.get("enabled") if isinstance(value, Mapping) else None
         given = ours.get("bf16" if section == "bfloat16" else section, {}).get("enabled", False)
         if enabled not in (None, "auto", given):
-            remedy = f"Set Trainer(precision={wanted!r}) for it" if enabled else "Leave the precision to the Trainer"
+            remedy = f"Set Trainer(precision={wanted!r}) instead" if enabled else "Let the Trainer set the precision"
             raise ConfigurationError(
-                f"deepspeed_config has {section}.enabled={enabled!r}, but Trainer(precision={precision!r}) says "
-                f"otherwise. {remedy}, and take {section!r} out of deepspeed_config."
+                f"deepspeed_config sets {section}.enabled={enabled!r}, which contradicts "
+                f"Trainer(precision={precision!r}). {remedy}, and remove {section!r} from deepspeed_config."
             )
 
 
-def fill_in(
+def add_device_defaults(
     section: dict[str, Any], stage: int, num_elements: int, *, device_type: str, num_ranks: int
 ) -> dict[str, Any]:
-    """Return `section` with defaults for this kind of device.
+    """Return `section` with defaults for the device type added. Values already in `section` take precedence.
 
-    On CUDA these are bucket sizes bounded by the size of the model, and at stages 1 and 2 overlap, as in Lightning;
-    everything else is left to DeepSpeed. The other settings made here are for gloo.
+    Bucket sizes are bounded by the size of the model. On CUDA, stages 1 and 2 overlap gradient reduction with the
+    backward pass, as Lightning's `DeepSpeedStrategy` does. On CPU, the other defaults are for gloo.
 
     Args:
-        section: DeepSpeed's section `zero_optimization`, as set by the user and the strategy.
-        stage: ZeRO stage.
-        num_elements: number of elements of all trained parameters.
+        section: the section `zero_optimization` of DeepSpeed's configuration, as set by the user and the strategy.
+        stage: the ZeRO stage, 1 to 3.
+        num_elements: the number of elements of all trained parameters.
         device_type: `"cuda"` or `"cpu"`.
-        num_ranks: number of ranks.
+        num_ranks: the number of ranks.
     """
-    # Messages of 200 MB cost no more per byte than DeepSpeed's 2 GB, whose buffers even small models would allocate.
+    # Messages of 200 MB are as fast per byte as DeepSpeed's default of 2 GB, which even small models would allocate.
     bucket = max(2, min(50_000_000, num_elements + num_elements % 2))
     sizes: dict[str, Any] = {"reduce_bucket_size": bucket}
     if stage < 3:
@@ -127,18 +136,25 @@ def fill_in(
         if stage < 3 and num_ranks > 1:  # one rank has no traffic to hide; stage 3 overlaps by default
             sizes["overlap_comm"] = True
     elif stage < 3:
-        # Each gradient goes to the rank that needs it: the paper's 2(N-1)/N. DeepSpeed would all-reduce them: 3(N-1)/N,
-        # which is faster on NCCL: one message per bucket, in place of one per rank.
+        # Reduce each gradient to the one rank that updates it. With the all-gather of parameters, a rank sends
+        # 2(N-1)/N of the model per step, as in the ZeRO paper. DeepSpeed's default, an all-reduce, sends 3(N-1)/N. It
+        # is faster on NCCL, because it needs one message per bucket instead of one per rank.
         sizes["use_multi_rank_bucket_allreduce"] = False
     else:
-        # A parameter is released after forward, and gathered again for backward: the paper's 3(N-1)/N. CPU has no
-        # second stream to prefetch on, and prefetching sent a sixth more (DeepSpeed 0.19.8).
+        # Free each parameter after the forward pass, and gather it again for the backward pass: a rank sends 3(N-1)/N
+        # of the model per step, as in the paper. Prefetching sends a sixth more (measured with DeepSpeed 0.19.8), and
+        # hides nothing, because CPU has no second stream.
         sizes |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     return sizes | section
 
 
 def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return both configurations as one. What the user leaves open by `"auto"` is ours or DeepSpeed's default.
+    """Return both configurations as one. Where the user's value is `"auto"`, ours or DeepSpeed's default is used.
+
+    Args:
+        ours: the configuration made from the arguments of the strategy and the Trainer.
+        users: the user's DeepSpeed configuration.
+        path: the dotted name of the section that is merged, for messages.
 
     Raises:
         ConfigurationError: both set the same key to different values.
@@ -153,7 +169,7 @@ def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> 
         elif key in merged and merged[key] != value and key != "lower_precision_safe_modules":
             raise ConfigurationError(
                 f"deepspeed_config sets {name}={value!r}, but the strategy's arguments and the Trainer say "
-                f"{merged[key]!r}. Make them agree, or take it out of deepspeed_config."
+                f"{merged[key]!r}. Make them agree, or remove {name} from deepspeed_config."
             )
         else:
             merged[key] = value
@@ -161,10 +177,10 @@ def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> 
 
 
 def complete(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration that DeepSpeed gets."""
+    """Return the full configuration for DeepSpeed: both configurations merged, and the keys that it requires."""
     config = _DEFAULTS | merge(ours, users)
     if "steps_per_print" not in users:
-        # It would wait for the device twice in every step, to measure what is not reported.
+        # This timer would synchronize with the device twice per step to measure a throughput that nobody prints.
         config.setdefault("timers", {"throughput": {"enabled": False}})
-    # Lightning clips, accumulates and draws batches; DeepSpeed wants a number for each.
+    # Lightning batches, accumulates and clips, so these values, which DeepSpeed requires, have no effect.
     return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}

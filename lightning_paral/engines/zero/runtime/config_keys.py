@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's configuration, read from its source: importing DeepSpeed would settle its accelerator."""
+"""Check the keys of a DeepSpeed configuration against DeepSpeed's source: importing it would fix its accelerator."""
 
 import ast
 import importlib.util
@@ -24,40 +24,40 @@ _MODELS = {
     "csv_monitor": "CSVConfig",
     "comet": "CometConfig",
 }
-"""Sections that a pydantic model describes."""
+"""Maps each section that a pydantic model describes to the name of that model."""
 _FLAT = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
-"""Sections whose keys all occur in the source as strings. In other sections users may choose keys."""
+"""Sections whose keys all occur as strings in the source. Other sections may have keys that the user chooses."""
 _SOURCES = ("config.py", "constants.py", "precision_config.py", "*_config.py", "torch_autocast.py")
 _WORD = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownNames:
     words: frozenset[str]
-    """Every name that occurs in the source as a string or as a field."""
+    """All names that occur in the source as a string or as a field."""
     removed: frozenset[str]
-    """Names that DeepSpeed has removed, and rejects now."""
+    """Names that earlier versions of DeepSpeed knew, and that the installed one rejects."""
     models: Mapping[str, Mapping[str, str | None]]
-    """Of each model: its fields and their aliases, with the model of a field that is a section of its own."""
+    """The fields of each model and their aliases. A field that is a section maps to its own model, others to `None`."""
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise a `ConfigurationError` for a name that DeepSpeed does not know, with the nearest that it does.
+    """Raise a `ConfigurationError` for a key that DeepSpeed does not know. The message suggests the nearest known keys.
 
-    DeepSpeed ignores an unknown name at the top, and fails at one in a section, in every rank.
+    DeepSpeed itself ignores an unknown key at the top level, and raises on every rank for one in a section.
     """
-    known = _known()
+    known = _read_known_names()
     if known is None:
         return
     in_zero = known.models["DeepSpeedZeroConfig"]
     for key, value in config.items():
-        if not isinstance(key, str) or key.startswith("_"):  # a comment, as JSON has none
+        if not isinstance(key, str) or key.startswith("_"):  # used for comments, which JSON lacks
             continue
         if key in known.removed:
-            raise ConfigurationError(f"deepspeed_config has {key!r}, which DeepSpeed no longer has. Take it out.")
+            raise ConfigurationError(f"deepspeed_config has {key!r}, which DeepSpeed no longer supports. Remove it.")
         if key in in_zero and key not in _MODELS and key not in _TOP_AND_ZERO:
             raise ConfigurationError(
-                f"deepspeed_config has {key!r} at the top, where DeepSpeed ignores it. It belongs in the section "
+                f"deepspeed_config has {key!r} at the top level, where DeepSpeed ignores it. Move it to the section "
                 f"zero_optimization: {{'zero_optimization': {{{key!r}: {value!r}}}}}."
             )
         if key not in known.words:
@@ -71,19 +71,22 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 _TOP_AND_ZERO = ("elastic_checkpoint", "memory_efficient_linear")
+"""Keys that DeepSpeed reads at the top level as well as in the section zero_optimization."""
 
 
-def _check_section(section: object, path: str, model: str, known: _Known) -> None:
+def _check_section(section: object, path: str, model: str, known: _KnownNames) -> None:
     fields = known.models.get(model)
     if fields is None or section is None or section == "auto":
         return
     if not isinstance(section, Mapping):
         raise ConfigurationError(
-            f"deepspeed_config has {path}={section!r}, and {path} is a section: give a dict of its options."
+            f"deepspeed_config has {path}={section!r}, but {path} is a section: give a dict of its options."
         )
     for name, value in section.items():
         if name in known.removed:
-            raise ConfigurationError(f"deepspeed_config has {path}.{name}, which DeepSpeed no longer has. Take it out.")
+            raise ConfigurationError(
+                f"deepspeed_config has {path}.{name}, which DeepSpeed no longer supports. Remove it."
+            )
         if name not in fields:
             raise ConfigurationError(_explain(name, path, fields))
         inner = fields[name]
@@ -96,17 +99,17 @@ def _explain(name: str, section: str, known: Collection[str]) -> str:
     near = nearest_names(str(name), known, 2, 0.75)
     if not near and not section:
         near = [word for word in (*_MODELS, *_FLAT) if word.startswith(f"{name}_")]
-    hint = did_you_mean(near, quoted=True) if near else "Take it out, or see DeepSpeed's documentation."
+    hint = did_you_mean(near, quoted=True) if near else "Remove it, or see DeepSpeed's documentation."
     return f"deepspeed_config has {name!r}{place}, which DeepSpeed does not know. {hint}"
 
 
 @cache
-def _known() -> _Known | None:
-    """Return what the installed DeepSpeed knows, `None` where its source does not look as expected."""
+def _read_known_names() -> _KnownNames | None:
+    """Return the names that the installed DeepSpeed knows; `None` if its source does not have the expected form."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return None
-    trees = list(_parsed(Path(spec.submodule_search_locations[0])))
+    trees = list(_parse_sources(Path(spec.submodule_search_locations[0])))
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     models = {name: _fields(node, classes) for name, node in classes.items()}
     removed = {word for tree in trees for word in removed_options(tree)}
@@ -119,10 +122,10 @@ def _known() -> _Known | None:
     words |= {name for fields in models.values() for name in fields}
     if not {"train_batch_size", "zero_optimization"} <= words or "stage" not in models.get("DeepSpeedZeroConfig", {}):
         return None
-    return _Known(frozenset(words - removed), frozenset(removed), models)
+    return _KnownNames(frozenset(words - removed), frozenset(removed), models)
 
 
-def _parsed(root: Path) -> Iterator[ast.Module]:
+def _parse_sources(root: Path) -> Iterator[ast.Module]:
     for folder in (root / "runtime", *sorted(root.glob("*")), *sorted(root.glob("runtime/*"))):
         if folder.name in ("inference", "launcher", "ops"):
             continue
@@ -131,6 +134,7 @@ def _parsed(root: Path) -> Iterator[ast.Module]:
 
 
 def _fields(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> dict[str, str | None]:
+    """Return the fields of a pydantic model and their aliases, each with its own model if it is a section."""
     fields: dict[str, str | None] = {}
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):

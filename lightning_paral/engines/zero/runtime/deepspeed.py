@@ -1,4 +1,4 @@
-"""DeepSpeed in this process: its release, accelerator, process group, environment variables and log level."""
+"""DeepSpeed in this process: its version, accelerator, process group, environment variables and log level."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from lightning_paral.compat.deepspeed.backend import current_backend, make_backe
 from lightning_paral.compat.deepspeed.counters import read_counters, set_counters
 from lightning_paral.compat.deepspeed.forward_stack import forget_forwards
 from lightning_paral.compat.deepspeed.linear import restore_linear
-from lightning_paral.compat.deepspeed.operators import check_shared_memory_left_out, leave_out_shared_memory
+from lightning_paral.compat.deepspeed.operators import check_shared_memory_disabled, disable_shared_memory
 from lightning_paral.compat.deepspeed.process_groups import release_groups
 from lightning_paral.compat.deepspeed.remains import forget_autocast, forget_contexts, forget_modules
 from lightning_paral.errors import ConfigurationError
@@ -28,7 +28,7 @@ _RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RA
 
 
 def check_installed() -> None:
-    """Raise a `ConfigurationError` if DeepSpeed is missing or too old. Does not import it."""
+    """Raise a `ConfigurationError` if DeepSpeed is not installed or too old. Does not import it."""
     try:
         installed = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
@@ -44,40 +44,40 @@ def check_installed() -> None:
 
 
 def choose_accelerator(device: torch.device) -> None:
-    """Import DeepSpeed for the Trainer's kind of device, whatever else this machine has.
+    """Import DeepSpeed for the type of `device`, even if the node has accelerators of another type.
 
     Raises:
-        ConfigurationError: DeepSpeed was imported before and has settled on another kind.
+        ConfigurationError: DeepSpeed was imported before, and uses another device type.
     """
     check_accelerator(device)
-    with variables_as_before(["DS_ACCELERATOR"]):
-        os.environ["DS_ACCELERATOR"] = _kind(device)  # read once
+    with restore_variables(["DS_ACCELERATOR"]):
+        os.environ["DS_ACCELERATOR"] = _accelerator_name(device)  # DeepSpeed reads it once
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator()
 
 
-def _kind(device: torch.device) -> str:
+def _accelerator_name(device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
 def check_accelerator(device: torch.device) -> None:
-    """Check that DeepSpeed can use the Trainer's kind of device. Does not import it.
+    """Check that DeepSpeed can use the type of `device`. Does not import DeepSpeed.
 
     Raises:
-        ConfigurationError: DeepSpeed was imported before and has settled on another kind.
+        ConfigurationError: DeepSpeed was imported before, and uses another device type.
     """
-    wanted = _kind(device)
-    settled = _settled_accelerator()
-    if settled is not None and settled != wanted:
+    wanted = _accelerator_name(device)
+    current = _current_accelerator()
+    if current is not None and current != wanted:
         raise ConfigurationError(
-            f"The Trainer's device is {str(device)!r}, but DeepSpeed was imported before and has settled on "
-            f"{settled!r}, for the whole process. Make the Trainer before anything imports deepspeed, or set "
+            f"The Trainer's device is {str(device)!r}, but DeepSpeed was imported before and uses {current!r} for the "
+            "rest of the process. Create the Trainer before anything imports deepspeed, or set "
             f"DS_ACCELERATOR={wanted} in the environment."
         )
 
 
-def _settled_accelerator() -> str | None:
+def _current_accelerator() -> str | None:
     if "deepspeed" not in sys.modules:
         return None
     from deepspeed.accelerator import get_accelerator
@@ -87,7 +87,7 @@ def _settled_accelerator() -> str | None:
 
 @contextmanager
 def quiet_deepspeed(level: int) -> Iterator[None]:
-    """Set DeepSpeed's log level around an import of it, which resets the level."""
+    """Set DeepSpeed's log level on entry and again on exit, because importing DeepSpeed resets it."""
     logger = logging.getLogger(_LOGGER)
     logger.setLevel(level)
     yield
@@ -95,24 +95,24 @@ def quiet_deepspeed(level: int) -> Iterator[None]:
 
 
 @contextmanager
-def deepspeed_joined(
+def deepspeed_process_group(
     environment: ClusterEnvironment, ranks: tuple[int, int, int], level: int, device: torch.device
 ) -> Iterator[None]:
     """Let DeepSpeed use the default process group inside this context. *Collective* over the group.
 
-    The environment variables of launched ranks are set for DeepSpeed, and restored after it: Lightning would take a
-    LOCAL_RANK in the environment for a launcher's, and start no processes for the next Trainer.
+    DeepSpeed reads the environment variables that a launcher sets, so they are set on entry. They are restored on exit:
+    if Lightning finds LOCAL_RANK, it assumes a launcher and starts no processes for the next Trainer.
 
     Args:
-        environment: knows the address of the main process.
-        ranks: rank, world size and local rank.
-        level: DeepSpeed's messages below this level of `logging` are dropped.
-        device: of this rank.
+        environment: the cluster environment, which knows the address and port of the main process.
+        ranks: the global rank, the world size and the local rank of this process.
+        level: the level of `logging` below which DeepSpeed's messages are dropped.
+        device: the device of this rank.
 
     Raises:
-        ConfigurationError: DeepSpeed was imported before, and has settled on another kind of device.
+        ConfigurationError: DeepSpeed was imported before, and uses another device type.
     """
-    with variables_as_before(_RANK_VARIABLES):
+    with restore_variables(_RANK_VARIABLES):
         values = (environment.main_address, environment.main_port, *ranks)
         os.environ.update(zip(_RANK_VARIABLES, map(str, values), strict=True))
         join_deepspeed(level, device)
@@ -123,14 +123,20 @@ def deepspeed_joined(
 
 
 def join_deepspeed(level: int, device: torch.device) -> None:
-    """Let DeepSpeed use the default process group, for `device`. *Collective* over the group."""
+    """Let DeepSpeed use the default process group and `device`. *Collective* over the group.
+
+    Messages of DeepSpeed below `level`, a level of `logging`, are dropped.
+
+    Raises:
+        ConfigurationError: DeepSpeed was imported before, and uses another device type.
+    """
     with quiet_deepspeed(level):
         choose_accelerator(device)
         import deepspeed
         from deepspeed.ops import op_builder  # noqa: F401
 
         check_names("deepspeed")
-    leave_out_shared_memory()
+    disable_shared_memory()
     leave_deepspeed()
     if dist.get_backend() == "gloo":
         from lightning_paral.engines.zero.runtime.gloo import GlooBackend
@@ -138,15 +144,15 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         use_backend(make_backend(GlooBackend, "gloo"))
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
-    check_shared_memory_left_out(current_backend())
+    check_shared_memory_disabled(current_backend())
     check_instance("deepspeed", current_backend())
     use_new_names(current_backend())
     _agree_on_counters()
 
 
 def _agree_on_counters() -> None:
-    # Stage 3 numbers modules and parameters by counters of the process, and compares the numbers between ranks. Ranks
-    # that were part of other runs, of a smaller world or failed, would disagree.
+    # Stage 3 numbers modules and parameters with counters of the process, and compares the numbers between ranks. The
+    # counters differ if the ranks took part in different runs before: in runs with fewer ranks, or in failed ones.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     counters = torch.tensor(read_counters(), device=device)
     dist.all_reduce(counters, op=dist.ReduceOp.MAX)
@@ -154,7 +160,7 @@ def _agree_on_counters() -> None:
 
 
 def leave_deepspeed() -> None:
-    """Reset DeepSpeed's global variables of a run: process groups, modules, contexts that a failure left open."""
+    """Reset the global variables of DeepSpeed: process groups, modules, and contexts that a failure left open."""
     if "deepspeed" not in sys.modules:
         return
     if hasattr(current_backend(), "abandon"):
@@ -169,8 +175,8 @@ def leave_deepspeed() -> None:
 
 
 @contextmanager
-def variables_as_before(names: Iterable[str]) -> Iterator[None]:
-    """Restore the environment variables `names` when the context ends."""
+def restore_variables(names: Iterable[str]) -> Iterator[None]:
+    """Restore the environment variables `names` on exit."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

@@ -1,7 +1,7 @@
-"""Run ninja, and end it with the process that compiles: `ninja.py PROCESS NINJA ARGUMENT...`.
+"""Run ninja, and terminate it when the process that compiles ends: `ninja.py PARENT_PID NINJA ARGUMENT...`.
 
-A process that is killed cannot end what it started: ninja would go on, and its compilers, for minutes. This file is run
-by its path, in a bare interpreter: it imports nothing of this package.
+A killed process cannot terminate its children: ninja and its compilers would run on for minutes. This file is executed
+by its path in a bare interpreter, so it must not import anything from this package.
 """
 
 import ctypes
@@ -17,11 +17,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run(parent: int, command: list[str]) -> int:
-    """Run `command`, and end it when this process is told to end or `parent` has ended; return its exit code."""
+    """Run `command` and return its exit code. Terminate it when this process is signaled to end, or `parent` ends.
+
+    Args:
+        parent: the process ID of the process that compiles.
+        command: the path of ninja and its arguments.
+    """
     ninja = subprocess.Popen(command, preexec_fn=_end_with_parent)
 
     def end(*_: Any) -> None:
-        ninja.terminate()  # it ends its compilers, which are in process groups of their own
+        ninja.terminate()  # ninja terminates its compilers, each in its own process group
 
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, end)
@@ -37,7 +42,7 @@ def run(parent: int, command: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    # Where this process is killed, too. Other systems than Linux have no such thing.
+    # Only Linux can terminate ninja when this process is killed.
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

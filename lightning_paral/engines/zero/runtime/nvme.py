@@ -1,4 +1,4 @@
-"""Offload to the host and to NVMe: checks before a run, and the files of a run."""
+"""Offload to host memory and to NVMe: checks before a run, and the files of a run."""
 
 import atexit
 import mmap
@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.nn import Module
 
 from lightning_paral.engines.zero.options import ZeROOptions
-from lightning_paral.engines.zero.parameters.partition import lies_in
+from lightning_paral.engines.zero.parameters.partition import is_stored_in
 from lightning_paral.engines.zero.runtime.operators import check_compiler, load_operator
 from lightning_paral.errors import ConfigurationError
 
@@ -35,9 +35,9 @@ def check_folder(path: str | Path) -> None:
         _write_directly(probe)
     except OSError as error:
         raise ConfigurationError(
-            f"Offload('nvme', path={str(path)!r}): its file system does not do direct I/O ({error.strerror}), which "
-            "DeepSpeed's asynchronous reads and writes are. Choose a folder on a local disk (ext4, xfs), not on tmpfs "
-            "or a network share."
+            f"Offload('nvme', path={str(path)!r}): its file system does not support direct I/O ({error.strerror}), "
+            "which DeepSpeed uses to read and write. Choose a folder on a local disk (ext4, xfs), not on tmpfs or a "
+            "network share."
         ) from error
     finally:
         os.unlink(probe)
@@ -46,7 +46,7 @@ def check_folder(path: str | Path) -> None:
 def _write_directly(path: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
     try:
-        with mmap.mmap(-1, _BLOCK_BYTES) as block:  # direct I/O wants memory aligned to a page
+        with mmap.mmap(-1, _BLOCK_BYTES) as block:  # direct I/O needs page-aligned memory
             os.write(descriptor, block)
     finally:
         os.close(descriptor)
@@ -57,13 +57,14 @@ def check_free_space(path: str | Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
         raise ConfigurationError(
-            f"Offload('nvme', path={str(path)!r}): the ranks of this host will write about {needed_bytes / 1e9:.2f} GB "
-            f"there, and {free_bytes / 1e9:.2f} GB are free. Make room, choose another disk, or use more hosts."
+            f"Offload('nvme', path={str(path)!r}): the ranks of this node will write about {needed_bytes / 1e9:.2f} GB "
+            f"there, but only {free_bytes / 1e9:.2f} GB are free. Free some space, choose another disk, or use more "
+            "nodes."
         )
 
 
 def check_offload(options: ZeROOptions) -> None:
-    """Raise a `ConfigurationError` if this host lacks a compiler, a library or a folder that `options` ask for."""
+    """Raise a `ConfigurationError` if this node lacks a compiler, a library or a folder that `options` need."""
     if options.offload_optimizer is not None:
         check_compiler("offload_optimizer", needs_aio=False)
     for option, offload in options.on_nvme.items():
@@ -78,39 +79,40 @@ def load_async_io(options: ZeROOptions) -> None:
     Call this after all checks: compiling it may take minutes.
 
     Raises:
-        ConfigurationError: it does not compile.
+        ConfigurationError: the operator does not compile.
     """
     for option in options.on_nvme:
         load_operator("async_io", option)
 
 
 def check_space(options: ZeROOptions, num_elements: int) -> None:
-    """Raise a `ConfigurationError` if the ranks of this host will write more than the disk has free.
+    """Raise a `ConfigurationError` if the ranks of this node will write more than the disk has free.
 
     Args:
-        options: what is offloaded.
-        num_elements: trained elements whose shards the ranks of this host keep.
+        options: the options of the strategy.
+        num_elements: the number of trained elements in the shards of all ranks of this node.
     """
     for option, offload in options.on_nvme.items():
-        # fp32 parameters, gradients and two moments; parameters as they are computed with.
         assert offload.path is not None
-        check_free_space(offload.path, num_elements * (16 if option == "offload_optimizer" else 4))
+        # For the optimizer: parameters, gradients and two moments, all fp32. For parameters: one copy, at most fp32.
+        bytes_per_element = 16 if option == "offload_optimizer" else 4
+        check_free_space(offload.path, num_elements * bytes_per_element)
 
 
 class RunFolders:
-    """The subfolders on NVMe of one run at a time, which are removed with it."""
+    """Creates the subfolders of a run on NVMe, and removes them after it."""
 
     def __init__(self) -> None:
         self._paths: list[Path] = []
         self._rank = 0
 
     def make(self, options: ZeROOptions, run: str, rank: int) -> dict[str, Path]:
-        """Create a subfolder for each offload to NVMe; return it by DeepSpeed's name of the offload.
+        """Create a subfolder for each offload to NVMe, and return the folders by DeepSpeed's name of the offload.
 
         Args:
-            options: of the strategy.
+            options: the options of the strategy.
             run: a unique name of the run, the same on all ranks.
-            rank: of this process in the world.
+            rank: the global rank of this process.
         """
         self._rank = rank
         folders = {}
@@ -124,13 +126,13 @@ class RunFolders:
         return folders
 
     def leave(self, module: Module | None) -> None:
-        """Remove this rank's files, except for parameters of `module` that are stored nowhere else.
+        """Remove this rank's files, except parameters of `module` that are stored nowhere else.
 
-        These are removed when `module` is freed. Files of other ranks stay, because they may still be in use; those of
-        a killed rank are removed when another rank of its node exits.
+        Those files are removed when `module` is garbage-collected. Files of other ranks are kept, because they may
+        still be in use. Files of a killed rank are removed when another rank of its node exits.
         """
         for folder in self._paths:
-            if module is not None and any(lies_in(folder, parameter) for parameter in module.parameters()):
+            if module is not None and any(is_stored_in(folder, parameter) for parameter in module.parameters()):
                 _remove_rank(folder / "zero_stage_3" / "optimizer", self._rank)
                 weakref.finalize(module, _remove_rank, folder, self._rank)
             else:
@@ -143,10 +145,10 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_rank(folder: Path, rank: int) -> None:
-    """Remove what DeepSpeed wrote below `folder` on `rank`, and the folders that this leaves empty."""
+    """Remove the files that `rank` wrote below `folder`, and the folders that are empty afterwards."""
     for inner in (Path(name) for name, _, _ in os.walk(folder, topdown=False)):
         if inner.name == f"rank{rank}":
             _remove(inner)
-        elif not inner.name.startswith("rank"):  # an empty folder of another rank may be written to later
-            with suppress(OSError):  # other ranks' folders are in it
+        elif not inner.name.startswith("rank"):  # another rank may still use an empty folder
+            with suppress(OSError):  # it contains folders of other ranks
                 inner.rmdir()

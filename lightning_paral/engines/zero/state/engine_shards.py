@@ -15,7 +15,7 @@ from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hy
 from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
 from lightning_paral.compat.deepspeed.overlap import overlaps
 from lightning_paral.engines.zero.parameters.partition import write_gathered
-from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, partitions_of
+from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, make_partitions
 from lightning_paral.engines.zero.training.usage import Usage
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
 from lightning_paral.errors import CheckpointError
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 
 _Writes = dict[Partition, list[tuple[FlatRange, Tensor]]]
-"""By partition: where in it a parameter lies, and new values of it."""
+"""Maps a partition to flat ranges in it, each with new values."""
 
 
 class EngineShards:
-    """This rank's shards of what one engine trains: flat ranges of fp32 weights, and of the optimizer's state.
+    """This rank's shards of what one engine trains: flat ranges of fp32 weights and of the optimizer's state.
+
+    Except for `has`, methods accept only parameters that the engine trains.
 
     Args:
-        engine: the engine, which is not asked for parameters that it does not train.
-        module: whose parameters they are.
-        users: the optimizer that the user's code knows.
+        engine: the DeepSpeed engine.
+        module: the module that contains the parameters.
+        users: the user's optimizer.
     """
 
     def __init__(self, engine: "DeepSpeedEngine", module: Module, users: UsersOptimizer) -> None:
@@ -43,14 +45,14 @@ class EngineShards:
         self.users = users
         self._parameters = dict(module.named_parameters())
         self._swapper = SubgroupSwapper(engine.optimizer)
-        self._partitions = partitions_of(engine.optimizer, self._stage, self._swapper)
-        self._partition_of = {id_: partition for partition in self._partitions for id_ in partition.ranges}
+        self._partitions = make_partitions(engine.optimizer, self._stage, self._swapper)
+        self._partition_by_id = {id_: partition for partition in self._partitions for id_ in partition.ranges}
         self._usage: Usage | None = None
         self._stored: _Writes = {}
 
     def has(self, parameter: Parameter) -> bool:
-        """Whether the optimizer trains `parameter`, or did when the run began."""
-        return id(parameter) in self._partition_of
+        """Return whether the optimizer trains `parameter`, or did so when the run began."""
+        return id(parameter) in self._partition_by_id
 
     # Weights
 
@@ -61,31 +63,32 @@ class EngineShards:
         return self._flat_shard(parameter, torch.float32, None)
 
     def has_master(self, parameter: Parameter) -> bool:
-        """Whether `parameter` has an fp32 master copy other than the weight that every rank computes with."""
+        """Return whether `parameter` has an fp32 master copy apart from the weight that forward passes use."""
         return self._stage == 3 or parameter.dtype != torch.float32
 
-    def flat_range_of(self, parameter: Parameter) -> tuple[int, int]:
+    def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
         """Return start and length of the range of flattened `parameter` that this rank updates."""
-        flat_range = self._partition_of[id(parameter)].ranges[id(parameter)]
+        flat_range = self._partition_by_id[id(parameter)].ranges[id(parameter)]
         return flat_range.start, flat_range.numel
 
     def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Take `stored` for the fp32 weight of `parameter`; `write_masters` reads this rank's shard of it.
+        """Set `stored` as the new fp32 weight of `parameter`. `write_masters` reads this rank's shard of it.
 
         Returns:
-            bool: whether that is all. At stages 1 and 2 the weight that is computed with is left to the caller.
+            bool: whether nothing else must be set: `False` at stages 1 and 2, where the caller sets the full weight
+                that forward passes use.
         """
-        partition = self._partition_of[id(parameter)]
+        partition = self._partition_by_id[id(parameter)]
         self._stored.setdefault(partition, []).append((partition.ranges[id(parameter)], stored))
         if self._stage == 3:
             write_gathered(parameter, stored)
         return self._stage == 3
 
     def write_masters(self) -> None:
-        """Read the tensors of all calls of `write_shard`, partition by partition: each may be on NVMe."""
+        """Read the tensors given to `write_shard`, partition by partition, because each may be on NVMe."""
         stored, self._stored = self._stored, {}
         for partition, tensors in stored.items():
-            with partition.opened(write=True) as (flat, _):
+            with partition.in_memory(write=True) as (flat, _):
                 for flat_range, values in tensors:
                     read_flat_range(values, flat_range.start, flat.data[flat_range.slice])
                 partition.publish()
@@ -93,11 +96,11 @@ class EngineShards:
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
         """Copy this rank's shards of full values, which every rank has, into the fp32 weights.
 
-        A master copy changes only where the value is not its own, rounded to the dtype of the parameter.
+        An element of a master copy changes only if the new value differs from it in the dtype of the parameter.
         """
         by_partition: _Writes = {}
         for parameter, values in written:
-            partition = self._partition_of[id(parameter)]
+            partition = self._partition_by_id[id(parameter)]
             flat_range = partition.ranges[id(parameter)]
             shard = values.reshape(-1)[flat_range.start : flat_range.start + flat_range.numel]
             by_partition.setdefault(partition, []).append((flat_range, shard))
@@ -106,16 +109,16 @@ class EngineShards:
         self._write(by_partition)
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new values of this rank's flat ranges, 1-dimensional, into the fp32 weights, as above."""
+        """Copy new values of this rank's flat ranges, each 1-dimensional, into the fp32 weights."""
         by_partition: _Writes = {}
         for parameter, values in ranges:
-            partition = self._partition_of[id(parameter)]
+            partition = self._partition_by_id[id(parameter)]
             by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
         self._write(by_partition)
 
     def _write(self, by_partition: _Writes) -> None:
         for partition, shards in by_partition.items():
-            with partition.opened(write=True) as (flat, _):
+            with partition.in_memory(write=True) as (flat, _):
                 for flat_range, shard in shards:
                     master = flat.data[flat_range.slice]
                     shard = shard.to(master.device)
@@ -123,39 +126,41 @@ class EngineShards:
                 partition.publish()
 
     def watch_usage(self, *, find_unused: bool) -> Usage:
-        """Record from now on which parameters get gradients, and let the optimizer leave the others as they are."""
-        trained = [(name, p) for name, p in self._parameters.items() if id(p) in self._partition_of and p.requires_grad]
+        """Record from now on which parameters get gradients, and make the optimizer leave the others unchanged."""
+        trained = [
+            (name, p) for name, p in self._parameters.items() if id(p) in self._partition_by_id and p.requires_grad
+        ]
         in_order = self._stage > 1 or overlaps(self._optimizer)
         usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
         self._usage = usage
         usage.guard(self._optimizer.optimizer)
-        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # of what is not offloaded
+        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # steps on shards that are not offloaded
             usage.guard(self._optimizer.backup_optimizer)
         return usage
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context for reading tensor by tensor, in which each sub-group on NVMe is read once."""
-        return self._swapper.keeping()
+        """Return a context for reading many tensors, in which each sub-group on NVMe is read once."""
+        return self._swapper.keep_loaded()
 
     # Optimizer
 
     def optimizer_state(self) -> State:
-        """Return the optimizer's state by number of the parameter, in tensors of full shape, `FlatShard` each."""
+        """Return the optimizer's state, keyed by index of the parameter. Its tensors are `FlatShard`s."""
         state: dict[str, dict[str, Any]] = {}
-        names = [name for of_group in self.users.names for name in of_group]
+        names = [name for group_names in self.users.names for name in group_names]
         for name in names:
-            partition = self._partition_of.get(id(self._parameters[name]))
+            partition = self._partition_by_id.get(id(self._parameters[name]))
             if partition is not None and (self._usage is None or self._usage.has_state(self._parameters[name])):
-                found = self._state_of(self._parameters[name], partition)
+                found = self._parameter_state(self._parameters[name], partition)
                 if found:
                     state[name] = found
         groups = [
-            hyper_parameters(group) | {"params": list(of_group)}
-            for group, of_group in zip(self.users.groups, self.users.names, strict=True)
+            hyper_parameters(group) | {"params": list(group_names)}
+            for group, group_names in zip(self.users.groups, self.users.names, strict=True)
         ]
         return to_int_keys({"state": state, "param_groups": groups})
 
-    def _state_of(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
+    def _parameter_state(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in partition.state.items():
             if isinstance(value, Tensor) and value.shape == partition.flat.shape and value.dim():
@@ -163,15 +168,15 @@ class EngineShards:
             elif isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
                     f"The optimizer's state {key!r} has shape {tuple(value.shape)} for {partition.flat.numel()} "
-                    "elements: it is not one value per element, and cannot be saved under ZeRO."
+                    "elements: it is not one value per element, and cannot be saved under ZeRO. Train with paral_ddp."
                 )
             else:
                 found[key] = torch.tensor(float(value)) if key == "step" else value
         return found
 
     def _flat_shard(self, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
-        """Return the fp32 weight of `parameter`, or its optimizer state `key`, read from its partition when needed."""
-        partition = self._partition_of[id(parameter)]
+        """Return the fp32 weight of `parameter`, or its optimizer state `key`. It is read only when it is needed."""
+        partition = self._partition_by_id[id(parameter)]
         flat_range = partition.ranges[id(parameter)]
         return FlatShard(
             flat_range.shape,
@@ -183,18 +188,18 @@ class EngineShards:
         )
 
     def load_optimizer_state(self, saved: State) -> None:
-        """Load the optimizer's saved state, of which this rank reads its flat ranges only.
+        """Load the optimizer's saved state. This rank reads only its flat ranges.
 
         Raises:
             CheckpointError: it is the state of another optimizer.
         """
         checkpoint = SavedOptimizer(saved, self.users.names)
-        for group, of_group in zip(self.users.groups, self.users.names, strict=True):
-            group.update(checkpoint.hyper_parameters(group, of_group))
+        for group, group_names in zip(self.users.groups, self.users.names, strict=True):
+            group.update(checkpoint.hyper_parameters(group, group_names))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for partition in self._partitions:
             found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
-            with partition.opened(write=True) as (flat, state):
+            with partition.in_memory(write=True) as (flat, state):
                 _load_partition(partition, flat, state, found)
         if self._stage < 3:
             link_states_of_next_step(self._optimizer)
@@ -208,8 +213,8 @@ def _load_partition(
     partition: Partition, flat: Tensor, state: dict[str, Any], found: dict[int, dict[str, Any]]
 ) -> None:
     state.clear()
-    for key in {key: None for of_parameter in found.values() for key in of_parameter}:
-        values = {id_: of_parameter[key] for id_, of_parameter in found.items() if key in of_parameter}
+    for key in {key: None for parameter_state in found.values() for key in parameter_state}:
+        values = {id_: parameter_state[key] for id_, parameter_state in found.items() if key in parameter_state}
         if key == "step":
             state[key] = _common_step(values.values(), in_int=partition.counts_in_int)
         elif _is_per_element(partition, values):
@@ -223,7 +228,7 @@ def _load_partition(
 
 
 def _is_per_element(partition: Partition, values: dict[int, Any]) -> bool:
-    """Whether a state has a value for each element of each parameter, and not one for the whole parameter."""
+    """Return whether a state has a value for each element of each parameter, and not one per parameter."""
     return all(
         isinstance(value, Tensor) and value.shape == partition.ranges[id_].shape for id_, value in values.items()
     )
@@ -233,7 +238,7 @@ def _common_step(steps: Iterable[Any], *, in_int: bool) -> Any:
     taken = {float(step) for step in steps}
     if len(taken) > 1:
         rank_zero_warn(
-            f"In the checkpoint parameters have taken different numbers of steps, {min(taken):g} to {max(taken):g}. "
-            "Under ZeRO they count together: all continue from the largest."
+            f"Parameters in the checkpoint have taken different numbers of steps, {min(taken):g} to {max(taken):g}. "
+            "Under ZeRO they share one count: all continue from the largest."
         )
     return int(max(taken)) if in_int else torch.tensor(max(taken), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Flat fp32 tensors with this rank's shards of several parameters, and the optimizer's states; some are on NVMe."""
+"""Flat fp32 tensors with this rank's shards of several parameters, and their optimizer states; some are on NVMe."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,36 +8,39 @@ from typing import Any
 from torch import Tensor
 
 from lightning_paral.compat.deepspeed import subgroups
-from lightning_paral.compat.deepspeed.masters import master_run_of
-from lightning_paral.engines.zero.parameters.partition import flat_range_of, full_shape
+from lightning_paral.compat.deepspeed.masters import master_range_of
+from lightning_paral.engines.zero.parameters.partition import full_shape, local_flat_range
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """This rank's flat range of a parameter of the full `shape`, and its position in a partition."""
+    """This rank's flat range of a parameter, and its position in a partition."""
 
     shape: tuple[int, ...]
+    """The full shape of the parameter."""
     start: int
+    """The first element of the range in the flattened parameter."""
     numel: int
     position: int
+    """The first element of the range in the flat tensor of the partition."""
 
     @property
     def slice(self) -> slice:
-        """Where the range lies in the flat tensor of the partition."""
+        """The slice of the partition's flat tensor that contains the range."""
         return slice(self.position, self.position + self.numel)
 
 
 class Partition:
-    """A flat fp32 tensor with this rank's flat ranges of several parameters, and the optimizer's state of it.
+    """A flat fp32 tensor with this rank's flat ranges of several parameters, and its optimizer state.
 
     Args:
-        optimizer: DeepSpeed's.
-        index: of the group, or sub-group at stage 3.
-        ranges: where each parameter lies, by its `id`.
+        optimizer: DeepSpeed's optimizer.
+        index: the index of the parameter group, or of the sub-group at stage 3.
+        ranges: the flat range of each parameter, by the `id` of the parameter.
     """
 
     place = 0
-    """0 in memory. On NVMe a number of its own: all of it is read for any part, so tensors are read place by place."""
+    """0 in memory, a unique number on NVMe. There any read loads the full partition: read tensors place by place."""
 
     def __init__(self, optimizer: Any, index: int, ranges: dict[int, FlatRange]) -> None:
         self._optimizer = optimizer
@@ -45,8 +48,8 @@ class Partition:
         self.ranges = ranges
 
     @contextmanager
-    def opened(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Hold the flat tensor and its state in memory inside this context; with `write`, write changes back."""
+    def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Keep the flat tensor and its state in memory inside this context. With `write`, write changes back."""
         yield self.flat, self.state
 
     @property
@@ -63,17 +66,17 @@ class Partition:
 
     def read(self, flat_range: FlatRange, key: str | None) -> Tensor:
         """Return a flat range of the fp32 weights, or of the optimizer's state `key`."""
-        with self.opened(write=False) as (flat, state):
+        with self.in_memory(write=False) as (flat, state):
             values = flat.detach() if key is None else state[key]
             values = values[flat_range.slice]
             return values.clone() if self.place else values
 
     def publish(self) -> None:
-        """Do nothing: at stages 1 and 2 the weights that are computed with are not made from `flat`."""
+        """Do nothing. At stages 1 and 2, the caller sets the weights that forward passes use."""
 
     @property
     def counts_in_int(self) -> bool:
-        """Whether the optimizer keeps its number of steps as an `int`, as DeepSpeed's own do, and not as a tensor."""
+        """Whether the optimizer stores its step count as an `int`, as DeepSpeed's own do, and not as a tensor."""
         return type(self._optimizer.optimizer).__module__.startswith("deepspeed.ops")
 
 
@@ -89,12 +92,12 @@ class SubgroupSwapper:
         self._is_kept = False
 
     def is_on_nvme(self, index: int) -> bool:
-        """Whether the sub-group is on NVMe."""
+        """Return whether the sub-group is on NVMe."""
         return subgroups.is_on_nvme(self._optimizer, index)
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep the sub-group that was read last in memory, until another is read or this context ends."""
+    def keep_loaded(self) -> Iterator[None]:
+        """Keep the last sub-group that was read in memory, until another is read or this context ends."""
         self._is_kept = True
         try:
             yield
@@ -104,7 +107,7 @@ class SubgroupSwapper:
 
     @contextmanager
     def reading(self, index: int) -> Iterator[None]:
-        """Hold a sub-group in memory, for reading."""
+        """Keep a sub-group in memory for reading inside this context."""
         if self._loaded != index:
             self._release()
             self._read(index)
@@ -116,7 +119,7 @@ class SubgroupSwapper:
 
     @contextmanager
     def writing(self, index: int) -> Iterator[None]:
-        """Hold a sub-group in memory, and write it back unless an exception is raised."""
+        """Keep a sub-group in memory inside this context, then write it back, unless an exception is raised."""
         self._release()
         self._read(index)
         try:
@@ -136,7 +139,7 @@ class SubgroupSwapper:
             self._loaded = None
 
 
-class PartitionOfStage3(Partition):
+class Stage3Partition(Partition):
     """A sub-group of stage 3, which may be on NVMe."""
 
     def __init__(self, optimizer: Any, index: int, ranges: dict[int, FlatRange], swapper: SubgroupSwapper) -> None:
@@ -145,8 +148,8 @@ class PartitionOfStage3(Partition):
         self.place = index + 1 if swapper.is_on_nvme(index) else 0
 
     @contextmanager
-    def opened(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Hold the flat tensor and its state in memory inside this context; with `write`, write changes back."""
+    def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Keep the flat tensor and its state in memory inside this context. With `write`, write changes back."""
         if not self.place:
             yield self.flat, self.state
             return
@@ -165,30 +168,30 @@ class PartitionOfStage3(Partition):
         return state
 
     def publish(self) -> None:
-        """Compute with the weights that `flat`, which is opened, has now."""
-        subgroups.compute_with_flat_weights(self._optimizer, self._index)
+        """Update the weights that forward passes use from `flat`, which must be in memory."""
+        subgroups.copy_flat_weights_to_parameters(self._optimizer, self._index)
 
 
-def partitions_of(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[Partition]:
-    """Return this rank's partitions of an optimizer of DeepSpeed's."""
+def make_partitions(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[Partition]:
+    """Return this rank's partitions of DeepSpeed's `optimizer`."""
     if stage < 3:
-        return [Partition(optimizer, n, _ranges_of(group)) for n, group in enumerate(optimizer.bit16_groups)]
+        return [Partition(optimizer, n, _flat_ranges(group)) for n, group in enumerate(optimizer.bit16_groups)]
     return [
-        PartitionOfStage3(optimizer, n, {id(p): _range_of_stage3(p, optimizer) for p in group}, swapper)
+        Stage3Partition(optimizer, n, {id(p): _stage3_flat_range(p, optimizer) for p in group}, swapper)
         for n, group in enumerate(optimizer.fp16_groups)
     ]
 
 
-def _ranges_of(parameters: Sequence[Any]) -> dict[int, FlatRange]:
+def _flat_ranges(parameters: Sequence[Any]) -> dict[int, FlatRange]:
     ranges = {}
     for parameter in parameters:
-        start, numel, position = master_run_of(parameter)
+        start, numel, position = master_range_of(parameter)
         ranges[id(parameter)] = FlatRange(full_shape(parameter), start, numel, position)
     return ranges
 
 
-def _range_of_stage3(parameter: Any, optimizer: Any) -> FlatRange:
-    position, share = subgroups.position_of(optimizer, parameter)
-    start, numel = flat_range_of(parameter)
-    assert numel <= share
+def _stage3_flat_range(parameter: Any, optimizer: Any) -> FlatRange:
+    position, padded_numel = subgroups.position_of(optimizer, parameter)
+    start, numel = local_flat_range(parameter)
+    assert numel <= padded_numel
     return FlatRange(full_shape(parameter), start, numel, position)

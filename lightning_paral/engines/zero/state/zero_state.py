@@ -13,9 +13,9 @@ from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
 from lightning_paral.checkpoint.state.optimizer import State
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.engines.zero.parameters.partition import (
-    flat_range_of,
     full_shape,
-    is_of_stage3,
+    is_stage3_parameter,
+    local_flat_range,
     read_partition,
     write_partition,
     write_partitions,
@@ -24,47 +24,47 @@ from lightning_paral.engines.zero.parameters.writes import Writes
 from lightning_paral.engines.zero.state.averaged_shards import ZeroWeightShards
 from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.engines.zero.training.joint_gradients import Gradients
-from lightning_paral.engines.zero.training.users_optimizer import index_of
+from lightning_paral.engines.zero.training.users_optimizer import optimizer_index
 from lightning_paral.errors import ConfigurationError
 
 
 class ZeroState(TensorState):
-    """Implements `ShardedState`.
+    """Implements `ShardedState` for a module under ZeRO.
 
-    A parameter is kept in one of three ways: by the engine that trains it, with an fp32 master copy where it is of low
-    precision or of stage 3; as a partition of stage 3 without a master copy; or as a plain tensor. Engines exist from
-    `start_training` on. Without them this is the state of an evaluation, and of a module between runs.
+    A parameter is stored in one of three ways. The engine that trains it stores an fp32 master copy of it if its dtype
+    is not fp32, and always at stage 3. Without such an engine, it is a partition of stage 3 or a plain tensor. Before
+    `start_training` there are no engines: this is then the state of an evaluation, or of a module between runs.
     """
 
     gradients: Gradients | None = None
-    """The gradients of the fit, once its setup has succeeded."""
+    """The gradients of the fit, after a successful setup."""
     writes: Writes | None = None
-    """Records what user code writes to parameters, where the values are kept elsewhere."""
+    """The record of what user code writes to parameters whose values are stored elsewhere."""
     _engines: Sequence[EngineShards] = ()
 
     def start_training(self, engines: Sequence[EngineShards]) -> Writes:
-        """Keep weights and optimizer states in `engines`, one for each optimizer; return what records user writes."""
+        """Store weights and optimizer states in `engines`, one per optimizer, and return the record of user writes."""
         self._engines = engines
         self.writes = Writes(self.module, self.write_full_values, hides_gradients=True)
         return self.writes
 
     def start_evaluation(self) -> None:
-        """Follow what user code writes to a module that stage 3 has partitioned without training it."""
+        """Begin to record what user code writes to a module that is partitioned at stage 3 but not trained."""
         self.writes = Writes(self.module, write_partitions, hides_gradients=False)
 
-    def _engine_with(self, parameter: Parameter) -> EngineShards | None:
-        """Return the engine that trains `parameter`, or did when the run began."""
+    def _engine_for_parameter(self, parameter: Parameter) -> EngineShards | None:
+        """Return the engine that trains `parameter`, or did so when the run began; `None` if none does."""
         return next((engine for engine in self._engines if engine.has(parameter)), None)
 
-    def _engine_of(self, optimizer: Any) -> EngineShards:
+    def _engine_for_optimizer(self, optimizer: Any) -> EngineShards:
         if len(self._engines) == 1:
             return self._engines[0]
-        return self._engines[index_of(optimizer, [engine.users.optimizer for engine in self._engines])]
+        return self._engines[optimizer_index(optimizer, [engine.users.optimizer for engine in self._engines])]
 
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are partitioned, DTensors, or on the meta device."""
-        return super().is_sharded or any(is_of_stage3(parameter) for parameter in self.module.parameters())
+        return super().is_sharded or any(is_stage3_parameter(parameter) for parameter in self.module.parameters())
 
     def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the full shape of a parameter or buffer, partitioned or not."""
@@ -73,35 +73,35 @@ class ZeroState(TensorState):
     # Shards of weights
 
     def collect_writes(self) -> None:
-        """Bring what user code wrote to parameters to where DeepSpeed keeps the values."""
+        """Copy values that user code wrote to parameters to where DeepSpeed stores them. No collective."""
         if self.writes is not None:
             self.writes.collect()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context in which each sub-group on NVMe is read once, not once per tensor."""
+        """Return a context for reading many tensors, in which each sub-group on NVMe is read once."""
         with ExitStack() as stack:
             for engine in self._engines:
                 stack.enter_context(engine.reading())
             yield
 
     def read_shard(self, parameter: Parameter) -> Tensor:
-        """Return this rank's shard of `parameter`: a flat range of the fp32 master copy where there is one."""
-        engine = self._engine_with(parameter)
+        """Return this rank's shard of `parameter`: a flat range of the fp32 master copy if it has one."""
+        engine = self._engine_for_parameter(parameter)
         return read_partition(parameter) if engine is None else engine.read_shard(parameter)
 
     def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Read this rank's shard of `stored` into `parameter`, and into its master copy in `finish_writing`.
+        """Copy this rank's shard of `stored` into `parameter`. `finish_writing` copies it into the master copy.
 
         Returns:
-            bool: `False` for a parameter that every rank computes with in full: it is left to
+            bool: `False` for a parameter that every rank has in full: the caller passes it to
                 `Module.load_state_dict`.
         """
-        engine = self._engine_with(parameter)
+        engine = self._engine_for_parameter(parameter)
         return write_partition(parameter, stored) if engine is None else engine.write_shard(parameter, stored)
 
     def finish_writing(self) -> None:
-        """Write the master copies; what was loaded is no write of user code."""
+        """Write the master copies. Loaded values do not count as writes of user code."""
         for engine in self._engines:
             engine.write_masters()
         if self.writes is not None:
@@ -110,52 +110,54 @@ class ZeroState(TensorState):
     # Values that change during a run
 
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy this rank's shards of full values, which every rank has, to where they are kept. No collective."""
+        """Copy this rank's shards of full values, which every rank has, to where they are stored. No collective."""
         for engine in self._engines:
             own = [(parameter, values) for parameter, values in written if engine.has(parameter)]
             if own:
                 engine.write_full_values(own)
-        write_partitions([pair for pair in written if self._engine_with(pair[0]) is None])
+        write_partitions([pair for pair in written if self._engine_for_parameter(pair[0]) is None])
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new values of this rank's flat ranges, 1-dimensional, into the master copies that exist."""
+        """Copy new values of this rank's flat ranges, 1-dimensional, into the fp32 weights of trained parameters."""
         for engine in self._engines:
             engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
 
-    def flat_range_of(self, parameter: Parameter) -> tuple[int, int]:
-        """Return start and length of the range of flattened `parameter` that this rank updates, or keeps if frozen.
+    def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
+        """Return start and length of the range of flattened `parameter` that this rank updates, or stores if frozen.
 
-        It is all of a frozen parameter that every rank has in full.
+        For a frozen parameter that every rank has in full, the range is all of it.
         """
-        if is_of_stage3(parameter):
-            return flat_range_of(parameter)
-        engine = self._engine_with(parameter)
-        return (0, parameter.numel()) if engine is None else engine.flat_range_of(parameter)
+        if is_stage3_parameter(parameter):
+            return local_flat_range(parameter)
+        engine = self._engine_for_parameter(parameter)
+        return (0, parameter.numel()) if engine is None else engine.local_flat_range(parameter)
 
     def has_master(self, parameter: Parameter) -> bool:
-        """Whether `read_shard` returns the fp32 master copy of `parameter`, and not the values computed with."""
-        engine = self._engine_with(parameter)
+        """Return whether `read_shard` reads an fp32 master copy of `parameter`, not the weight of forward passes."""
+        engine = self._engine_for_parameter(parameter)
         return engine is not None and engine.has_master(parameter)
 
     # Optimizer states
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
-        """Return the state of `optimizer` in tensors of full shape, of which this rank has a flat range."""
-        return self._engine_of(optimizer).optimizer_state() if self._engines else super().optimizer_state(optimizer)
+        """Return the state of `optimizer`, with tensors of the full shape of which this rank has a flat range."""
+        if not self._engines:
+            return super().optimizer_state(optimizer)
+        return self._engine_for_optimizer(optimizer).optimizer_state()
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
-        """Load a saved state, of which this rank reads its flat ranges; nothing where nothing is trained."""
+        """Load a saved state during a fit. This rank reads only its flat ranges."""
         if self._engines:
-            self._engine_of(optimizer).load_optimizer_state(saved)
+            self._engine_for_optimizer(optimizer).load_optimizer_state(saved)
 
     # Full tensors
 
     def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a full copy of `parameter`, fp32 where a master copy exists. *Collective*."""
+        """Return a full copy of `parameter`, in fp32 if it has a master copy. *Collective*."""
         import deepspeed
 
         self.collect_writes()
-        if self.gradients is not None and any(each.concerns(parameter) for each in self.gradients.each):
+        if self.gradients is not None and any(g.covers(parameter) for g in self.gradients.per_optimizer):
             full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
             if full is not None:
                 return full.detach().clone()
@@ -163,42 +165,45 @@ class ZeroState(TensorState):
             return parameter.detach().clone()
 
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*.
+        """Return the full averaged gradient of `parameter` in fp32; `None` if it is frozen. *Collective*.
 
         Raises:
-            ConfigurationError: there is no fit.
-            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+            ConfigurationError: it is called outside of a fit, or no optimizer trains the parameter.
+            GradientsNotReadyError: it is not called between the last backward pass of a step and the step itself.
         """
         return self._fit_gradients().full(parameter)
 
     def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return the optimizer's state `key` of `parameter` in full. *Collective*.
+        """Return the full optimizer state `key` of `parameter`. *Collective*.
 
         Raises:
-            ConfigurationError: there is no fit, and none has left the state.
-            ValueError: there is no such state yet.
+            ConfigurationError: it is called outside of a fit, and no earlier fit has left this state.
+            ValueError: the optimizer has no such state, or not yet.
         """
         import deepspeed
 
         if self.gradients is None:  # after the fit
-            kept = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
-            if kept:
-                return gather_full_tensor(kept[0], self.device)
+            found = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
+            if found:
+                return gather_full_tensor(found[0], self.device)
         self._fit_gradients()
         try:
             state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
         except (KeyError, TypeError, AttributeError):
             state = None
         if state is None:
-            raise ValueError(f"The optimizer has no state {key!r} for this parameter, or not before its first step.")
+            raise ValueError(
+                f"The optimizer has no state {key!r} for this parameter. Optimizers create their state in their first "
+                "step."
+            )
         return state
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
-        """Return the 2-norm of the averaged gradients of all optimizers that have some, or of one. *Collective*.
+        """Return the 2-norm of the averaged gradients of all optimizers, or of one: a scalar, fp32. *Collective*.
 
         Raises:
-            ConfigurationError: there is no fit.
-            GradientsNotReadyError: not between the last backward pass of a step and the step itself.
+            ConfigurationError: it is called outside of a fit.
+            GradientsNotReadyError: it is not called between the last backward pass of a step and the step itself.
         """
         gradients = self._fit_gradients()
         return gradients.norm() if optimizer is None else gradients.of(optimizer).norm()
@@ -208,9 +213,9 @@ class ZeroState(TensorState):
             raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
         return self.gradients
 
-    # Averages of weights, and the end of the run
+    # Averages of weights
 
     def weight_shards(self) -> WeightShards:
-        """Return the flat ranges that this rank updates. *Collective*."""
+        """Return this rank's flat ranges of the weights, for averages of them. *Collective*."""
         assert self.writes is not None
         return ZeroWeightShards(self.module, self, self.writes)

@@ -1,1 +1,1 @@
-"""Steps: the user's optimizers, the gradients that they get, and what DeepSpeed runs in their place."""
+"""Training steps: the user's optimizers, their sharded gradients, and the optimizers that DeepSpeed runs for them."""

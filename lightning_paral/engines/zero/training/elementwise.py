@@ -1,7 +1,7 @@
-"""Check that an optimizer is elementwise, because ZeRO gives it flat tensors, cut at any element.
+"""Check that an optimizer is elementwise, because ZeRO gives it flat tensors that are cut at any element.
 
-This is tested, not guessed from its name: the optimizer steps on a small matrix and a vector, and on the same elements
-flattened and cut, and has to compute the same values.
+The check is a trial: the optimizer steps on a small matrix and a vector, and on the same elements flattened and cut. It
+must compute the same values both times.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.compat.torch import step_hooks
-from lightning_paral.engines.zero.training.step_arguments import closure_for
+from lightning_paral.engines.zero.training.step_arguments import closure_arguments
 from lightning_paral.errors import ConfigurationError
 
 _NUM_STEPS = 4
@@ -26,19 +26,20 @@ _TOLERANCE = 1e-5
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise a `ConfigurationError` unless `optimizer` updates every element of a parameter independently.
 
-    It is run on small tensors; its parameters, state and groups are not changed.
+    A copy of the optimizer runs on small tensors. The parameters, state and groups of the original do not change.
     """
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     remedy = (
         "Train with paral_ddp, which gives optimizers full parameters, or choose an elementwise optimizer (SGD, Adam, "
         "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, set "
         "ParalZeROStrategy(trust_optimizer=True)."
     )
-    holder = _holder_of_others(optimizer)
-    if holder is not None:
+    attribute = _foreign_attribute(optimizer)
+    if attribute is not None:
         raise ConfigurationError(
-            f"{kind} holds {holder}. ZeRO shards the elements of all parameters over the ranks, and cannot tell "
-            f"whether its steps stay right. {remedy}"
+            f"{class_name} refers to another optimizer, a module or parameters in its attribute {attribute!r}. ZeRO "
+            "shards the elements of all parameters over the ranks. No trial can tell whether steps of this optimizer "
+            f"stay correct. {remedy}"
         )
     try:
         difference = max(_difference(optimizer, group) for group in optimizer.param_groups)
@@ -46,25 +47,25 @@ def check_elementwise(optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{kind} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO gives optimizers nothing "
-            f"else, as it shards the elements of all parameters over the ranks. {remedy}"
+            f"{class_name} cannot step on flat tensors ({type(error).__name__}: {error}). ZeRO gives optimizers only "
+            f"flat tensors, because it shards the elements of all parameters over the ranks. {remedy}"
         ) from error
     if not difference <= _TOLERANCE:
         raise ConfigurationError(
-            f"{kind} is not elementwise: in a trial of {_NUM_STEPS} steps, flattened parts of a parameter got other "
-            f"values than the full parameter (relative difference {difference:.1e}). ZeRO shards the elements of all "
-            f"parameters over the ranks, and would train another model. {remedy}"
+            f"{class_name} is not elementwise: in a trial of {_NUM_STEPS} steps, flattened parts of a parameter got "
+            f"other values than the full parameter (relative difference {difference:.1e}). ZeRO shards the elements of "
+            f"all parameters over the ranks, and would train a different model. {remedy}"
         )
 
 
-def _holder_of_others(optimizer: Optimizer) -> str | None:
-    """Describe an attribute by which `optimizer` could change more than the tensors of the trial, if there is one."""
+def _foreign_attribute(optimizer: Optimizer) -> str | None:
+    """Return an attribute through which `optimizer` could change tensors outside of the trial, or `None`."""
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
             continue
         values: Iterable[Any] = value.values() if isinstance(value, dict) else value if _is_list(value) else (value,)
         if any(isinstance(each, Optimizer | Module | Parameter) for each in values):
-            return f"another optimizer, a module or parameters as {name!r}"
+            return name
     return None
 
 
@@ -73,41 +74,46 @@ def _is_list(value: Any) -> bool:
 
 
 def _difference(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """Return how far the steps of the trial differ, relative to the largest change of an element."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((_ROWS, _COLUMNS), (_LENGTH,))
     first = [torch.randn(shape, generator=generator) for shape in shapes]
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_NUM_STEPS)]
-    whole = _trained(optimizer, group, first, gradients)
-    cut = _trained(optimizer, group, _flat(first), [_flat(of_step) for of_step in gradients])
-    ours, theirs = (torch.cat([values.reshape(-1) for values in each]) for each in (whole, cut))
-    moved = (ours - torch.cat(_flat(first))).abs().max()
-    return float((ours - theirs).abs().max() / moved) if torch.isfinite(ours).all() and moved else torch.inf
+    full = _run_trial(optimizer, group, first, gradients)
+    cut = _run_trial(optimizer, group, _flatten_and_cut(first), [_flatten_and_cut(tensors) for tensors in gradients])
+    flat_full, flat_cut = (torch.cat([values.reshape(-1) for values in result]) for result in (full, cut))
+    change = (flat_full - torch.cat(_flatten_and_cut(first))).abs().max()
+    if not torch.isfinite(flat_full).all() or not change:
+        return torch.inf
+    return float((flat_full - flat_cut).abs().max() / change)
 
 
-def _flat(tensors: list[Tensor]) -> list[Tensor]:
+def _flatten_and_cut(tensors: list[Tensor]) -> list[Tensor]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return list(torch.tensor_split(flat, _CUTS))
 
 
-def _trained(
+def _run_trial(
     optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
+    """Return `values` after a copy of `optimizer`, with the options of `group`, has stepped with all `gradients`."""
     trial: Any = object.__new__(type(optimizer))
     trial.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     parameters = [Parameter(each.clone()) for each in values]
-    rate = {"lr": 0.01} if not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0 else {}
-    trial.__dict__.update(param_groups=[group | rate | {"params": parameters}], state=defaultdict(dict))
+    is_lr_zero = not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0
+    lr = {"lr": 0.01} if is_lr_zero else {}  # a warmup may start at 0, but the trial needs steps
+    trial.__dict__.update(param_groups=[group | lr | {"params": parameters}], state=defaultdict(dict))
     trial.__dict__.update(step_hooks.no_hooks())
-    if isinstance(optimizer, torch.optim.Adagrad):  # the only one that creates its state in its constructor
+    if isinstance(optimizer, torch.optim.Adagrad):  # only this optimizer creates its state in its constructor
         for parameter in parameters:
             trial.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "sum": torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False),
             }
     with torch.random.fork_rng(devices=[]):
-        for of_step in gradients:
-            for parameter, gradient in zip(parameters, of_step, strict=True):
+        for step_gradients in gradients:
+            for parameter, gradient in zip(parameters, step_gradients, strict=True):
                 parameter.grad = gradient.clone()
             torch.manual_seed(0)
-            trial.step(**closure_for(optimizer, torch.ones(())))
+            trial.step(**closure_arguments(optimizer, torch.ones(())))
     return [parameter.detach() for parameter in parameters]

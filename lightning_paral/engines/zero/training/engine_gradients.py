@@ -1,4 +1,4 @@
-"""This rank's shards of averaged gradients, wherever DeepSpeed keeps them: read in full, clipped and dropped."""
+"""This rank's shards of averaged gradients: read them in full, clip and drop them, wherever DeepSpeed keeps them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,19 +7,22 @@ from torch.nn import Parameter
 
 from lightning_paral.compat.deepspeed import gradients
 from lightning_paral.compat.deepspeed.clipping import clip_next_step
-from lightning_paral.compat.deepspeed.copies import forget_copies, wait_for_copies, zero_gradient_on_host
+from lightning_paral.compat.deepspeed.copies import discard_offloaded_gradients, wait_for_copies, zero_gradient_on_host
 from lightning_paral.compat.deepspeed.offload import is_offloaded
-from lightning_paral.engines.zero.training.usage import Named
+from lightning_paral.engines.zero.training.usage import NamedParameters
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
 class EngineGradients:
-    """The gradients that one engine keeps on this rank, on the device, on the host or on NVMe.
+    """The gradients that one engine keeps on this rank: on the device, in host memory or on NVMe.
 
-    They are averaged, and multiplied by the loss scale. Methods that read or clip them are valid when a window of
-    backward passes is complete.
+    They are averaged over the ranks, and multiplied by the loss scale. Read or clip them only when a window of backward
+    passes is complete.
+
+    Args:
+        engine: the DeepSpeed engine.
     """
 
     def __init__(self, engine: "DeepSpeedEngine") -> None:
@@ -32,7 +35,7 @@ class EngineGradients:
 
     @property
     def are_offloaded(self) -> bool:
-        """Whether they are kept on the host or on NVMe."""
+        """Whether gradients are kept in host memory or on NVMe."""
         return is_offloaded(self._optimizer, self.stage)
 
     @property
@@ -40,23 +43,23 @@ class EngineGradients:
         return float(self._optimizer.loss_scale)
 
     def wait(self) -> None:
-        """Wait for copies to the host. Stage 3 does so itself at the end of each backward pass."""
+        """Wait for copies to host memory. Stage 3 does so itself at the end of each backward pass."""
         if self.are_offloaded and self.stage < 3:
             wait_for_copies(self._optimizer)
 
     def norm(self) -> Tensor:
-        """Return the global 2-norm, fp32, before clipping by norm. *Collective*."""
+        """Return the global 2-norm before clipping by norm: a scalar, fp32. *Collective*."""
         return gradients.scaled_norm(self._optimizer, self.stage) / self._loss_scale
 
     def full(self, parameter: Parameter) -> Tensor | None:
-        """Return the gradient of `parameter` in full, fp32; `None` if it has none. *Collective*."""
+        """Return the full gradient of `parameter` in fp32; `None` if it has none. *Collective*."""
         from deepspeed.utils import safe_get_full_grad
 
         gradient = safe_get_full_grad(parameter)
         return None if gradient is None else gradient.float() / self._loss_scale
 
     def clip_by_norm(self, max_norm: float) -> None:
-        """Scale gradients in the step that follows so that their global 2-norm is at most `max_norm`."""
+        """Scale gradients in the next step so that their global 2-norm is at most `max_norm`. 0 turns this off."""
         clip_next_step(self._optimizer, max_norm, self.stage)
 
     def clip_by_value(self, max_value: float) -> None:
@@ -70,10 +73,10 @@ class EngineGradients:
         if self.stage < 3:
             gradients.forget_window(self._optimizer, offloaded=self.are_offloaded)
             if self.are_offloaded:
-                forget_copies(self._optimizer)
+                discard_offloaded_gradients(self._optimizer)
 
-    def zero_stale(self, unused: Named) -> None:
-        """Zero the gradients that stage 3 and offload keep of an earlier window, of parameters without new ones."""
+    def zero_stale(self, unused: NamedParameters) -> None:
+        """Zero the gradients of `unused` parameters: stage 3 and offload would keep those of an earlier window."""
         for _, parameter in unused if self.stage < 3 and self.are_offloaded else ():
             zero_gradient_on_host(self._optimizer, parameter)
         for _, parameter in unused if self.stage == 3 else ():

@@ -1,4 +1,4 @@
-"""The gradients of several engines as if there were one: each optimizer has an engine of its own."""
+"""Join the gradients of several engines: with several optimizers, each has its own engine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -8,19 +8,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.engines.zero.training.gradients import GradientsNotReadyError, PartitionedGradients
-from lightning_paral.engines.zero.training.users_optimizer import index_of
+from lightning_paral.engines.zero.training.users_optimizer import optimizer_index
 from lightning_paral.errors import ConfigurationError
 
 
 class JointGradients:
-    """The gradients of one fit that trains by several optimizers.
+    """The gradients of one fit with several optimizers.
 
-    A backward pass may reach the parameters of all of them, or of some. Each optimizer has windows of its own: the
+    A backward pass may reach the parameters of all optimizers, or of some. Each optimizer has its own windows: the
     backward passes that reached its parameters since its last step, or since its gradients were zeroed.
 
     Args:
-        gradients: those of each engine.
-        optimizers: the user's, in the same order.
+        gradients: the gradients of each engine.
+        optimizers: the user's optimizers, in the same order.
     """
 
     def __init__(self, gradients: Sequence[PartitionedGradients], optimizers: Sequence[Any]) -> None:
@@ -28,22 +28,22 @@ class JointGradients:
         self._optimizers = list(optimizers)
 
     @property
-    def each(self) -> list[PartitionedGradients]:
+    def per_optimizer(self) -> list[PartitionedGradients]:
         """The gradients of each optimizer."""
         return list(self._all)
 
     def of(self, optimizer: Any) -> PartitionedGradients:
-        """Return the gradients of `optimizer`, one of the user's."""
-        return self._all[index_of(optimizer, self._optimizers)]
+        """Return the gradients of `optimizer`, one of the user's optimizers."""
+        return self._all[optimizer_index(optimizer, self._optimizers)]
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Run one backward pass, after which each rank has its shards of the gradients. *Collective* over the world.
 
         Args:
-            loss: as the user gave it.
-            run: calls `backward` of the tensor it is given.
+            loss: the user's loss, not scaled.
+            run: a function that runs the backward pass of the scaled loss.
         """
-        optimizer: Any = self._all[0].engine.optimizer  # all scale alike: see `ZeROPrecision.start_fit`
+        optimizer: Any = self._all[0].engine.optimizer  # all share one scale: see `ZeROPrecision.start_fit`
         scaled = optimizer.loss_scaler.scale_loss(loss) if optimizer.needs_scaler() else loss
         for gradients in self._all:
             gradients.before_shared_backward()
@@ -52,7 +52,7 @@ class JointGradients:
             gradients.after_shared_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all windows whose steps have not come."""
+        """Drop the gradients of all optimizers that no step has used yet."""
         for gradients in self._all:
             gradients.zero_grad(set_to_none)
 
@@ -64,40 +64,42 @@ class JointGradients:
     # Reading
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of the gradients of all optimizers that have some, before clipping. *Collective*.
+        """Return the 2-norm of the gradients of all optimizers before clipping: a scalar, fp32. *Collective*.
+
+        Optimizers without gradients do not count.
 
         Raises:
             GradientsNotReadyError: no optimizer has gradients.
         """
-        there = [gradients.norm() for gradients in self._all if gradients.are_there]
-        if not there:
+        norms = [gradients.norm() for gradients in self._all if gradients.has_gradients]
+        if not norms:
             raise GradientsNotReadyError(
-                "There are no gradients of any optimizer now: they exist from a backward pass to the step. Read them "
-                "between self.manual_backward(...) and optimizer.step()."
+                "No optimizer has gradients now: they exist from a backward pass to the step. Read them between "
+                "self.manual_backward(...) and optimizer.step()."
             )
-        return torch.stack(there).square().sum().sqrt()
+        return torch.stack(norms).square().sum().sqrt()
 
     def full(self, parameter: Parameter) -> Tensor | None:
-        """Return the averaged gradient of `parameter` in full, fp32; `None` if it is frozen. *Collective*.
+        """Return the full averaged gradient of `parameter` in fp32; `None` if it is frozen. *Collective*.
 
         Raises:
-            ConfigurationError: no optimizer has it.
+            ConfigurationError: no optimizer trains the parameter.
         """
         for gradients in self._all:
-            if gradients.concerns(parameter):
+            if gradients.covers(parameter):
                 return gradients.full(parameter)
         if not parameter.requires_grad:
             return None
         raise ConfigurationError(
-            "The gradient of a parameter was asked for that no optimizer trains. ZeRO keeps gradients of trained "
-            "parameters only: give the parameter to an optimizer in configure_optimizers."
+            "The gradient of a parameter was read, but no optimizer trains that parameter. ZeRO keeps gradients of "
+            "trained parameters only: give the parameter to an optimizer in configure_optimizers."
         )
 
 
 Gradients: TypeAlias = PartitionedGradients | JointGradients
-"""The gradients of one fit, by one optimizer or several."""
+"""The gradients of one fit, with one optimizer or several."""
 
 
 def join_gradients(gradients: Sequence[PartitionedGradients], optimizers: Sequence[Any]) -> Gradients:
-    """Return the gradients of the engines of the user's `optimizers` as one."""
+    """Return the gradients of all engines as one object; `gradients[i]` belongs to `optimizers[i]`."""
     return gradients[0] if len(gradients) == 1 else JointGradients(gradients, optimizers)

@@ -14,13 +14,14 @@ _FIRST_SCALE = 2.0**16
 
 
 class DynamicLossScale:
-    """A loss scale for DeepSpeed's optimizers that changes as that of `torch.amp.GradScaler` does.
+    """A loss scale for DeepSpeed's optimizers that changes like the scale of `torch.amp.GradScaler`.
 
-    It is halved if gradients are not finite, in which case the step is skipped, and doubled after 2000 finite steps.
+    If gradients are not finite, the step is skipped and the scale is halved. After 2000 finite steps it is doubled.
     Follows Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 
-    DeepSpeed's own is not used. Under fp16 autocast (0.19.8) it clips gradients without unscaling them, never lowers
-    the scale, and where it raises the scale, divides gradients by the new one that were multiplied by the old one.
+    DeepSpeed's own loss scale is not used. Under fp16 autocast, version 0.19.8 clips gradients without unscaling them,
+    and never lowers the scale. When it raises the scale, it divides gradients by the new scale, although their loss was
+    multiplied by the old one.
     """
 
     dynamic = True
@@ -34,7 +35,7 @@ class DynamicLossScale:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of losses."""
+        """The factor by which losses are multiplied."""
         return self.cur_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -42,7 +43,11 @@ class DynamicLossScale:
         return loss * self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Count a step. DeepSpeed calls this between its check for overflow and its division by the scale."""
+        """Halve the scale if gradients are not finite; else count a finite step.
+
+        DeepSpeed calls this after its check for overflow, and before it divides gradients by the scale. Only `grow` may
+        therefore raise the scale.
+        """
         if overflow:
             self.cur_scale = max(self.cur_scale * self._backoff_factor, 1.0)
             self._num_finite_steps = 0
@@ -50,7 +55,7 @@ class DynamicLossScale:
             self._num_finite_steps += 1
 
     def grow(self) -> None:
-        """Double the scale if enough steps were finite. Called after a step."""
+        """Double the scale if enough steps were finite. Call this after each step."""
         if self._num_finite_steps >= self._growth_interval:
             self.cur_scale *= self._growth_factor
             self._num_finite_steps = 0
@@ -75,5 +80,5 @@ class DynamicLossScale:
 
 
 def scale_losses(engine: "DeepSpeedEngine", scale: DynamicLossScale) -> None:
-    """Make `engine` scale losses by `scale`, and not by its own choice for fp16 autocast."""
+    """Make `engine` use `scale` instead of its own loss scale for fp16 autocast."""
     scale_by(engine.optimizer, scale)

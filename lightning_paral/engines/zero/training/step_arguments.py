@@ -1,4 +1,4 @@
-"""Pass the closure and other arguments of a step on to the optimizer, whose `step` DeepSpeed calls without any."""
+"""Pass the closure and other arguments of a step to the optimizer: DeepSpeed calls its `step` without arguments."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,39 +12,40 @@ from torch.optim import Optimizer
 from lightning_paral.errors import ConfigurationError
 
 
-class Evaluated:
+class EvaluatedClosure:
     """A closure that was evaluated before the step, because ZeRO reduces gradients before it.
 
     Args:
-        result: what the closure returned.
-        kind: the class of the optimizer, for messages.
+        result: the return value of the closure.
+        optimizer_class: the class of the optimizer, for messages.
     """
 
-    def __init__(self, result: Any, kind: type[Optimizer]) -> None:
+    def __init__(self, result: Any, optimizer_class: type[Optimizer]) -> None:
         self._result = result
-        self._kind = kind
+        self._optimizer_class = optimizer_class
         self.was_called = False
 
     def __call__(self) -> Any:
         """Return the result.
 
         Raises:
-            ConfigurationError: it is called a second time in a step, which needs another backward pass.
+            ConfigurationError: it was called before. Another evaluation would need another backward pass.
         """
         if self.was_called:
             raise ConfigurationError(
-                f"{self._kind.__name__}.step evaluates its closure more than once: it needs several backward passes "
-                "per step, which ZeRO cannot do. Train with paral_ddp, or choose an optimizer that needs only one."
+                f"{self._optimizer_class.__name__}.step evaluates its closure more than once: it needs several "
+                "backward passes per step, which ZeRO cannot do. Train with paral_ddp, or choose an optimizer that "
+                "needs only one."
             )
         self.was_called = True
         return self._result
 
 
-def closure_for(optimizer: Optimizer, result: Any) -> dict[str, Evaluated]:
-    """Return keyword arguments that pass `optimizer.step` a closure returning `result`; none if it takes none."""
+def closure_arguments(optimizer: Optimizer, result: Any) -> dict[str, EvaluatedClosure]:
+    """Return keyword arguments that pass `optimizer.step` a closure returning `result`; none if it takes no closure."""
     if not _takes_closure(type(optimizer).step):
         return {}
-    return {"closure": Evaluated(result, type(optimizer))}
+    return {"closure": EvaluatedClosure(result, type(optimizer))}
 
 
 @cache
@@ -54,23 +55,23 @@ def _takes_closure(step: Callable[..., Any]) -> bool:
 
 
 class StepArguments:
-    """The arguments of the steps of one engine.
+    """Passes arguments to the steps of one engine.
 
     Args:
-        engines: DeepSpeed's optimizer; the optimizers inside it get the arguments.
+        zero_optimizer: DeepSpeed's optimizer, which contains the optimizers that get the arguments.
     """
 
-    def __init__(self, engines: Any) -> None:
+    def __init__(self, zero_optimizer: Any) -> None:
         self._result: Any = None
         self._others: dict[str, Any] | None = None
         for name in ("optimizer", "backup_optimizer"):
-            inner = getattr(engines, name, None)
+            inner = getattr(zero_optimizer, name, None)
             if isinstance(inner, Optimizer):
                 inner.step = self._with_arguments(inner)  # type: ignore[method-assign]
 
     @contextmanager
-    def passed(self, result: Any, others: dict[str, Any]) -> Iterator[None]:
-        """Pass steps inside this context a closure that returns `result`, and `others` by name."""
+    def use(self, result: Any, others: dict[str, Any]) -> Iterator[None]:
+        """Call `step` with a closure that returns `result`, and with `others` by name, inside this context."""
         self._result, self._others = result, others
         try:
             yield
@@ -80,12 +81,12 @@ class StepArguments:
     def _with_arguments(self, optimizer: Optimizer) -> Callable[..., Any]:
         step = optimizer.step
 
-        def stepping(*args: Any, **kwargs: Any) -> Any:
+        def step_with_arguments(*args: Any, **kwargs: Any) -> Any:
             if self._others is None or args:
                 return step(*args, **kwargs)
-            closure = closure_for(optimizer, self._result)
+            closure = closure_arguments(optimizer, self._result)
             result = step(**(closure | self._others | kwargs))
-            # Without a result there was no closure: manual optimization.
+            # Under manual optimization there is no closure, and the result is `None`.
             if self._result is not None and not all(each.was_called for each in closure.values()):
                 raise MisconfigurationException(
                     "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your "
@@ -94,4 +95,4 @@ class StepArguments:
                 )
             return result
 
-        return stepping
+        return step_with_arguments

@@ -1,8 +1,8 @@
 """The user's optimizer, which keeps the module's own parameters, and its twin, which DeepSpeed steps with.
 
-DeepSpeed puts its own flat tensors into the groups of the optimizer it is given. User code, schedulers and callbacks
-would find those in `optimizer.param_groups`. So DeepSpeed gets a twin, and hyper-parameters are copied to the twin
-before each step.
+DeepSpeed replaces the parameters in the groups of its optimizer by flat tensors. User code, schedulers and callbacks
+would find these in `optimizer.param_groups`. DeepSpeed therefore gets a twin of the user's optimizer, to which
+hyper-parameters are copied before each step.
 """
 
 from collections import defaultdict
@@ -16,29 +16,29 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.checkpoint.state.optimizer import hyper_parameters, param_names
-from lightning_paral.compat.deepspeed.processor import processor_read_once
-from lightning_paral.compat.lightning.optimizers import is_none
+from lightning_paral.compat.deepspeed.processor import cache_cpu_info
+from lightning_paral.compat.lightning.optimizers import is_mock_optimizer
 from lightning_paral.compat.torch import step_hooks
 from lightning_paral.engines.zero.runtime.operators import load_operator
 from lightning_paral.engines.zero.training.elementwise import check_elementwise
 from lightning_paral.errors import ConfigurationError, ParalError
 
 
-def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the same class and options, with `groups` as its groups and an empty state."""
+def make_twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer with the class and attributes of `optimizer`, the parameter `groups` and an empty state."""
     twin: Optimizer = object.__new__(type(optimizer))
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedulers wrap that
-    twin.__dict__.update(own, param_groups=groups, state=defaultdict(dict))
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}  # wrapped by schedulers
+    twin.__dict__.update(attributes, param_groups=groups, state=defaultdict(dict))
     twin.__dict__.update(step_hooks.no_hooks())
     return twin
 
 
 class UsersOptimizer:
-    """An optimizer that `configure_optimizers` returned, while a twin of it steps.
+    """An optimizer that `configure_optimizers` returned, and whose twin takes the steps.
 
     Args:
-        optimizer: the user's.
-        module: the module; names its parameters.
+        optimizer: the user's optimizer.
+        module: the module that contains its parameters, for their names.
     """
 
     def __init__(self, optimizer: Optimizer, module: Module) -> None:
@@ -49,10 +49,10 @@ class UsersOptimizer:
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def trained_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the groups that train a parameter, for the twin: DeepSpeed would drop the others.
+        """Return copies of the groups with trained parameters, for the twin. DeepSpeed would drop other groups.
 
         Raises:
-            ConfigurationError: there are none.
+            ConfigurationError: no group has a trained parameter.
         """
         self._pairs = [
             (group, group | {"params": list(group["params"])})
@@ -60,11 +60,14 @@ class UsersOptimizer:
             if any(parameter.requires_grad for parameter in group["params"])
         ]
         if not self._pairs:
-            raise ConfigurationError("No parameter of the optimizer requires a gradient: there is nothing to train.")
+            raise ConfigurationError(
+                "No parameter of the optimizer requires a gradient: there is nothing to train. Unfreeze a parameter, "
+                "or return None from configure_optimizers."
+            )
         return [twins for _, twins in self._pairs]
 
     def hide_state(self, zero_grad: Callable[..., None]) -> None:
-        """Replace the state by one that raises when used, and `zero_grad` by the given function."""
+        """Replace the state by one that raises when it is used, and the method `zero_grad` by the given function."""
         vars(self.optimizer).update(state=HiddenState(), zero_grad=zero_grad)
 
     def show_state(self) -> None:
@@ -73,23 +76,23 @@ class UsersOptimizer:
         vars(self.optimizer).pop("zero_grad", None)
 
     def before_step(self) -> None:
-        """Run the user's hooks, and copy the user's hyper-parameters to the twin.
+        """Run the user's pre-step hooks, and copy hyper-parameters to the twin.
 
         Raises:
-            ConfigurationError: a group was added since the run began.
+            ConfigurationError: a group was added after the run began.
         """
         if len(self.optimizer.param_groups) != len(self.groups):
             raise ConfigurationError(
                 f"The optimizer had {len(self.groups)} parameter groups when the run began, and has "
-                f"{len(self.optimizer.param_groups)} now. ZeRO shards the groups that are there then: give all groups "
-                "to the optimizer in configure_optimizers, or train with paral_ddp or paral_fsdp."
+                f"{len(self.optimizer.param_groups)} now. ZeRO shards the groups that exist when the run begins: give "
+                "all groups to the optimizer in configure_optimizers, or train with paral_ddp or paral_fsdp."
             )
         step_hooks.run_pre_hooks(self.optimizer)
         for users, twins in self._pairs:
             twins.update({key: _like(value, twins.get(key)) for key, value in hyper_parameters(users).items()})
 
     def after_step(self) -> None:
-        """Copy what the twin changed in its groups, where some optimizers keep numbers, and run the user's hooks."""
+        """Copy back hyper-parameters, which some optimizers change in a step, and run the user's post-step hooks."""
         for users, twins in self._pairs:
             users.update({key: value for key, value in hyper_parameters(twins).items() if key in users})
         step_hooks.mark_stepped(self.optimizer)
@@ -97,7 +100,7 @@ class UsersOptimizer:
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Return `value`, as a float where `current` is one: DeepSpeed's optimizers take no tensors."""
+    """Return `value`, converted to a float if `current` is one: DeepSpeed's optimizers do not accept tensors."""
     return float(value) if isinstance(current, float) and not isinstance(value, float) else value
 
 
@@ -106,57 +109,59 @@ _OFFLOADABLE = (
 )
 
 
-def check_kind(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
-    """Check the kinds of the optimizers; return `None` if `configure_optimizers` returned `None`, else all of them.
+def check_optimizers(optimizers: list[Any], module: LightningModule) -> list[Optimizer] | None:
+    """Return the user's `optimizers` if ZeRO can shard each; `None` if `configure_optimizers` returned `None`.
 
     Raises:
-        ConfigurationError: `configure_optimizers` returned an empty list, or an optimizer that ZeRO cannot partition.
+        ConfigurationError: `configure_optimizers` returned an empty list, or an optimizer that ZeRO cannot shard.
     """
     name = type(module).__name__
-    if len(optimizers) == 1 and is_none(optimizers[0]):
+    if len(optimizers) == 1 and is_mock_optimizer(optimizers[0]):
         return None
     if not optimizers:
         raise ConfigurationError(
-            f"{name}.configure_optimizers returned a list without an optimizer. Return an optimizer, or None to run "
-            "without one."
+            f"{name}.configure_optimizers returned an empty list. Return an optimizer, or None to run without one."
         )
     others = [type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, Optimizer)]
     if others:
         raise ConfigurationError(
             f"{name}.configure_optimizers returned {others[0]}, which is not a torch.optim.Optimizer. "
-            "ZeRO shards the state of one: return one, or train with paral_ddp."
+            "ZeRO can shard only such an optimizer: return one, or train with paral_ddp."
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ConfigurationError("LBFGS needs several backward passes per step, which ZeRO cannot do.")
+        raise ConfigurationError(
+            "LBFGS needs several backward passes per step, which ZeRO cannot do. Train with paral_ddp."
+        )
     return optimizers
 
 
-def index_of(optimizer: Any, optimizers: Sequence[Any]) -> int:
-    """Return the index of `optimizer` among the user's `optimizers`; Lightning may have wrapped it.
+def optimizer_index(optimizer: Any, optimizers: Sequence[Any]) -> int:
+    """Return the index of `optimizer`, which Lightning may have wrapped, in the user's `optimizers`.
 
     Raises:
-        ConfigurationError: it is none of them.
+        ConfigurationError: it is not one of them.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     for number, each in enumerate(optimizers):
         if each is optimizer:
             return number
     raise ConfigurationError(
-        f"{type(optimizer).__name__} is none of the {len(optimizers)} optimizers that configure_optimizers returned. "
-        "Use those of self.optimizers()."
+        f"This {type(optimizer).__name__} is not one of the {len(optimizers)} optimizers that configure_optimizers "
+        "returned. Use those that self.optimizers() returns."
     )
 
 
-def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
-    """Return the twin that DeepSpeed gets, which shares only parameters with the user's optimizer.
+def make_engine_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
+    """Return the twin for DeepSpeed, which shares only parameters with the user's optimizer.
 
     Args:
-        users: the user's.
-        offload: whether it runs on the host: then it is `DeepSpeedCPUAdam` with the hyper-parameters of an Adam.
+        users: the user's optimizer.
+        offload: whether the twin runs on the CPU. `DeepSpeedCPUAdam` then replaces torch's Adam and AdamW.
         trust: whether to skip the check that the optimizer is elementwise.
 
     Raises:
-        ConfigurationError: an optimizer, or an option of it, that ZeRO or its offload cannot take; nothing to train.
+        ConfigurationError: ZeRO or its offload does not support the optimizer or one of its options, or the optimizer
+            has no trained parameter.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.lion import DeepSpeedCPULion
@@ -166,45 +171,49 @@ def engines_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> O
         options = {"fp32_optimizer_states": optimizer.fp32_optimizer_states}
         if type(optimizer) is DeepSpeedCPUAdam:
             options["adamw_mode"] = optimizer.adam_w_mode
-        with processor_read_once():
+        with cache_cpu_info():
             twin: Optimizer = type(optimizer)(users.trained_groups(), **options)
         return twin
     if offload:
-        return _offloaded(optimizer, users.trained_groups())
+        return _make_cpu_adam(optimizer, users.trained_groups())
     if not trust:
         check_elementwise(optimizer)
-    return twin_of(optimizer, users.trained_groups())
+    return make_twin(optimizer, users.trained_groups())
 
 
-def _offloaded(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return `DeepSpeedCPUAdam` over `groups` with the hyper-parameters of `optimizer`."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigurationError(
-            f"{kind} cannot be offloaded. Those that can: {_OFFLOADABLE}. Choose one of them, or leave out "
-            "offload_optimizer."
+            f"{class_name} cannot be offloaded. Choose one of {_OFFLOADABLE}, or leave out offload_optimizer."
         )
     for option in ("amsgrad", "maximize", "differentiable"):
         if any(group.get(option) for group in groups):
-            raise ConfigurationError(f"{kind}({option}=True) cannot be offloaded: DeepSpeedCPUAdam has no {option}.")
+            raise ConfigurationError(
+                f"{class_name}({option}=True) cannot be offloaded: DeepSpeedCPUAdam does not have the option. Leave "
+                f"out {option} or offload_optimizer."
+            )
     decoupled = {_is_decoupled(optimizer, group) for group in groups}
     if len(decoupled) > 1:
         raise ConfigurationError(
             "DeepSpeedCPUAdam decouples the weight decay of all parameter groups (AdamW) or of none (Adam), but "
-            "decoupled_weight_decay differs between groups."
+            "decoupled_weight_decay differs between groups. Give all groups the same value, or leave out "
+            "offload_optimizer."
         )
     for group in groups:
-        group["lr"] = float(group["lr"])  # torch takes tensors, too
+        group["lr"] = float(group["lr"])  # torch also accepts tensors
         group["betas"] = tuple(float(beta) for beta in group["betas"])
     load_operator("cpu_adam", "offload_optimizer")
-    with processor_read_once():
+    with cache_cpu_info():
         replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
-    first, *others = groups
+    first = groups[0]
     rank_zero_info(
-        f"Offload: {kind} was replaced by DeepSpeedCPUAdam with the same lr={first['lr']:g}, betas={first['betas']}, "
-        f"eps={first['eps']:g}, weight_decay={first['weight_decay']:g}, {len(others)} further groups likewise."
+        f"Offload: {class_name} was replaced by DeepSpeedCPUAdam with the same options in all {len(groups)} groups. In "
+        f"the first: lr={first['lr']:g}, betas={first['betas']}, eps={first['eps']:g}, "
+        f"weight_decay={first['weight_decay']:g}."
     )
     return replacement
 
@@ -214,17 +223,17 @@ def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 class HiddenStateError(ParalError, RuntimeError):
-    """User code used `optimizer.state`, which is sharded and kept elsewhere under ZeRO."""
+    """User code accessed `optimizer.state`, which does not contain the sharded state under ZeRO."""
 
 
 class HiddenState(MutableMapping[Any, Any]):
-    """Takes the place of `optimizer.state`, and raises when it is used."""
+    """Replaces `optimizer.state`, and raises when it is used."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise HiddenStateError(
-            "The state of the optimizer was used, but under ZeRO it is sharded, and not in optimizer.state. "
-            'Read it with `self.trainer.strategy.full_optimizer_state(parameter, "exp_avg")`; checkpoints hold all of '
-            "it. To reset or change it, train with paral_ddp or paral_fsdp."
+            "optimizer.state was accessed, but under ZeRO it does not contain the state, which is sharded. "
+            'Read it with `self.trainer.strategy.full_optimizer_state(parameter, "exp_avg")`; checkpoints contain all '
+            "of it. To reset or change it, train with paral_ddp or paral_fsdp."
         )
 
     def __getitem__(self, key: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.nn import Linear, Parameter
 
 from lightning_paral.checkpoint.io import staging as module_under_test
 from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena, fresh_bytes
-from lightning_paral.checkpoint.io.staging import Staging, copied_to_host
+from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.layout import full_chunk
 from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import NO_SHARD, LocalShard, flat, identity
@@ -99,7 +99,7 @@ def test_taking_more_than_reserved_raises() -> None:
 @pytest.fixture
 def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every tensor as if it were on another device."""
-    monkeypatch.setattr(module_under_test._DeepcopyToHost, "is_elsewhere", lambda _, tensor: True)
+    monkeypatch.setattr(module_under_test._DeepcopyToHost, "needs_copy", lambda _, tensor: True)
 
 
 class Anything:
@@ -125,7 +125,7 @@ def test_host_copies_equal_deepcopy(all_elsewhere: None) -> None:
         "plain": (1, "two", None),
     }
 
-    copy = copied_to_host(tree)
+    copy = copy_to_host(tree)
 
     assert copy["base"] is copy["again"][0]
     assert copy["base"].note[1] is copy["base"]

@@ -186,7 +186,7 @@ def test_code_in_metadata_is_refused(tmp_path: Path) -> None:
 
     found = pickle.loads(written_by_torch(tmp_path / "x"))
     found.planner_data["a"] = Payload()
-    with pytest.raises(CheckpointError, match=r"\.metadata asks for posix\.mkdir"):
+    with pytest.raises(CheckpointError, match=r"\.metadata refers to posix\.mkdir"):
         load_metadata(pickle.dumps(found), ".metadata")
     assert not witness.exists()
 

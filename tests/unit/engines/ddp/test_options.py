@@ -25,7 +25,7 @@ def test_invalid_option_is_refused_on_construction(options: dict[str, object], m
     [
         ("mpi", "does not have.*It has: .*gloo"),
         ("carrier_pigeon", "does not have"),
-        ("cuda:gloo", "cannot carry tensors on 'cpu'.*'gloo'"),
+        ("cuda:gloo", "does not support tensors on 'cpu'.*'gloo'"),
     ],
 )
 def test_invalid_backend_is_refused_by_the_trainer(backend: str, message: str) -> None:
@@ -44,12 +44,12 @@ def test_more_devices_than_available_are_refused() -> None:
     missing = torch.cuda.device_count()
     strategy = ParalDDPStrategy(parallel_devices=[torch.device("cuda", missing)])
 
-    with pytest.raises(ConfigurationError, match=rf"cuda:{missing}, but it sees {missing} CUDA"):
+    with pytest.raises(ConfigurationError, match=rf"cuda:{missing}, but only {missing} CUDA"):
         strategy.set_world_ranks()
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
 
-    with pytest.raises(ConfigurationError, match=r"local rank 2.*gives this host 2 device"):
+    with pytest.raises(ConfigurationError, match=r"local rank 2.*gives this node 2 device"):
         quiet_trainer(strategy="paral_ddp", devices=2)

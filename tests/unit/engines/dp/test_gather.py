@@ -71,11 +71,11 @@ def test_replicas_that_skip_are_left_out_of_the_loss() -> None:
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ([torch.zeros(2), {"a": torch.zeros(2)}], "different kinds.*Tensor.*dict"),
+        ([torch.zeros(2), {"a": torch.zeros(2)}], "different types.*Tensor.*dict"),
         ([{"a": 1, "b": 2}, {"a": 1}], r"different keys.*\['a', 'b'\] and \['a'\]"),
-        ([None, torch.zeros(2)], "different kinds"),
+        ([None, torch.zeros(2)], "different types"),
     ],
 )
-def test_outputs_of_different_kinds_are_refused(outputs, message: str) -> None:
+def test_outputs_of_different_types_are_refused(outputs, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         gather(outputs, [2, 2], CPU)

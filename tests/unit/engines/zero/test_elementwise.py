@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.engines.zero.training.elementwise import check_elementwise
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, twin_of
+from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, make_twin
 from lightning_paral.errors import ConfigurationError
 from tests.models.regression import Regression
 
@@ -81,7 +81,7 @@ def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
         (Lars, "Lars is not elementwise.*paral_ddp.*trust_optimizer=True"),
         (lambda ours: Lars(ours, lr=1e-9), "Lars is not elementwise"),
         (Langevin, "Langevin is not elementwise"),
-        (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping holds another optimizer.*'inner'"),
+        (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping refers to another optimizer.*'inner'"),
     ],
 )
 def test_optimizers_that_are_not_elementwise_are_refused_by_name(make: Any, message: str) -> None:
@@ -94,7 +94,7 @@ def test_twin_follows_the_users_groups_and_shares_neither_state_nor_step() -> No
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     users = UsersOptimizer(optimizer, module)
-    twin = twin_of(optimizer, users.trained_groups())
+    twin = make_twin(optimizer, users.trained_groups())
     flat = Parameter(torch.zeros(4))
     twin.param_groups[0]["params"] = [flat]
     seen: list[Any] = []

@@ -16,7 +16,11 @@ from lightning_paral.engines.zero.runtime import config as settings
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from lightning_paral.engines.zero.runtime.nvme import check_free_space
 from lightning_paral.engines.zero.runtime.operators import load_operator
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, check_kind, engines_optimizer
+from lightning_paral.engines.zero.training.users_optimizer import (
+    UsersOptimizer,
+    check_optimizers,
+    make_engine_optimizer,
+)
 from lightning_paral.tested_versions import TESTED_VERSIONS
 from tests.models.regression import Regression
 from tests.running import quiet_trainer
@@ -25,7 +29,7 @@ from tests.running import quiet_trainer
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 4}, "stage=4 is not one of ZeRO's"),
+        ({"stage": 4}, "stage=4 is not a stage of ZeRO"),
         ({"stage": 2, "offload_parameters": Offload("cpu")}, "offload_parameters needs stage=3, but stage=2"),
         ({"stage": 2, "offload_optimizer": Offload("nvme", path="/x")}, "needs stage=3, but stage=2. Use 'cpu'"),
         ({"stage": 2, "offload_optimizer": Offload(ratio=0.5)}, r"Offload\(ratio=0.5\) needs stage=3"),
@@ -88,7 +92,7 @@ def test_nvme_folder_has_to_do_direct_io() -> None:
 
 
 def test_nvme_space_is_compared_with_the_need(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"1000000.00 GB there, and [\d.]+ GB are free"):
+    with pytest.raises(ConfigurationError, match=r"1000000.00 GB there, but only [\d.]+ GB are free"):
         check_free_space(tmp_path, 10**15)
 
 
@@ -128,7 +132,7 @@ def test_deepspeed_with_another_accelerator_is_refused() -> None:
         "except ValueError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert "has settled on 'cpu'" in result.stdout
+    assert "was imported before and uses 'cpu'" in result.stdout
     assert "DS_ACCELERATOR=cuda" in result.stdout
 
 
@@ -164,13 +168,15 @@ def test_only_sizes_differ_from_deepspeeds_defaults_except_on_gloo(
         return DeepSpeedZeroConfig(**section).model_dump()
 
     theirs = config_of({"stage": stage})
-    filled = settings.fill_in({"stage": stage}, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    filled = settings.add_device_defaults(
+        {"stage": stage}, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks
+    )
     ours = config_of(filled)
     assert {key for key in ours if ours[key] != theirs[key]} == others
 
     said = {"stage": stage, "overlap_comm": False, "use_multi_rank_bucket_allreduce": True, "reduce_bucket_size": 8}
     said |= {"stage3_max_reuse_distance": 5}
-    filled = settings.fill_in(said, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
+    filled = settings.add_device_defaults(said, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
     assert filled | said == filled
 
 
@@ -199,9 +205,9 @@ class Optimized(Regression):
 def test_lbfgs_and_objects_that_are_not_optimizers_are_refused() -> None:
     module = Regression()
     with pytest.raises(ConfigurationError, match="LBFGS"):
-        check_kind([torch.optim.LBFGS(module.parameters())], module)
+        check_optimizers([torch.optim.LBFGS(module.parameters())], module)
     with pytest.raises(ConfigurationError, match="returned object, which is not"):
-        check_kind([object()], module)
+        check_optimizers([object()], module)
 
 
 def test_module_without_trained_parameters_is_refused() -> None:
@@ -217,7 +223,9 @@ def test_operator_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(ConfigurationError, match=r"ninja.* no CUDA toolkit. Mend what.*leave out offload_optimizer"):
+    with pytest.raises(
+        ConfigurationError, match=r"ninja.* no CUDA toolkit. Fix the error.*leave out offload_optimizer"
+    ):
         load_operator("cpu_adam", "offload_optimizer")
 
 
@@ -234,7 +242,7 @@ def test_offload_carries_every_hyper_parameter() -> None:
         lr=0.25,
     )
     users = UsersOptimizer(optimizer, module)
-    replacement: Any = engines_optimizer(users, offload=True, trust=False)
+    replacement: Any = make_engine_optimizer(users, offload=True, trust=False)
     assert replacement.adam_w_mode is False
     for ours, theirs in zip(replacement.param_groups, optimizer.param_groups, strict=True):
         assert {key: ours[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
@@ -250,7 +258,7 @@ def test_offload_carries_every_hyper_parameter() -> None:
     [
         (
             lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            "SGD cannot be offloaded. Those that can: torch.optim",
+            "SGD cannot be offloaded. Choose one of torch.optim",
         ),
         (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), "amsgrad=True"),
         (lambda parameters: torch.optim.AdamW(parameters, maximize=True), "maximize=True"),
@@ -261,4 +269,4 @@ def test_optimizer_that_cannot_be_offloaded_is_refused(make: Any, message: str) 
     module = Regression()
     users = UsersOptimizer(make(module.parameters()), module)
     with pytest.raises(ConfigurationError, match=message):
-        engines_optimizer(users, offload=True, trust=False)
+        make_engine_optimizer(users, offload=True, trust=False)
