@@ -55,7 +55,7 @@ ONE_SET = (
     "tests/distributed/checkpoint/test_replaced.py",
     "tests/distributed/zero/test_compiling.py",
     "tests/distributed/zero/test_nvme.py::test_two_runs",
-    "tests/gpu/test_programs.py::test_a_check",
+    "tests/gpu/test_programs.py::test_failing",
     "tests/gpu/test_programs.py::test_benchmarks",
     "tests/gpu/test_programs.py::test_bisection",
     "tests/unit/checkpoint/io/test_atomic.py",

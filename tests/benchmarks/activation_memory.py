@@ -23,7 +23,7 @@ BATCH_SIZE, CONTEXT, NUM_LAYERS = 16, 128, 8
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages made inside the block and still alive, and the most there were."""
+    """Counts the bytes of storages created inside the context that are alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(options: ActivationCheckpointing | None) -> int:
-    """Return the peak of one step, gradients of parameters aside."""
+    """Return the peak bytes of one step, without gradients of parameters."""
     torch.manual_seed(0)
     model = GPT(num_layers=NUM_LAYERS, context=CONTEXT)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # made before, and added to in place
+        parameter.grad = torch.zeros_like(parameter)  # allocated before, so that gradients are added in place
     if options is not None:
         checkpoint_units(model, options)
     batch = torch.randint(256, (2, BATCH_SIZE, CONTEXT))

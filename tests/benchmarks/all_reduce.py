@@ -1,4 +1,4 @@
-"""All-reduce algorithms against the backend's own and against what the link allows.
+"""Measure all-reduce algorithms next to the backend's own and to the limit of the link.
 
     python -m tests.benchmarks.all_reduce            # over links of 1 Gbit/s between nodes (needs root)
     python -m tests.benchmarks.all_reduce --loopback # inside one node, where memory copies are the limit

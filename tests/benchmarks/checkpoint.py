@@ -38,7 +38,7 @@ ROUNDS = 5
 
 
 class Wide(LightningModule):
-    """48 square layers: 201 million parameters."""
+    """A model of 48 square layers with 201 million parameters."""
 
     def __init__(self, num_layers: int = NUM_LAYERS) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Wide(LightningModule):
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds until all ranks are done."""
+    """Return the seconds until all ranks have finished."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -93,7 +93,7 @@ def read_through_buffer(path: Path) -> None:
 
 
 class Measured(Callback):
-    """Times saving and loading after the first step."""
+    """Measures the time of saving and loading after the first step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,7 +183,7 @@ print("MEASURED", seconds, peak - before)
 
 
 def consolidated(source: Path, out: Path, *options: str) -> tuple[float, float]:
-    """Seconds, and growth of anonymous memory in MiB."""
+    """Return the seconds, and the growth of anonymous memory in MiB."""
     command = [sys.executable, "-c", CONSOLIDATE, str(source), str(out), *options]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
     _, seconds, growth_bytes = printed.splitlines()[-1].split()
@@ -198,7 +198,7 @@ def copied(source: Path, target: Path) -> float:
 
 
 def consolidated_and_copied(folder: Path) -> tuple[float, float, float]:
-    """Seconds of each, and growth of anonymous memory in MiB."""
+    """Return the seconds of each, and the growth of anonymous memory in MiB."""
     for name in ("whole.ckpt", "copy.ckpt"):
         (folder / name).unlink(missing_ok=True)
     spent, growth = consolidated(folder / "sharded", folder / "whole.ckpt")

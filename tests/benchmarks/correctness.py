@@ -40,7 +40,7 @@ SMALL_BUFFERS = 100_000
 
 
 class SmallGPT(GPT):
-    """The example's GPT, small, with losses that are logged as means over the ranks."""
+    """A small GPT of the example that logs its losses as means over the ranks."""
 
     def __init__(self) -> None:
         super().__init__(width=32, num_layers=2, num_heads=2, context=CONTEXT)
@@ -51,11 +51,11 @@ class SmallGPT(GPT):
         return loss
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 class Losses(Callback):
-    """Keeps what was logged in every step."""
+    """Records the logged values of every step."""
 
     def __init__(self) -> None:
         self.training: list[float] = []
@@ -91,7 +91,7 @@ def fit(name: str, folder: str) -> dict[str, Any]:
 def _strategy(name: str, folder: str) -> Any:
     if name != "paral_zero3_nvme":
         return name
-    # The same by an object: buffers of the default size hold 100 million elements each.
+    # An object instead of a name, because buffers of the default size hold 100 million elements each.
     (entry,) = [entry for entry in STRATEGIES if entry.name == name]
     offload = Offload("nvme", path=folder, buffer_numel=SMALL_BUFFERS)
     return entry.strategy(**entry.arguments | {"offload_optimizer": offload, "offload_parameters": offload})
@@ -110,7 +110,7 @@ def measure() -> dict[str, Any]:
     """Train under every name; return losses and the largest differences from one process."""
     rows: dict[str, Any] = {}
     pool = RankPool()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # a disk, as NVMe needs
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # on a disk, which NVMe offload needs
         try:
             for name in (ONE_PROCESS, *(entry.name for entry in STRATEGIES)):
                 num_ranks = 1 if name in (ONE_PROCESS, "paral_dp") else NUM_RANKS

@@ -24,7 +24,7 @@ BATCH_SIZE, CONTEXT = 32, 128
 
 
 class StepTimes(Callback):
-    """Seconds from the end of each training step to the end of the next."""
+    """Records the seconds from the end of each training step to the end of the next."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -34,7 +34,7 @@ class StepTimes(Callback):
 
 
 class Loss(torch.nn.Module):
-    """The model as a hand-written loop wraps it: its forward is its loss."""
+    """Wraps the model for a hand-written loop: its forward pass returns the loss."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory a rank needs on the host while `from_pretrained` loads in `configure_model`, next to its part of the model.
+"""Measure the host memory of a rank while `from_pretrained` loads in `configure_model`, next to its shard of the model.
 
     python -m tests.benchmarks.from_pretrained
 
@@ -37,13 +37,13 @@ M_MMAP_THRESHOLD = -3
 
 
 def large(width: int = 640) -> Any:
-    """Return a model, of about 200 MB at a width of 640, none of whose tensors is a large part of it."""
+    """Return a model with many tensors of similar size, of about 200 MB at a width of 640."""
     config = transformers.GPT2Config(n_layer=10, n_embd=width, n_head=10, n_positions=64, **IDS)
     return transformers.GPT2LMHeadModel(config)
 
 
 class Watch:
-    """The most memory this process has had since it was made, in bytes above what it had then."""
+    """Measures the peak memory of this process in bytes, relative to that at the start."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
@@ -69,7 +69,7 @@ def _status(field: str) -> int:
 
 
 class Loaded(Wrapped):
-    """Loads a model when and as the strategy wants it."""
+    """Loads a model in `configure_model`."""
 
     def __init__(self, folder: str) -> None:
         super(Wrapped, self).__init__()
@@ -83,12 +83,12 @@ class Loaded(Wrapped):
         self.peaks = self.watch.end()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Do nothing: all is there before."""
+        """Do nothing: all memory is measured before training."""
 
 
 def peaks_of(label: str, folder: str, precision: Any = "32-true") -> tuple[int, int]:
     """Return this rank's peaks of anonymous and of all resident memory. *Collective* over the default group."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1024 * 1024)  # what is freed is given back to the system
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1024 * 1024)  # freed memory is returned to the system
     module = Loaded(folder)
     strategy = strategy_of(label)
     trainer = quiet_trainer(strategy=strategy, devices=NUM_RANKS, limit_val_batches=1, precision=precision)

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state each rank holds under FSDP, next to the formula.
+"""Measure the bytes of parameters, gradients and optimizer state on each rank under FSDP, next to the formula.
 
     python -m tests.benchmarks.fsdp_memory
 
@@ -26,10 +26,10 @@ BYTES_PER_ELEMENT = {"parameters": 4, "gradients": 4, "optimizer": 8}
 
 
 class Sharded(Deep):
-    """`Deep`, which counts what it holds after the second backward pass."""
+    """A `Deep` model that counts its bytes after the second backward pass."""
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        """Nothing: all is counted at once."""
+        """Do nothing: all bytes are counted at once."""
 
     def on_after_backward(self) -> None:
         if self.trainer.global_step == 1:
@@ -43,7 +43,7 @@ class Sharded(Deep):
 
 
 def bytes_held(replicate: int) -> dict[str, int]:
-    """Return what this rank held, by kind. *Collective* over the default group."""
+    """Return the bytes on this rank by kind. *Collective* over the default group."""
     num_ranks = dist.get_world_size()
     model = Sharded()
     trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=ParalFSDPStrategy(replicate=replicate))
@@ -52,7 +52,7 @@ def bytes_held(replicate: int) -> dict[str, int]:
 
 
 def bytes_by_formula(num_ranks: int, replicate: int) -> dict[str, float]:
-    """Return what a rank holds if all is divided evenly."""
+    """Return the bytes on a rank if all tensors are divided evenly."""
     return {kind: NUM_ELEMENTS * size * replicate / num_ranks for kind, size in BYTES_PER_ELEMENT.items()}
 
 

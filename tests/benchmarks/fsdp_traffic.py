@@ -1,4 +1,4 @@
-"""Bytes each rank sends per step under FSDP, next to the formula, as multiples of the model's size.
+"""Measure the bytes that each rank sends per step under FSDP, next to the formula, in sizes of the model.
 
     python -m tests.benchmarks.fsdp_traffic
 
@@ -23,7 +23,7 @@ from tests.running import quiet_trainer
 
 
 def model_sizes_sent_per_step(reshard_after_forward: bool | None) -> float:
-    """Return what this rank sends per step, in sizes of the model. *Collective* over the default group."""
+    """Return the bytes that this rank sends per step, in sizes of the model. *Collective* over the default group."""
     num_ranks = dist.get_world_size()
     model = Wide()
     sent = []
@@ -39,7 +39,7 @@ def model_sizes_sent_per_step(reshard_after_forward: bool | None) -> float:
 
 
 def model_sizes_by_formula(reshard_after_forward: bool | None, num_ranks: int) -> float:
-    """Return what a rank sends per step."""
+    """Return the bytes that a rank sends per step by the formula."""
     return (2 if reshard_after_forward is False else 3) * (num_ranks - 1) / num_ranks
 
 

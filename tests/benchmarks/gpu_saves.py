@@ -1,4 +1,4 @@
-"""How long a synchronous or asynchronous save stops training, compared with `torch.save` of the same state."""
+"""Measure for how long a synchronous or asynchronous save stops training, next to `torch.save` of the same state."""
 
 import itertools
 import shutil

@@ -1,4 +1,4 @@
-"""What `import lightning_paral` adds to `import lightning.pytorch`: python -m tests.benchmarks.import_time"""
+"""Measure the import time that this package adds to Lightning's: python -m tests.benchmarks.import_time"""
 
 import statistics
 import subprocess

@@ -1,4 +1,4 @@
-"""Run benchmarks again and write docs/measurements.md from what they print.
+"""Run benchmarks again and write docs/measurements.md from their output.
 
     python -m tests.benchmarks.measure          # all of them, which takes about an hour on two cores
     python -m tests.benchmarks.measure NAME...  # some of them
@@ -28,12 +28,12 @@ class Benchmark:
 
     @property
     def command(self) -> str:
-        """How it is run by hand."""
+        """The command that runs it."""
         launcher = "torchrun --nproc-per-node 2 -m" if self.on_ranks else "python -m"
         return " ".join([launcher, f"tests.benchmarks.{self.module}", *self.options])
 
     def run(self) -> str:
-        """Return what it prints on standard output."""
+        """Run it and return its standard output."""
         launcher = TORCHRUN if self.on_ranks else ("-m",)
         command = [sys.executable, *launcher, f"tests.benchmarks.{self.module}", *self.options]
         return (

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state each rank holds, next to the ZeRO paper's formula.
+"""Measure the bytes of parameters, gradients and optimizer state on each rank, next to the ZeRO paper's formula.
 
     python -m tests.benchmarks.zero_memory
 
@@ -28,7 +28,7 @@ NUM_ELEMENTS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) + FEATURES * WIDTH + WIDTH +
 
 
 class Deep(Regression):
-    """Parameters in 96 equal layers, so that a part of the model is a part of its layers."""
+    """A model of 96 equal layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Deep(Regression):
         self.held: dict[str, int] = {}
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        if self.trainer.global_step == 1:  # states come with the first step
+        if self.trainer.global_step == 1:  # the first step creates optimizer state
             self.held.setdefault("optimizer", count_bytes(_optimizer_state(self.trainer.strategy)))
 
     def on_after_backward(self) -> None:
@@ -48,7 +48,7 @@ class Deep(Regression):
 
 
 def bytes_held(stage: int) -> dict[str, int]:
-    """Return what this rank held, by kind. *Collective* over the default group."""
+    """Return the bytes on this rank by kind. *Collective* over the default group."""
     num_ranks = dist.get_world_size()
     model = Deep()
     strategy = ParalZeROStrategy(
@@ -63,7 +63,7 @@ def bytes_held(stage: int) -> dict[str, int]:
 
 
 def bytes_by_formula(stage: int, num_ranks: int) -> dict[str, float]:
-    """Return what a rank holds according to the paper."""
+    """Return the bytes on a rank according to the paper."""
     divided = {"optimizer": stage >= 1, "gradients": stage >= 2, "parameters": stage >= 3}
     per_element = {"optimizer": 12, "gradients": 2, "parameters": 2}
     return {kind: NUM_ELEMENTS * per_element[kind] / (num_ranks if divided[kind] else 1) for kind in per_element}
@@ -89,7 +89,7 @@ def _gradients(strategy: Any, module: nn.Module) -> Iterator[Tensor | None]:
     optimizer = strategy.model.optimizer
     for parameter in module.parameters():
         with torch._C.DisableTorchFunctionSubclass():
-            gradient: Tensor | None = Tensor.grad.__get__(parameter)  # past what hooks meet
+            gradient: Tensor | None = Tensor.grad.__get__(parameter)  # the attribute itself, which hooks cannot read
         yield gradient
         yield getattr(parameter, "grad_accum", None)
     if strategy.stage == 3:

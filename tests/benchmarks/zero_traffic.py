@@ -1,4 +1,4 @@
-"""Bytes each rank sends per step under ZeRO, next to the paper's formula, as multiples of the model's size.
+"""Measure the bytes that each rank sends per step under ZeRO, next to the paper's formula, in sizes of the model.
 
     python -m tests.benchmarks.zero_traffic
 
@@ -25,7 +25,7 @@ WIDTH = 1024
 
 
 class Wide(Regression):
-    """2.1 million parameters, nearly all of them in matrices that stage 3 divides."""
+    """A model of 2.1 million parameters, nearly all of them in matrices that stage 3 shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Wide(Regression):
 
 
 def model_sizes_sent_per_step(stage: int) -> float:
-    """Return what this rank sends per step, in sizes of the model. *Collective* over the default group."""
+    """Return the bytes that this rank sends per step, in sizes of the model. *Collective* over the default group."""
     num_ranks = dist.get_world_size()
     model = Wide()
     persistence = {"zero_optimization": {"stage3_param_persistence_threshold": 10_000}}
@@ -55,7 +55,7 @@ def model_sizes_sent_per_step(stage: int) -> float:
 
 
 def model_sizes_by_formula(stage: int, num_ranks: int) -> float:
-    """Return what a rank sends per step according to the paper (arXiv:1910.02054, section 7)."""
+    """Return the bytes that a rank sends per step according to the paper (arXiv:1910.02054, section 7)."""
     return (3 if stage == 3 else 2) * (num_ranks - 1) / num_ranks
 
 

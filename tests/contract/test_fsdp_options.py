@@ -21,7 +21,7 @@ ALL = list(product((0, 1), repeat=len(VALUES)))
 PAIRS = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]
 """Combinations in which every two options take all four pairs of their values."""
 CHOICES = {"auto": PAIRS, "class": ALL, "min_params": PAIRS}
-"""Which units there are does not change how the options combine, so one choice of units runs all combinations."""
+"""Options combine in the same way for any units, so only one choice of units runs all combinations."""
 
 
 def combinations(units: str) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class Check:
     budget: float = 60.0
     """Time limit in seconds."""
     operators: bool = False
-    """Whether it needs DeepSpeed's compiled operators."""
+    """Whether the check needs DeepSpeed's compiled operators."""
 
 
 def checks(device: str, folder: str, *, full: bool) -> list[Check]:

@@ -1,4 +1,4 @@
-"""What the GPU tests run on each rank: `python -m tests.gpu.checks CHECK FOLDER [ARGUMENTS]` under torchrun."""
+"""The checks of the GPU tests on each rank: `python -m tests.gpu.checks CHECK FOLDER [ARGUMENTS]` under torchrun."""
 
 import json
 import os
@@ -21,7 +21,7 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 
 
 def parity(algorithm: str) -> float:
-    """Largest difference of the weights after 20 steps to the same training in one process on CPU."""
+    """Return the largest difference of the weights after 20 steps from the same training in one process on CPU."""
     options = {"accelerator": "gpu", "strategy": ParalDDPStrategy(all_reduce=algorithm)}
     _, weights = fit_regression(20, 3, WORLD_SIZE, **options)
     _, expected = _in_one_process()
@@ -29,7 +29,7 @@ def parity(algorithm: str) -> float:
 
 
 def zero_parity(label: str) -> float:
-    """Largest difference of the weights after 20 steps under ZeRO to the same training in one process on CPU."""
+    """Return the largest difference of the weights after 20 steps under ZeRO from one process on CPU."""
     from tests.contract.cases import BY_LABEL
 
     _, weights = fit_regression(20, 3, WORLD_SIZE, accelerator="gpu", strategy=BY_LABEL[label].strategy())
@@ -38,13 +38,13 @@ def zero_parity(label: str) -> float:
 
 
 def zero_losses(strategy: str, precision: str) -> list[float]:
-    """This rank's losses over 20 steps."""
+    """Return this rank's losses over 20 steps."""
     losses, _ = fit_regression(20, 1, WORLD_SIZE, accelerator="gpu", strategy=strategy, precision=precision)
     return losses
 
 
 def zero_windows(stage: str, overlap: str) -> float:
-    """Largest difference of the weights to one process on CPU, over all kinds of accumulation windows."""
+    """Return the largest difference of the weights from one process on CPU, over all kinds of windows."""
     from tests.distributed.zero.test_overlap import fit_all
 
     overlap_comm = {"True": True, "False": False, "None": None}[overlap]
@@ -54,7 +54,7 @@ def zero_windows(stage: str, overlap: str) -> float:
 
 
 def zero_clipped_on_host(strategy: str) -> float:
-    """Largest difference of the weights to one process on CPU, with gradients clipped by value on the host."""
+    """Return the largest difference of the weights from one process on CPU, with clipping by value on the host."""
     from tests.distributed.zero.test_late_copies import WideClipped, fit
 
     on_gpu = [fit(WORLD_SIZE, strategy, by_hand, WideClipped, "gpu")[0] for by_hand in (False, True)]
@@ -63,7 +63,7 @@ def zero_clipped_on_host(strategy: str) -> float:
 
 
 def zero_on_nvme_without_toolkit(label: str, folder: str) -> float:
-    """`zero_parity` without a CUDA toolkit, with operators that are compiled anew, into `folder`."""
+    """Return `zero_parity` without a CUDA toolkit, with operators that are compiled again, into `folder`."""
     from torch.utils import cpp_extension
 
     os.environ["TORCH_EXTENSIONS_DIR"] = folder
@@ -77,7 +77,7 @@ def _largest_difference(fits: list[object], expected: list[object]) -> float:
 
 
 def fsdp_parity(name: str) -> float:
-    """Largest difference of a module's weights after 5 steps on the GPUs to the same training in one process on CPU."""
+    """Return the largest difference of a module's weights after 5 steps on the GPUs from one process on CPU."""
     clipping = {} if MODULES[name] is GAN else {"gradient_clip_val": 0.5}
     strategy = ParalFSDPStrategy(offload=name == "Tied")
     make = with_sgd(MODULES[name])
@@ -88,14 +88,14 @@ def fsdp_parity(name: str) -> float:
 
 
 def fsdp_precision(precision: str) -> tuple[list[float], list[float]]:
-    """Losses under FSDP and DDP."""
+    """Return the losses under FSDP and DDP."""
     options = {"accelerator": "gpu", "precision": precision, "gradient_clip_val": 0.5}
     make = with_sgd(OnTheModule)
     return tuple(fit(make, 8, WORLD_SIZE, strategy=strategy, **options)[0] for strategy in ("paral_fsdp", "paral_ddp"))
 
 
 def fsdp_checkpointing() -> float:
-    """Largest difference of the weights with activations recomputed, their inputs on the host, to those without."""
+    """Return the largest difference of the weights with activation checkpointing and offload from those without."""
     fits = [
         fit(Tied, 5, WORLD_SIZE, accelerator="gpu", strategy=ParalFSDPStrategy(activation_checkpointing=options))[1]
         for options in (None, ActivationCheckpointing(offload_to_cpu=True))
@@ -133,13 +133,13 @@ def _in_group(function: object) -> object:
 
 
 def all_reduce(algorithm: str) -> object:
-    """Largest error to a float64 sum over several lengths, and whether all ranks hold the same bits."""
+    """Return the largest error against a float64 sum over several lengths, and whether all ranks have the same bits."""
 
     return _in_group(lambda trainer, device: reduction_error(algorithm, device))
 
 
 def cpu_path() -> object:
-    """The mean of the ranks as a CPU tensor, and the ranks gathered as objects."""
+    """Return the mean of the ranks as a CPU tensor, and the ranks gathered as objects."""
 
     def check(trainer: Trainer, device: torch.device) -> tuple[float, list[int]]:
         gathered: list[int] = [0] * WORLD_SIZE

@@ -165,7 +165,7 @@ def _serve(connection: Connection, environment: dict[str, str], log: str) -> Non
             OSError
         ):  # if the host runs out of memory, the kernel ends this process, not the main program
             Path("/proc/self/oom_score_adj").write_text("1000")
-    # Daemons may not start processes, as loaders with workers do. The workers are daemons, too, and end with this one.
+    # A daemonic process may not start processes, but a loader with workers does. The workers are daemons as well.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     while True:
         try:

@@ -1,4 +1,4 @@
-"""GPU memory: what a run leaves allocated, and what activation offloading saves."""
+"""GPU memory that a run leaves allocated, and that activation offloading saves."""
 
 import gc
 from typing import Any
@@ -14,7 +14,7 @@ from tests.models.regression import Regression
 from tests.running import quiet_trainer
 
 _ALLOWED_BYTES = 2**20
-"""GPU memory that may stay allocated after a run, for what libraries keep after first use."""
+"""GPU memory that may stay allocated after a run, because libraries keep it after first use."""
 
 
 class Layer(nn.Module):
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Deep(Regression):
-    """Equal layers, large enough that anything a run leaves behind is tens of megabytes."""
+    """Equal layers, so large that memory kept after a run is tens of megabytes."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def allocated(device: str) -> int:
 
 
 def left_behind(label: str, device: str) -> dict[str, Any]:
-    """Fit twice: the first fit shows what is kept once, the second what is kept by each fit."""
+    """Fit twice: the first fit shows memory that is kept once, the second memory that each fit keeps."""
     width, num_layers, batch_size = _sizes(device)
     facts: dict[str, Any] = {"failures": []}
     before = allocated(device)
@@ -100,7 +100,7 @@ def left_behind(label: str, device: str) -> dict[str, Any]:
 
 
 class PeakOfSteps(Callback):
-    """Peak memory from the second step on, beyond what was allocated before it."""
+    """Return the peak memory from the second step on, beyond the memory allocated before it."""
 
     peak_bytes = 0
 

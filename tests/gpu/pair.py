@@ -1,4 +1,4 @@
-"""What each of two ranks that share a GPU runs; to the Trainer they are two nodes with a device each."""
+"""The checks of two ranks that share a GPU. To the Trainer they are two nodes with one device each."""
 
 import os
 import time
@@ -42,7 +42,7 @@ def environments(port: int, name: str) -> list[dict[str, str]]:
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            # NCCL refuses a GPU that it finds twice on one host. This names the host.
+            # NCCL refuses a GPU that it finds twice on one node. This variable names the node.
             "NCCL_HOSTID": f"{name}-{rank}",
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",

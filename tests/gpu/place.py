@@ -45,7 +45,7 @@ def check_installed(label: str) -> None:
 
 
 def needs_operators(label: str) -> bool:
-    """Whether the strategy of a case needs DeepSpeed's compiled operators."""
+    """Return whether the strategy of a case needs DeepSpeed's compiled operators."""
     return BY_LABEL[label].needs_operators
 
 

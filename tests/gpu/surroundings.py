@@ -1,4 +1,4 @@
-"""What this machine has, and whether process groups made as by the strategies work on it."""
+"""Report the hardware and software of this machine, and whether the process groups of the strategies work on it."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU in a training step, by strategy, compared with a hand-written loop.
+"""Count how often the host waits for the GPU in a training step, compared with a hand-written loop.
 
 On CUDA, `torch.cuda.set_sync_debug_mode("warn")` reports every wait that torch knows of, with the stack; the profiler
 counts calls of the CUDA runtime, including those of NCCL and DeepSpeed's extensions. On CPU only reads of single values

@@ -88,7 +88,7 @@ def test_logged_values_and_metrics_equal_those_of_one_process() -> None:
         assert value == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
 
 
-def test_predictions_come_back_in_order() -> None:
+def test_predictions_are_returned_in_order() -> None:
     class Predicting(Scores):
         def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return batch[0].sum(dim=1)

@@ -22,6 +22,6 @@ def test_low_precision_is_close_to_ddp(tmp_path: Path, precision: str, tolerance
         assert ours == pytest.approx(theirs, rel=tolerance)
 
 
-def test_recomputing_changes_nothing(tmp_path: Path) -> None:
+def test_activation_checkpointing_does_not_change_results(tmp_path: Path) -> None:
     for largest_difference in run_ranks("fsdp_checkpointing", tmp_path):
         assert largest_difference <= 1e-5

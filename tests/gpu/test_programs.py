@@ -58,7 +58,7 @@ def test_two_ranks_on_one_device(tmp_path: Path) -> None:
     assert found["failing:ddp"]["facts"]["code of rank 1"] == 1
 
 
-def test_benchmarks_go_on_where_they_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_resume_where_they_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--device", "cpu", "--sizes", "tiny", "--out", str(tmp_path)]
     only = "torch,torch fully_shard,paral_ddp,paral_fsdp"
 
@@ -119,7 +119,7 @@ def go() -> None:
     leave({"left": True})
 
 
-def test_a_check_that_fails_crashes_or_hangs_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_failing_crashing_or_hanging_check_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
     crew = Crew(alone, tmp_path, "crew")
     found = {}
     try:
@@ -140,7 +140,7 @@ def test_a_check_that_fails_crashes_or_hangs_is_reported_and_the_next_one_runs(t
 
 
 def collectives(rank: int, world_size: int) -> None:
-    """Each collective of a staged group gives what gloo gives."""
+    """Assert that each collective of a staged group returns the result of gloo."""
     staged.register()
     group, plain = dist.new_group(backend=staged.NAME), dist.new_group()
     assert type(group) is staged.StagedGroup
@@ -196,5 +196,5 @@ def run_collectives() -> None:
     collectives(dist.get_rank(), dist.get_world_size())
 
 
-def test_the_staged_backend_gives_what_gloo_gives(on_ranks) -> None:
+def test_staged_backend_equals_gloo(on_ranks) -> None:
     on_ranks(2, run_collectives)

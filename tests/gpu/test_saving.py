@@ -23,11 +23,11 @@ MANY_CYCLES = 200_000_000
 
 
 def busy() -> None:
-    """Keep the computing stream busy for a while, so that what does not wait for it comes too early."""
+    """Keep the computing stream busy, so that a copy that does not wait for it reads old values."""
     torch.cuda._sleep(MANY_CYCLES)  # type: ignore[no-untyped-call]
 
 
-def test_an_arena_is_pinned_and_as_large_as_asked_for() -> None:
+def test_arena_is_pinned_and_has_the_requested_size() -> None:
     arena = Arena(pin=True)
     arena.reserve(100_000_000)
     taken = arena.take(25_000_000, torch.float32)
@@ -41,7 +41,7 @@ def test_an_arena_is_pinned_and_as_large_as_asked_for() -> None:
     assert not taken.is_pinned()
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
+def test_memory_that_cannot_be_pinned_is_used_unpinned() -> None:
     memory = fresh_bytes(2**21)
     assert _pin(memory)
     with pytest.warns(UserWarning, match="could not be pinned"):
@@ -52,7 +52,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("staged", [False, True])
-def test_what_is_saved_is_what_was_computed_last(tmp_path: Path, form: Form, staged: bool) -> None:
+def test_save_has_the_values_computed_last(tmp_path: Path, form: Form, staged: bool) -> None:
     weight = torch.zeros(30_000_000, device="cuda")  # several buffers
     half = torch.zeros(3000, 1000, device="cuda", dtype=torch.bfloat16)
     seen = torch.zeros(1000, device="cuda")
@@ -78,7 +78,7 @@ def test_what_is_saved_is_what_was_computed_last(tmp_path: Path, form: Form, sta
     staging.release()
 
 
-def test_callbacks_tensors_are_copied_to_the_host() -> None:
+def test_tensors_of_callbacks_are_copied_to_the_host() -> None:
     value = torch.arange(1000.0, device="cuda")
     parameter = nn.Parameter(torch.ones(5, device="cuda"))
     torch.cuda.reset_peak_memory_stats()
@@ -90,7 +90,7 @@ def test_callbacks_tensors_are_copied_to_the_host() -> None:
     assert copy["view"].untyped_storage().data_ptr() == copy["a"].untyped_storage().data_ptr()
 
 
-def test_pieces_are_those_of_tensors_that_are_freed_meanwhile() -> None:
+def test_slices_are_correct_if_tensors_are_freed_meanwhile() -> None:
     def made_and_freed() -> Any:
         for number in range(8):
             busy()
@@ -138,7 +138,7 @@ def gradients(offloaded: OffloadedInputs | None, steps: int) -> tuple[list[Tenso
     return [parameter.grad.cpu() for parameter in model.parameters()], torch.cuda.max_memory_allocated()
 
 
-def test_offloaded_inputs_come_back_as_they_were_and_take_less_memory() -> None:
+def test_offloaded_inputs_are_restored_and_take_less_memory() -> None:
     expected, kept = gradients(None, 3)
     offloaded = OffloadedInputs()
     found, offloaded_bytes = gradients(offloaded, 3)

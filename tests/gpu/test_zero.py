@@ -22,7 +22,7 @@ def test_training_equals_one_process(tmp_path: Path, label: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("strategy", STAGES)
-def test_autocast_equals_that_of_ddp(tmp_path: Path, strategy: str, precision: str) -> None:
+def test_autocast_equals_ddp(tmp_path: Path, strategy: str, precision: str) -> None:
     for expected, losses in zip(
         run_ranks("zero_losses", tmp_path, "paral_ddp", precision),
         run_ranks("zero_losses", tmp_path, strategy, precision),
@@ -39,7 +39,7 @@ def test_every_kind_of_window_equals_one_process(tmp_path: Path, stage: int, ove
 
 
 @pytest.mark.parametrize("strategy", ["paral_zero1_offload", "paral_zero2_offload", "paral_zero3_offload"])
-def test_gradients_that_are_clamped_on_the_host_have_arrived_there(tmp_path: Path, strategy: str) -> None:
+def test_gradients_are_clamped_on_the_host_after_their_copy(tmp_path: Path, strategy: str) -> None:
     for largest_difference in run_ranks("zero_clipped_on_host", tmp_path, strategy):
         assert largest_difference <= 1e-4
 

@@ -44,7 +44,7 @@ def test_every_command_of_contributing_is_accounted_for() -> None:
     assert set(COMMANDS) == SET_UP | set(CHECKS) | tests | DOCUMENTATION | {".ci/run"}
 
 
-def test_checks_are_those_of_ci_and_of_pre_commit() -> None:
+def test_checks_equal_those_of_ci_and_pre_commit() -> None:
     assert [line for line in CI.splitlines() if line in CHECKS] == CHECKS
     assert [shlex.split(hook["entry"])[0] for hook in HOOKS] == [shlex.split(check)[0] for check in CHECKS]
     for command in SET_UP | DOCUMENTATION:
@@ -53,7 +53,7 @@ def test_checks_are_those_of_ci_and_of_pre_commit() -> None:
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pytest")])
-def test_test_command_names_what_exists(command: str) -> None:
+def test_test_command_names_existing_tests(command: str) -> None:
     _, *arguments = shlex.split(command)
     if arguments[:1] == ["-m"]:
         registered = {entry.partition(":")[0] for entry in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}

@@ -1,4 +1,4 @@
-"""The counter of waits: which forms of code it counts when they lie in the package."""
+"""The counter of waits counts all forms of waiting code in the package, and no other code."""
 
 import threading
 from collections import Counter
@@ -105,7 +105,7 @@ def test_waits_in_a_backward_pass_and_on_other_threads_are_counted(body: str) ->
         return value.square()
 
     (found,) = counted(lambda: checkpoint(recomputed, x, use_reentrant=False).backward()).values()
-    assert found == 3  # with the hook of x
+    assert found == 3  # including the hook of x
 
     def on_threads() -> None:
         thread = threading.Thread(target=step, args=(torch.ones(()), None, None))

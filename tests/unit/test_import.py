@@ -3,7 +3,7 @@ import sys
 
 REPORT = """
 import sys
-import lightning.pytorch  # imports transformers, and what that imports, where it is installed
+import lightning.pytorch  # imports transformers if it is installed
 import torch
 before = set(sys.modules)
 import lightning_paral

@@ -51,7 +51,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def layer_of(module: str) -> int:
-    """The layer of a module given by its dotted name below `lightning_paral`; the empty name is the package itself."""
+    """Return the layer of a module, given by its dotted name below `lightning_paral`. The empty name is the package."""
     return LAYERS.index(module.split(".")[0] or "__init__")
 
 

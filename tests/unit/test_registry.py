@@ -69,7 +69,7 @@ def test_looking_up_a_name_never_raises(registry) -> None:
 
 def test_other_versions_of_pytorch_lightning_are_ignored(monkeypatch) -> None:
     for name in ("pytorch_lightning.trainer.connectors.accelerator_connector", "lightning_fabric.connector"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # of before 2.0: the classes have other names
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # before 2.0, the classes have different names
     try:
         lightning_paral.register_strategies()
     finally:

@@ -52,6 +52,6 @@ def test_children_are_ended_without_lightnings_observer(monkeypatch: pytest.Monk
 
     with pytest.raises(ValueError, match="the reason"):
         started.launch(fail)
-    assert observed == []  # it kills this process as soon as a child in the list has failed
+    assert observed == []  # the observer kills this process as soon as a child in the list has failed
     started._end_children()
-    assert child.wait(timeout=120) < 0  # by a signal
+    assert child.wait(timeout=120) < 0  # killed by a signal

@@ -1,4 +1,4 @@
-"""How the classes of strategies are put together."""
+"""The classes of strategies have their bases in the right order."""
 
 import pytest
 

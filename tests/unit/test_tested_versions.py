@@ -1,4 +1,4 @@
-"""Tested versions are the same everywhere they are stated, and users of other versions are warned."""
+"""All files state the same tested versions, and users of other versions are warned."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ import lightning_paral
 
 
 def said(folder: Path, versions: dict[str, str]) -> list[str]:
-    """Return what an import prints if distributions of these versions are installed in `folder`."""
+    """Return the lines that an import prints if these versions are installed in `folder`."""
     for name, version in versions.items():
         information = folder / f"{name}-{version}.dist-info"
         information.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Callbacks that save, and what is theirs in a checkpoint."""
+"""Rows for callbacks that save, and for their state in checkpoints."""
 
 import json
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""LightningDataModule, data hooks, and loaders of every kind."""
+"""Rows for LightningDataModule, data hooks, and loaders of every kind."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ class Data(LightningDataModule):
 
     def share(self, *tensors: torch.Tensor) -> Any:
         dataset, num_ranks = TensorDataset(*tensors), self.run_here.num_ranks
-        # By name: Lightning makes the loader anew to predict, and does not know the parameters of a position.
+        # By keyword: Lightning creates the loader again for prediction, and cannot map positional arguments.
         return DataLoader(dataset, batch_size=12 // num_ranks, sampler=Share(dataset, num_ranks, self.run_here.rank))
 
     def val_dataloader(self) -> Any:

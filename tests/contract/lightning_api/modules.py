@@ -1,4 +1,4 @@
-"""What LightningModule offers: logging, optimization by hand, hyper-parameters, loading, export."""
+"""Rows for LightningModule: logging, manual optimization, hyper-parameters, loading, export."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs of the Trainer: fit, validate, test, predict, resumed and repeated."""
+"""Rows for runs of the Trainer: fit, validate, test, predict, resumed and repeated."""
 
 import copy
 import pickle
@@ -188,7 +188,7 @@ def metrics(run: Run) -> dict[str, Any]:
 
     run.fit(Logging, loaders=validated)
     names = ("logged_metrics", "callback_metrics", "progress_bar_metrics")
-    # What a step logged is rank's own; what an epoch did is the mean of all.
+    # Values logged per step differ between ranks; values logged per epoch are means over all ranks.
     found = {name: {k: float(v) for k, v in getattr(run.last, name).items()} for name in names}
     return {name: Mean(values) for name, values in found.items()}
 

@@ -1,4 +1,4 @@
-"""The Tuner."""
+"""Rows for the Tuner."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""What people write in LightningModules and callbacks, and what comes of it under every strategy."""
+"""The table of code that people write in modules and callbacks: the outcome of each row under every strategy."""

@@ -1,4 +1,4 @@
-"""Buffers: BatchNorm, codebooks, running statistics, counters."""
+"""Rows about buffers: BatchNorm, codebooks, running statistics, counters."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Parameters frozen and unfrozen, before and during a run."""
+"""Rows about freezing and unfreezing parameters before and during a run."""
 
 from typing import Any
 

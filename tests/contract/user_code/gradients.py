@@ -1,4 +1,4 @@
-"""Gradients read and written in hooks: norms, clipping, noise, rows set to zero."""
+"""Rows about reading and writing gradients in hooks: norms, clipping, noise, masks."""
 
 from typing import Any
 

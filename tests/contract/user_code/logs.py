@@ -1,4 +1,4 @@
-"""What is logged: per step, per epoch, over ranks, by some ranks, by metrics."""
+"""Rows about logging: per step, per epoch, over ranks, by some ranks, by metrics."""
 
 from typing import Any
 

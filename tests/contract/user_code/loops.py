@@ -1,4 +1,4 @@
-"""Loaders, schedulers, and other things around the steps."""
+"""Rows about loaders, schedulers and loops."""
 
 from typing import Any
 

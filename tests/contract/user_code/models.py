@@ -1,4 +1,4 @@
-"""What the rows are made of: small modules and their data, divided so that every strategy sees the same batches."""
+"""Small modules for the rows, and data divided so that every strategy trains on the same global batches."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ Loaders = Callable[[int, int], dict[str, Any]]
 
 
 class Share(DistributedSampler[Any]):
-    """Of each global batch, in order, the rank's part of it: the first half, the second half.
+    """Yields the rank's consecutive samples of each global batch, in order.
 
-    Already distributed, so left alone by the strategies; divided as `paral_dp` divides a batch.
+    Strategies do not replace a DistributedSampler. Batches are divided as `paral_dp` divides them.
     """
 
     def __init__(self, dataset: Dataset[Any], num_ranks: int, rank: int, batch_size: int = GLOBAL_BATCH_SIZE) -> None:
@@ -34,7 +34,7 @@ class Share(DistributedSampler[Any]):
 
 
 def loader(*tensors: Tensor, rank: int, num_ranks: int, batch_size: int = GLOBAL_BATCH_SIZE) -> DataLoader[Any]:
-    """Global batches of `tensors` in order, of each of which this rank draws its share."""
+    """Return a loader of this rank's samples of the global batches of `tensors`, in order."""
     dataset = TensorDataset(*tensors)
     return DataLoader(dataset, batch_size // num_ranks, sampler=Share(dataset, num_ranks, rank, batch_size))
 
@@ -46,12 +46,12 @@ def samples(num_batches: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def regression(rank: int, num_ranks: int) -> dict[str, Any]:
-    """Four batches to train on."""
+    """Return loaders with four training batches."""
     return {"train_dataloaders": loader(*samples(NUM_BATCHES, 7), rank=rank, num_ranks=num_ranks)}
 
 
 def validated(rank: int, num_ranks: int) -> dict[str, Any]:
-    """Four batches to train on, two to validate on, whose inputs are distributed otherwise."""
+    """Return loaders with four training batches and two validation batches with different inputs."""
     inputs, targets = samples(2, 8)
     return regression(rank, num_ranks) | {
         "val_dataloaders": loader(inputs * 2 + 1, targets, rank=rank, num_ranks=num_ranks)
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Repeated blocks, which FSDP makes units of, a matrix, a vector, and a 0-dimensional parameter."""
+    """Repeated blocks, which are units of FSDP, a matrix, a vector, and a 0-dimensional parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class Backbone(nn.Module):
 
 
 class Supervised(LightningModule):
-    """A backbone and a head fitted to a function by SGD with momentum. What a row changes is all it says."""
+    """The base class of most rows: a backbone and a head fitted to a function by SGD with momentum."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone = Backbone()
         self.head = nn.Linear(WIDTH, OUTPUTS)
         self.seen: list[Any] = []
-        """What hooks read: has to be what one process reads, on every rank."""
+        """Values that hooks read, which must equal those of one process on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.backbone(x))
@@ -112,7 +112,7 @@ class Supervised(LightningModule):
 
 
 class Momentum(Supervised):
-    """Beside it a target network, a frozen copy of the backbone, whose outputs are to be met."""
+    """Also has a target network, a frozen copy of the backbone, whose outputs the backbone approximates."""
 
     def __init__(self) -> None:
         super().__init__()

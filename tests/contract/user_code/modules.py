@@ -1,4 +1,4 @@
-"""How modules are built and called: tying, parametrizations, penalties on weights, checkpointing, teachers, RNNs."""
+"""Rows about building and calling modules: tying, parametrizations, penalties, checkpointing, teachers, RNNs."""
 
 import copy
 from typing import Any

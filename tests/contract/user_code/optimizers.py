@@ -1,4 +1,4 @@
-"""Optimizers: all of torch.optim, and those that look at a parameter's shape or norm."""
+"""Rows about optimizers: all of torch.optim, and optimizers that use a parameter's shape or norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def add_optimizer(label: str, make: Callable[[Any], Any], **options: Any) -> Non
 
 
 LEARNING_RATES = {"Adadelta": 1.0, "Adafactor": 0.05, "LBFGS": 0.1, "Rprop": 1e-3, "ASGD": 0.05, "SGD": 0.05}
-OPTIONS = {"LBFGS": {"max_iter": 3, "history_size": 2}}  # curvature from differences of gradients: roundings grow
+OPTIONS = {"LBFGS": {"max_iter": 3, "history_size": 2}}  # differences of gradients amplify rounding errors
 IN_TORCH = sorted(
     name
     for name, value in vars(torch.optim).items()

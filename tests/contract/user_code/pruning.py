@@ -1,4 +1,4 @@
-"""Pruning: Lightning's callback and torch.nn.utils.prune."""
+"""Rows about pruning with Lightning's callback and torch.nn.utils.prune."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What users do to checkpoints: overrides of state_dict, extra state, hooks that add and remove."""
+"""Rows about checkpoints: overrides of state_dict, extra state, hooks that add and remove entries."""
 
 from typing import Any
 

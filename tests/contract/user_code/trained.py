@@ -1,4 +1,4 @@
-"""Parameters that are trained, written by hand: WGAN's clamp, max-norm, layers drawn anew, lottery tickets."""
+"""Rows about writing to trained parameters: WGAN's clamp, max-norm, reinitialized layers, lottery tickets."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ THOROUGHLY = {
     "on_before_optimizer_step": {},
     "on_train_batch_end": {"resumed": True, "strategies": ("paral_zero3_whole", "paral_fsdp_offload")},
 }
-"""Where all of them are tried; elsewhere one."""
+"""The place where every kind of write is tried. One kind is tried in the other places."""
 
 for place in PLACES:
     for label, act in (ACTS if place in THOROUGHLY else {"clamped": clamp}).items():

@@ -1,4 +1,4 @@
-"""Parameters of a frozen target network updated by hand: BYOL, MoCo, DINO, DQN, SAC, EMA of a diffusion model."""
+"""Rows about updating a frozen target network by hand: BYOL, MoCo, DINO, DQN, SAC, EMA of a diffusion model."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ KINDS = {
     "loaded": load,
 }
 THOROUGHLY = {"training_step": {}, "on_train_batch_end": {"resumed": True, "strategies": ("paral_zero3_whole",)}}
-"""Where every way is tried by itself."""
+"""The place where every kind of update is tried by itself."""
 
 for place in PLACES:
     for label, act in (KINDS if place in THOROUGHLY else {"in turns": in_turns}).items():

@@ -63,7 +63,7 @@ def parameters() -> list[Any]:
 
 
 @pytest.mark.parametrize(("sources", "target", "size"), parameters())
-def test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run(
+def test_resuming_continues_with_the_losses_of_the_uninterrupted_run(
     on_ranks, saved, sources: str, target: str, size: int
 ) -> None:
     runs = [(case, *saved(case)) for case in SOURCES[sources]]

@@ -41,7 +41,7 @@ class Overflowing(Regression):
 
 
 def trainer_of(label: str, **options: Any) -> Any:
-    """Return a Trainer with fp16 on CPU, by a plugin where the strategy would refuse it. Losses are scaled as on CUDA."""
+    """Return a Trainer with fp16 on CPU, by a plugin if the strategy would refuse it. Loss scaling is as on CUDA."""
     if label.startswith("zero"):
         return quiet_trainer(strategy=f"paral_{label}", precision="16-mixed", **options)
     strategies: dict[str, Any] = {

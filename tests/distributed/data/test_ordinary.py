@@ -111,13 +111,13 @@ def sums_on_rank(strategy: str, devices: int, names: list[str]) -> dict[str, Any
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
-def test_one_device_evaluates_what_lightning_evaluates(on_ranks, strategy: str) -> None:
+def test_one_device_evaluates_the_same_samples_as_lightning(on_ranks, strategy: str) -> None:
     names = [*LOADERS, *PLAIN]
     (found,) = on_ranks(1, sums_on_rank, strategy, 1, names)
     assert found == {name: sums_of("auto", 1, name) for name in names}
 
 
-def test_dp_evaluates_what_one_device_evaluates() -> None:
+def test_dp_evaluates_the_same_samples_as_one_device() -> None:
     names = [name for name in (*LOADERS, *PLAIN) if name != "stream without batches"]  # it cannot be divided
     assert sums_on_rank("paral_dp", 2, names) == sums_on_rank("auto", 1, names)
 

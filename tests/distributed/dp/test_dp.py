@@ -149,7 +149,7 @@ def test_low_precision_reaches_every_replica(precision: str) -> None:
     assert_same_weights(weights, expected, tolerance=3e-2 if true else 3e-3)
 
 
-def test_modes_of_the_step_are_those_of_one_process_in_every_replica() -> None:
+def test_every_replica_runs_the_step_in_the_modes_of_one_process() -> None:
     seen: set[tuple[str, bool, bool, bool]] = set()
 
     class Watched(Scores):
@@ -381,7 +381,7 @@ def test_logged_values_and_metrics_equal_those_of_one_process(tmp_path: Path) ->
     assert len(found[3]) > 20
 
 
-def test_predictions_come_back_in_order() -> None:
+def test_predictions_are_returned_in_order() -> None:
     class Predicting(Scores):
         def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             return {"sum": batch[0].sum(dim=1), "texts": [f"{value:.4f}" for value in batch[1].tolist()]}

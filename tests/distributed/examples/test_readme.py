@@ -124,7 +124,7 @@ def run_on_checkpoint(command: str, folder: Path) -> None:
     assert "max_steps=3` reached" in printed
 
 
-def test_yaml_is_that_of_the_overlay() -> None:
+def test_yaml_equals_the_overlay() -> None:
     (shown,) = [text for language, text in BLOCKS if language == "yaml"]
 
     assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "configs/strategies/ddp_ring.yaml").read_text())

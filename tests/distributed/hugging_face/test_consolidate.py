@@ -68,7 +68,7 @@ def reload(folder: Path, kind: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("label", "num_ranks"), [("paral_ddp", 1), ("paral_fsdp", 2)])
-def test_folder_is_loaded_and_computes_what_was_trained(
+def test_loaded_folder_has_the_outputs_of_the_trained_model(
     fitted, consolidate, tmp_path: Path, kind: str, label: str, num_ranks: int
 ) -> None:
     path, logits = fitted(label, num_ranks, kind)
@@ -119,7 +119,7 @@ def test_compiled_models(fitted, consolidate, tmp_path: Path, extra: str) -> Non
     torch.testing.assert_close(outputs(reload(tmp_path / "out", "GPT2LMHeadModel")), logits, rtol=1e-5, atol=1e-6)
 
 
-def test_dtype_is_that_of_the_config(fitted, consolidate, tmp_path: Path) -> None:
+def test_dtype_equals_that_of_the_config(fitted, consolidate, tmp_path: Path) -> None:
     path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
     consolidate(path, tmp_path / "out", "--hugging-face", "--dtype", "bf16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -240,6 +240,6 @@ def fit_freezing_the_rest() -> str:
     return "trained"
 
 
-def test_unused_parameters_are_named_by_what_the_reducer_was_made_with(on_ranks) -> None:
+def test_unused_parameters_are_named_as_at_construction_of_the_reducer(on_ranks) -> None:
     for message in on_ranks(2, fit_freezing_the_rest):
         assert "unused.weight, unused.bias. If" in message

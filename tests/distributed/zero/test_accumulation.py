@@ -13,7 +13,7 @@ from tests.running import quiet_trainer
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 PASSES_WITH_A_SECOND_TASK = {"first": (0, 2, 4, 6), "last": (1, 3, 5, 7), "alternating": (1, 2, 5, 6)}
-"""Patterns of used layers. A window has two batches."""
+"""Pattern -> the batches with the second task. A window has two batches."""
 
 
 class TwoTasks(Regression):

@@ -1,4 +1,4 @@
-"""Steps, closures, optimizers and modules that are ordinary under Lightning train under ZeRO as in one process."""
+"""Ordinary steps, closures, optimizers and modules train under ZeRO as in one process."""
 
 import os
 import warnings
@@ -20,7 +20,7 @@ STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
 
 
 class Noting(Regression):
-    """Notes which hooks were called."""
+    """Records the calls of hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ClosureThenStep(Noting):
 
 
 class AnotherClosure(torch.optim.SGD):
-    """Cannot step without a closure, and takes an argument more."""
+    """An optimizer whose `step` requires a closure and has a further argument."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any], factor: float = 1.0) -> Any:  # type: ignore[override]
@@ -114,7 +114,7 @@ def fit_all(strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_closures_and_steps_of_the_users_equal_one_process(on_ranks, strategy: str) -> None:
+def test_users_closures_and_steps_equal_one_process(on_ranks, strategy: str) -> None:
     ranks = on_ranks(2, fit_all, strategy)
     for index, kind in enumerate(KINDS):
         expected, calls = fit(kind, "auto", 1)
@@ -126,7 +126,7 @@ def test_closures_and_steps_of_the_users_equal_one_process(on_ranks, strategy: s
 
 
 class NoLoss(Noting):
-    """Returns no loss for some batches; the learning rate falls with every step."""
+    """Returns no loss for some batches, and lowers the learning rate in every step."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -139,7 +139,7 @@ class NoLoss(Noting):
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_a_step_without_a_loss_leaves_everything_as_it_is(strategy: str) -> None:
+def test_step_without_a_loss_changes_nothing(strategy: str) -> None:
     for options in ({"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 3}):
         expected, calls = fit(NoLoss, "auto", 1, **options)
         got, got_calls = fit(NoLoss, strategy, 1, **options)
@@ -192,7 +192,7 @@ class WithClosureNever(Noting):
         (WithClosureNever, MisconfigurationException, r"The closure hasn't been executed"),
     ],
 )
-def test_steps_that_would_train_otherwise_are_refused(kind: Any, error: Any, message: str) -> None:
+def test_steps_that_would_train_differently_are_refused(kind: Any, error: Any, message: str) -> None:
     for strategy in ("paral_zero2", "paral_zero3"):
         with pytest.raises(error, match=message):
             fit(kind, strategy, 1)
@@ -202,7 +202,7 @@ def test_steps_that_would_train_otherwise_are_refused(kind: Any, error: Any, mes
 
 
 class Evaluated(Noting):
-    """Notes in which mode it runs."""
+    """Records the mode in which it runs."""
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
@@ -220,7 +220,7 @@ class NoOptimizer(Evaluated):
 
 
 class Counting(LightningModule):
-    """Has no parameters; counts what it sees in a buffer."""
+    """Has no parameters, and counts batches in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def without(strategy: str, num_ranks: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["paral_zero2", "paral_zero3"])
-def test_fits_without_an_optimizer_and_modules_without_parameters(on_ranks, tmp_path: Path, strategy: str) -> None:
+def test_fits_without_an_optimizer_and_without_parameters_run(on_ranks, tmp_path: Path, strategy: str) -> None:
     expected, calls = without("auto", 1, tmp_path)
     for losses, got in on_ranks(2, without, strategy, 2, tmp_path):
         assert losses == pytest.approx(expected)
@@ -269,7 +269,7 @@ def test_fits_without_an_optimizer_and_modules_without_parameters(on_ranks, tmp_
 
 
 class WithShared(Evaluated):
-    """Calls a module twice that other modules have, too."""
+    """Calls twice a module that other modules share."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def fits_with_one_part(strategies: tuple[str, ...]) -> list[float]:
     return losses
 
 
-def test_modules_go_from_run_to_run_and_from_strategy_to_strategy() -> None:
+def test_module_can_be_used_in_further_runs_and_under_other_strategies() -> None:
     environment, filters = dict(os.environ), list(warnings.filters)
     got = fits_with_one_part(("paral_zero3", "paral_ddp", "paral_zero3", "paral_zero2"))
     assert got == pytest.approx(fits_with_one_part(("auto",) * 4), rel=1e-4)
@@ -301,7 +301,7 @@ def test_modules_go_from_run_to_run_and_from_strategy_to_strategy() -> None:
     assert warnings.filters == filters
 
 
-def test_warnings_of_others_are_left_out_and_those_of_users_are_not() -> None:
+def test_warnings_of_libraries_are_suppressed_and_those_of_users_are_not() -> None:
     class Warns(Evaluated):
         def on_train_batch_start(self, *_: Any) -> None:
             warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated", FutureWarning, stacklevel=1)

@@ -12,7 +12,7 @@ from lightning_paral.errors import ConfigurationError
 
 
 class Warmed:
-    """A decay that grows with the calls so far."""
+    """A decay that grows with the number of calls."""
 
     def __init__(self) -> None:
         self.calls = 0

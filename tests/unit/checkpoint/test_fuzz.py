@@ -1,7 +1,7 @@
-"""Damaged and hostile checkpoints are loaded or named by one error, in time and memory that their size bounds.
+"""Damaged and hostile checkpoints are loaded or named by one error, in bounded time and memory.
 
-All inputs run in one forked process with a limit on its address space. What it reads is kept in a folder beside a file
-that no checkpoint may lead to.
+All inputs run in one forked process with limited address space. Next to their folder is a file that no checkpoint may
+read.
 """
 
 import json
@@ -48,12 +48,12 @@ SEED = 20
 MAX_SECONDS = 2.0
 MAX_BYTES = 200 * 2**20
 NUM_MUTATED = 230
-"""Of each file."""
+"""The number of mutated copies of each file."""
 NUM_GENERATED = 300
-"""Of hypothesis, pickles and manifests each."""
+"""The number of pickles, and of manifests, that hypothesis generates."""
 
 Input = tuple[str, Callable[[Path], Any]]
-"""The form, and what is done to a copy of it."""
+"""The name of a checkpoint, and a function that changes a copy of it."""
 
 
 def contents() -> dict[str, Any]:
@@ -70,7 +70,7 @@ def contents() -> dict[str, Any]:
 
 
 def make_all(folder: Path) -> None:
-    """Write a sound checkpoint of each form, of our own writers and of torch's."""
+    """Write an undamaged checkpoint in each format, by our writers and by torch's."""
     for form in ("full", "sharded"):
         own = contents() | {"lightning_paral": {"frozen": [], "random_states": []}}
         SaveJob.prepare(own, folder / form, form, RankGroup(), set(), "Test").write(RankGroup())  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ FILES = [
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Return `data` with a few bytes, flat_slices or numbers changed."""
+    """Return `data` with a few bytes, slices or numbers changed."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 5))):
         place = chance.randrange(len(found) + 1) if found else 0
@@ -134,7 +134,7 @@ def mutate(name: str, number: int) -> Callable[[Path], None]:
 
 
 def mutate_pickle(number: int) -> Callable[[Path], None]:
-    """Change `data.pkl` and nothing around it, so that nothing stops it first."""
+    """Change `data.pkl` only, so that no other check fails first."""
 
     def act(path: Path) -> None:
         rezip(path, lambda data: mutated(data, random.Random(f"{SEED} pickle {number}")))
@@ -143,7 +143,7 @@ def mutate_pickle(number: int) -> Callable[[Path], None]:
 
 
 def rezip(path: Path, change: Callable[[bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
-    """Write a file of `torch.save` again, with another pickle."""
+    """Rewrite a file of `torch.save` with a different pickle."""
     with zipfile.ZipFile(path) as old:
         records = {name: old.read(name) for name in old.namelist() if not name.endswith("lightning_paral.json")}
     with zipfile.ZipFile(path, "w", compression) as new:
@@ -152,13 +152,13 @@ def rezip(path: Path, change: Callable[[bytes], bytes], compression: int = zipfi
 
 
 def reseal(path: Path) -> None:
-    """Give a folder a manifest that fits its files."""
+    """Write a manifest that matches the files of a folder."""
     with_files = {f.name: record_bytes(f.read_bytes()) for f in path.iterdir() if f.name != FILE_NAME}
     about: dict[str, Any] = {"strategy": "Test", "world_size": 1, "epoch": 1, "global_step": 7}
     (path / FILE_NAME).write_text(Manifest(form="sharded", files=with_files, **about).to_json())
 
 
-# What is made to be hostile
+# Hostile inputs
 
 
 def change_metadata(change: Callable[[Metadata], Any]) -> Callable[[Path], None]:
@@ -208,7 +208,7 @@ def nested(found: Metadata) -> None:
 
 
 def column_chunks(found: Metadata) -> None:
-    """So many chunks that comparing each with each takes minutes."""
+    """Add so many chunks that comparing all pairs would take minutes."""
     stored: Any = found.state_dict_metadata[KEY]
     (place,) = (info for index, info in found.storage_data.items() if index.fqn == KEY)
     stored.size, stored.chunks = torch.Size((1, 3_000)), []
@@ -244,7 +244,7 @@ METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
     lambda m: setattr(m, "planner_data", [1, 2]),
     lambda m: setattr(m, "state_dict_metadata", None),
 ]
-"""Each with the sharded form, whose checksums are made to fit, and with a folder of torch's."""
+"""Each change is applied to a sharded checkpoint, with matching checksums, and to a folder of torch."""
 
 PROTO = b"\x80\x02"
 
@@ -263,7 +263,7 @@ def call(name: str, args: bytes) -> bytes:
 
 
 ALIKE = 2**61 - 1
-"""Multiples of it have the same hash."""
+"""Multiples of this number have the same hash."""
 
 NUMBER = b"J" + struct.pack("<i", 2**31 - 1)
 DTYPE = b"X\x02\x00\x00\x00O8\x89\x88"
@@ -308,14 +308,14 @@ PICKLES = [
 
 
 def pickled(data: bytes) -> Iterator[Input]:
-    """Put a pickle in the place of each that is read."""
+    """Replace each pickle that is read."""
     yield "lightning.ckpt", lambda path: rezip(path, lambda _: data)
     yield "dcp", lambda path: (path / ".metadata").write_bytes(data)
     yield "dcp", lambda path: rezip(path / "meta.pt", lambda _: data)
 
 
 def seal(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Change what a manifest says, and give it the checksum that fits."""
+    """Change the contents of a manifest, and update its checksum."""
     from lightning_paral.checkpoint.manifest import _checksum, _text
 
     def act(path: Path) -> None:
@@ -357,7 +357,7 @@ def raw_manifest(data: bytes) -> Callable[[Path], None]:
 
 
 def bomb(path: Path) -> None:
-    """A manifest that grows a thousandfold when it is inflated."""
+    """Write a compressed manifest that is a thousand times as large when it is inflated."""
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("full/lightning_paral.json", b"[" * (300 * 2**20))
         archive.comment = b"lightning_paral %016x %016x" % (0, 0)
@@ -368,7 +368,7 @@ def deflated(path: Path) -> None:
 
 
 def tensor_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Callable[[Path], Any]:
-    """Replace a file by one with a tensor of few bytes and a large shape."""
+    """Replace a file by one that has a tensor with few bytes and a large shape."""
     return lambda path: torch.save({"state_dict": {"a": torch.ones(1).as_strided(shape, stride)}}, path)
 
 
@@ -489,11 +489,11 @@ def generated() -> list[Input]:
     return found
 
 
-# Running them
+# Running the inputs
 
 
 def status(field: str) -> int:
-    """Return a number of bytes that Linux tells of this process."""
+    """Return a number of bytes that Linux reports about this process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -503,7 +503,7 @@ def measure_peak_anew() -> None:
 
 
 def try_one(path: Path) -> str:
-    """Load, read and verify: how it ended."""
+    """Load, read and verify; return the outcome."""
     try:
         _, found = peek(path)
         for _, tensor in named_tensors(found):
@@ -578,7 +578,7 @@ def tree(folder: Path) -> list[Any]:
 
 
 def in_a_child(work: Path, inputs: list[Input]) -> dict[str, Any]:
-    """Return what `run_all` does, run in a forked process: what crashes or hangs fails the test, not the session."""
+    """Return the result of `run_all` in a forked process, so that a crash or hang fails only this test."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
 

@@ -79,7 +79,7 @@ def test_chunk_out_of_bounds_is_a_fault() -> None:
 
 
 @given(st.data())
-def test_intersection_holds_what_both_hold(data) -> None:
+def test_intersection_has_the_common_elements(data) -> None:
     shape = data.draw(shapes)
     first, second = data.draw(chunks(shape)), data.draw(chunks(shape))
     inside = torch.zeros(2, *shape, dtype=torch.bool)

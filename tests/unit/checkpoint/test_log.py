@@ -1,4 +1,4 @@
-"""Lines for operators in the log: what was saved and loaded, how large it is and how long it took."""
+"""Saves and loads log their path, size and duration for operators."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ from lightning_paral.options import Form
 
 
 def save(path: Path, form: Form) -> int:
-    """Save to `path`, and return the size of what is there."""
+    """Save to `path`, and return the size of the checkpoint."""
     SaveJob.prepare({"state_dict": {"a": torch.ones(300)}}, path, form, RankGroup(), set(), "Test").write(RankGroup())
     files = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.name != "manifest.json")

@@ -1,4 +1,4 @@
-"""Saving and removing never delete what is not a checkpoint's."""
+"""Saving and removing never delete files that are not part of a checkpoint."""
 
 import os
 import shutil
@@ -46,14 +46,14 @@ def thesis(path: Path) -> None:
 
 
 def looks_alike(path: Path) -> None:
-    """Names of a checkpoint's files, and nothing that makes it one."""
+    """Make a folder with the names of a checkpoint's files but without their contents."""
     path.mkdir()
     (path / "manifest.json").write_text('{"name": "an extension of a browser"}')
     (path / "meta.pt").write_text("mine")
 
 
 def run_of_deepspeed(path: Path) -> None:
-    """Checkpoints of several steps, as DeepSpeed without Lightning leaves them."""
+    """Make a folder with checkpoints of several steps, as DeepSpeed saves them without Lightning."""
     for tag in ("global_step10", "global_step20"):
         (path / tag).mkdir(parents=True)
         (path / tag / "mp_rank_00_model_states.pt").write_text("states")
@@ -77,7 +77,7 @@ def checkpoint_with(name: str) -> Any:
 
 
 def runs(path: Path) -> None:
-    """A folder of checkpoints, which is none itself."""
+    """Make a folder of checkpoints, which is not itself a checkpoint."""
     save(path / "a.ckpt", "sharded")
     save(path / "b.ckpt", "full")
 
@@ -99,7 +99,7 @@ def test_folder_without_a_checkpoint_is_not_replaced(tmp_path: Path, form: Form,
     with pytest.raises(CheckpointError, match="results") as raised:
         save(path, form)
     assert "Saving there would delete" in str(raised.value)
-    with pytest.raises(CheckpointError):  # in the background: before training goes on
+    with pytest.raises(CheckpointError):  # a background save raises before training continues
         prepared(path, form).stage(Staging())
     assert tree(tmp_path) == before
 
@@ -264,7 +264,12 @@ def test_files_beside_a_checkpoint_behind_a_url_are_kept(memory: Any, form: Form
 
 
 def test_checkpoints_behind_urls_are_replaced_and_removed(memory: Any) -> None:
-    for form in ("sharded", "sharded", "full", "full"):  # here, unlike in an object store, no folder replaces a file
+    for form in (
+        "sharded",
+        "sharded",
+        "full",
+        "full",
+    ):  # unlike in an object store, a folder cannot replace a file here
         save("memory://owned/x.ckpt", form)  # type: ignore[arg-type]
         assert peek("memory://owned/x.ckpt")[1]["global_step"] == 1
     remove_at("memory://owned/x.ckpt")
@@ -278,7 +283,7 @@ def test_checkpoints_behind_urls_are_replaced_and_removed(memory: Any) -> None:
 
 
 class Elsewhere(TorchCheckpointIO):
-    """Saves beside the path that it is given."""
+    """Saves next to the given path."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, f"{path}.elsewhere")
@@ -299,12 +304,12 @@ def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> lis
     return sorted(os.listdir(folder))
 
 
-def test_a_users_checkpoint_io_removes_what_it_saved(tmp_path: Path) -> None:
+def test_users_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
     found = fit(tmp_path / "ours", "paral_ddp", [Elsewhere()])
     assert found == fit(tmp_path / "theirs", "ddp", [Elsewhere()]) == ["epoch=2-step=3.ckpt.elsewhere"]
 
 
-def test_async_checkpoint_io_removes_what_it_saved(tmp_path: Path) -> None:
+def test_async_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     assert fit(tmp_path, "paral_ddp", [AsyncCheckpointIO(Elsewhere())]) == ["epoch=2-step=3.ckpt.elsewhere"]

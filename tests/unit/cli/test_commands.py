@@ -47,7 +47,7 @@ FIT = {"max_steps": 2, "max_epochs": 1}
 
 
 class Witness(Callback):
-    """Keeps the Trainer that ran."""
+    """Records the Trainer that ran."""
 
     trainer: Trainer
 
@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str, *arguments:
     monkeypatch.setattr(sys, "argv", ["paral", command, "--config", str(folder / "input.yaml"), *arguments])
     monkeypatch.chdir(ROOT)
     main()
-    release_process_group()  # as when the process ends
+    release_process_group()  # as at the end of the process
     assert not dist.is_initialized()
     return Witness.trainer
 

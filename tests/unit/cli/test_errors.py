@@ -1,4 +1,4 @@
-"""Mistakes on the command line and in YAML: the option is named, in a few lines."""
+"""Mistakes on the command line and in YAML are errors of a few lines that name the option."""
 
 import sys
 from pathlib import Path

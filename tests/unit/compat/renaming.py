@@ -1,4 +1,4 @@
-"""Classes as they would be in a version of a library that calls one of their attributes something else."""
+"""Simulate a version of a library in which an attribute of a class has a different name."""
 
 import inspect
 from types import CodeType, FunctionType
@@ -11,7 +11,7 @@ from lightning_paral.compat import private_name
 
 def rename(kind: Any, attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rename `attribute` in the code of the class `kind`, until the test ends."""
-    # Without what it has returned for the class before.
+    # Clear the cache of names found for the class.
     monkeypatch.setattr(private_name, "_names_in", private_name._names_in.__wrapped__)
     monkeypatch.delitem(vars(kind).get("__annotations__", {}), attribute, raising=False)
     for member in vars(kind).values():

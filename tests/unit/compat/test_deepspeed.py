@@ -1,4 +1,4 @@
-"""Canaries: DeepSpeed still behaves as `compat.deepspeed` relies on, beyond having the names."""
+"""Canaries: DeepSpeed still behaves as `compat.deepspeed` expects."""
 
 import ast
 import inspect
@@ -101,7 +101,7 @@ def test_renamed_attribute_for_clipping_raises_when_a_fit_begins() -> None:
 
 
 class Recorder:
-    """Stands in for DeepSpeed's backend."""
+    """Replaces DeepSpeed's backend."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -147,7 +147,7 @@ def test_enabled_shared_memory_raises() -> None:
         operators.check_shared_memory_disabled(SimpleNamespace(shm_comm_op=object()))
 
 
-# What a run leaves behind
+# State that a run leaves
 
 
 def test_groups_of_a_run_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Canaries: Lightning still uses what `lightning_paral.compat.lightning` replaces or calls as it relies on."""
+"""Canaries: Lightning still calls the methods that `compat.lightning` replaces, and behaves as it expects."""
 
 import warnings
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from tests.running import quiet_trainer
 
 
 class Model(LightningModule):
-    """Calls `on_step` in each step of any kind."""
+    """Calls `on_step` in each training, validation, test and prediction step."""
 
     def __init__(self, on_step: Callable[["Model"], None] = lambda _: None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Canaries: every private name that `lightning_paral.compat` uses exists, with the parameters it relies on."""
+"""Canaries: every private name that `lightning_paral.compat` uses exists and has the expected parameters."""
 
 import ast
 import importlib
@@ -26,7 +26,7 @@ ENTRIES = [entry for module in MODULES for entry in getattr(module, "NAMES", ())
 
 
 def import_deepspeed() -> None:
-    """Import DeepSpeed as the strategies do on CPU, whatever devices there are, and without its messages."""
+    """Import DeepSpeed as the strategies do on CPU, even if there are GPUs, and suppress its messages."""
     with quiet_deepspeed(logging.ERROR):
         choose_accelerator(torch.device("cpu"))
 

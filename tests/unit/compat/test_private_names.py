@@ -17,11 +17,11 @@ ROOT = Path(lightning_paral.__file__).parent
 LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed"}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
 OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames"}
-# Set on models by transformers, on which this package does not depend and which it does not import.
+# Set by transformers on its models. This package does not import transformers.
 OF_TRANSFORMERS = {"_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save", "_is_hf_initialized"}
-# Written in files, whatever the installed versions call them; so are names with `_rebuild_`.
+# Names in files, which do not depend on installed versions. Names with `_rebuild_` are among them.
 IN_FILES = {"_MEM_FORMAT_ENCODING", "_reconstruct", "_core", "_growth_tracker", "_class_path"}
-# Attributes of the libraries that a class of ours has as well: on anything but `self` they count as the libraries'.
+# Attributes of the libraries that our classes also have. Except on `self`, they count as attributes of the libraries.
 OF_MODULES_AND_TENSORS = {"_parameters", "_buffers", "_modules", "_metadata", "_trainer", "_version", "_local_tensor"}
 
 
@@ -30,7 +30,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names() -> set[str]:
-    """Private names that this package gives to its own functions, classes, attributes and variables."""
+    """Return the private names of functions, classes, attributes and variables of this package."""
     names = set()
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -44,7 +44,7 @@ def own_names() -> set[str]:
 
 
 def on_self(node: ast.Attribute) -> bool:
-    """Whether this is `self.name`, `cls.name` or `super().name`."""
+    """Return whether this is `self.name`, `cls.name` or `super().name`."""
     value = node.value
     if isinstance(value, ast.Call):
         return isinstance(value.func, ast.Name) and value.func.id == "super"
@@ -71,7 +71,7 @@ def used_privately(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_PYTHON:
             ours = node.attr in OWN and (on_self(node) or node.attr not in OF_MODULES_AND_TENSORS)
-            # Operators: names with an underscore are public there, and private only as functions in torch.
+            # Names of operators may begin with an underscore and be public. Only functions of torch are private.
             of_dispatcher = ast.unparse(node.value).endswith("aten")
             if not ours and not of_dispatcher:
                 yield f"line {node.lineno}: {ast.unparse(node)}"

@@ -1,4 +1,4 @@
-"""Canaries: torch still behaves as `lightning_paral.compat.torch` relies on, beyond having the names.
+"""Canaries: torch still behaves as `lightning_paral.compat.torch` expects.
 
 A failure means that torch has changed; its message says what would break.
 """
@@ -61,7 +61,7 @@ from tests.unit.compat.renaming import rename
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """Make a process group of this process alone."""
+    """Make a process group with a single rank."""
     before = dist.group.WORLD
     assert before is None, "another test has left a process group"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -118,7 +118,7 @@ def test_typed_storages_are_found_without_a_warning(recwarn: pytest.WarningsReco
     assert not recwarn.list
 
 
-def test_a_callback_queued_in_a_hook_runs_once_after_the_whole_backward_pass() -> None:
+def test_callback_queued_in_a_hook_runs_once_after_the_backward_pass() -> None:
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen = []
     loss = (first * second).sum()
@@ -159,7 +159,7 @@ def test_modes_see_operations_unless_they_are_suspended() -> None:
     assert not any("zeros" in name for name in names), "suspended modes see operations: the tape records itself"
 
 
-def test_schemas_tell_arguments_and_what_is_written() -> None:
+def test_schemas_tell_arguments_and_mutations() -> None:
     schema = dispatch.schema_of(torch.ops.aten.add_.Tensor)
 
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]

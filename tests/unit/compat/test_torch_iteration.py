@@ -1,4 +1,4 @@
-"""An iteration of FSDP2 begins, and is reset, on every tested version of torch."""
+"""Canary: an iteration of FSDP2 can be started and reset on every tested version of torch."""
 
 import torch
 import torch.distributed as dist

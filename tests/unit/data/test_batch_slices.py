@@ -15,7 +15,7 @@ from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 
 
 class FromList:
-    """Hands out its list's own iterator, as `DistributedSampler` does."""
+    """Returns the iterator of its list, like `DistributedSampler`."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = indices
@@ -28,7 +28,7 @@ class FromList:
 
 
 class Delegating(FromList):
-    """Yields one list, then others, and items of its own."""
+    """Yields the same list each time, then different lists, and its own items."""
 
     def __iter__(self) -> Iterator[int]:
         yield from super().__iter__()
@@ -39,7 +39,7 @@ class Delegating(FromList):
 
 
 class Own(BatchSampler):
-    """A subclass that makes other batches than torch's."""
+    """A subclass that makes different batches than torch's class."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():

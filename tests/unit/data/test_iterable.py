@@ -1,4 +1,4 @@
-"""Which samples of a stream each rank and worker keeps, without other processes."""
+"""Each sample of a stream goes to one rank and worker. All ranks are simulated in one process."""
 
 import threading
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ lengths, worlds = st.integers(0, 120), st.integers(1, 5)
 
 
 class Stream(IterableDataset[int]):
-    """Knows no length; shuffles from the global generator as it goes."""
+    """Has no length, and shuffles from the global generator during iteration."""
 
     def __init__(self, length: int, shuffle: bool = False) -> None:
         self.length = length
@@ -44,7 +44,7 @@ class Sized(Stream):
 def loaders(
     dataset: Stream, batch_size: int | None, world_size: int, split: str, remainder: str, **options: object
 ) -> list[DataLoader[int]]:
-    """What each rank's loader becomes."""
+    """Return the loader of each rank."""
     made = []
     for rank in range(world_size):
         loader = DataLoader(dataset, batch_size, **options)
@@ -137,7 +137,7 @@ def test_stream_resumes_after_the_samples_seen() -> None:
 
 
 def agreed(lengths: list[int], remainder: str) -> list[list[object]]:
-    """What ranks yield whose own streams are of these lengths; each is a thread."""
+    """Return the batches of ranks, each a thread, whose own streams have these lengths."""
     flags, barrier = [False] * len(lengths), threading.Barrier(len(lengths), timeout=20)
 
     def run(rank: int) -> list[object]:

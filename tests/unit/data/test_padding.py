@@ -1,4 +1,4 @@
-"""A padding step leaves all state of a module bit-identical."""
+"""A padding step leaves the state of a module bit-identical."""
 
 import copy
 import random
@@ -14,7 +14,7 @@ from lightning_paral.data.padding import rollback_side_effects
 
 
 class Stateful(nn.Module):
-    """Keeps things in all the places modules keep them."""
+    """Keeps state in all the places where modules keep it."""
 
     def __init__(self) -> None:
         super().__init__()

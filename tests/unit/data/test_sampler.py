@@ -1,4 +1,4 @@
-"""Which batches of a global order each rank draws: the samplers of all ranks in one process."""
+"""Each rank draws its batches of a global order. The samplers of all ranks are in one process."""
 
 import random
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def test_full_batches_in_turn_equal_those_of_one_process(length, batch_size, wor
     assert [len(batches) for batches in by_rank] == [num_steps] * world_size
     if remainder == "drop":
         expected = expected[: num_steps * world_size]
-    else:  # no batch comes again before all have come once
+    else:  # no batch is repeated before all are drawn once
         expected = list(islice(cycle(expected), num_steps * world_size)) if expected else []
     assert [batches[step] for step in range(num_steps) for batches in by_rank] == expected
 
@@ -145,7 +145,7 @@ def test_resuming_in_the_same_world_draws_the_same_batches() -> None:
 
 
 class Bucketing:
-    """Batches of different sizes, drawn from all three global generators as it goes; knows no length."""
+    """Yields batches of different sizes, drawn from all three global generators, and has no length."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -163,13 +163,13 @@ class Bucketing:
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
-def test_sampler_that_depends_on_the_generators_only_is_drawn_alike(split) -> None:
+def test_ranks_draw_equally_from_samplers_that_depend_on_generators_only(split) -> None:
     samplers = [sampler_of(rank, 3, split, "pad", Bucketing(1000)) for rank in range(3)]
     samples = []
     for rank, sampler in enumerate(samplers):
         torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
         for step, batch in enumerate(sampler):
-            torch.rand(rank + 1), np.random.rand(2), random.random()  # training draws, too
+            torch.rand(rank + 1), np.random.rand(2), random.random()  # training draws from the generators as well
             samples += batch if step not in sampler.padding_steps else []
 
     assert sorted(samples) == list(range(1000))

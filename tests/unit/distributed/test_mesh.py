@@ -1,4 +1,4 @@
-"""Who is what among ranks that are arranged along several dimensions."""
+"""Ranks arranged along several dimensions have the right data rank and replicas."""
 
 import itertools
 

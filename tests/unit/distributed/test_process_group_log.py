@@ -1,4 +1,4 @@
-"""Operators see at INFO which process group a rank has joined; by default nothing is logged."""
+"""Ranks log at INFO which process group they have joined. By default nothing is logged."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Inputs of units are offloaded between forward and backward: what is copied, how often, and for how long."""
+"""Inputs of units are offloaded between forward and backward, each once, and freed in time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ def test_gradients_equal_those_without_offloading(batch: Tensor) -> None:
     for _ in range(2):
         net(offloaded, batch).square().sum().backward()
         torch.testing.assert_close(gradients(net), expected, rtol=0.0, atol=0.0)
-    first, second = net(offloaded, batch), net(offloaded, batch * 0 + batch)  # two graphs at once
+    first, second = net(offloaded, batch), net(offloaded, batch * 0 + batch)  # two graphs at the same time
     first.square().sum().backward(retain_graph=True)
     torch.testing.assert_close(gradients(net), expected, rtol=0.0, atol=0.0)
     second.square().sum().backward()
@@ -102,14 +102,14 @@ def test_each_tensor_is_copied_once_and_back_only_if_it_was_freed(batch: Tensor)
     out.square().sum().backward()
     back = offloaded.copies[to_host:]
 
-    assert to_host == DEPTH + 1  # and the mask, but no parameter and nothing small
+    assert to_host == DEPTH + 1  # includes the mask, but no parameter and no small tensor
     assert {way for way, _ in offloaded.copies[:to_host]} == {"to host"}
     assert {way for way, _ in back} == {"back"}
     assert len(back) == DEPTH - 2 + 1
     assert len({value for _, value in back}) == len(back)
 
 
-def test_inputs_leave_the_device_two_units_later_and_come_back_one_before_they_are_used(batch: Tensor) -> None:
+def test_inputs_are_offloaded_two_units_later_and_fetched_one_unit_before_use(batch: Tensor) -> None:
     net, offloaded = Net(), offloaded_here()
     seen: list[tuple[int, int, list[bool]]] = []
     net.note = lambda number: seen.append((number, len(offloaded.copies), [s() is not None for s in net.inputs]))
@@ -130,7 +130,7 @@ def test_no_copy_stays_after_backward_or_without_one(batch: Tensor) -> None:
     net, offloaded = Net(), offloaded_here()
     net(offloaded, batch).square().sum().backward()
     assert all(storage() is None for storage in net.inputs)
-    net(offloaded, batch)  # evaluated with gradients, and forgotten
+    net(offloaded, batch)  # a forward pass with gradients but no backward pass
     assert all(storage() is None for storage in net.inputs)
 
 

@@ -1,4 +1,4 @@
-"""Which submodules become units."""
+"""Units are the repeated blocks of a module, or the submodules that the user chooses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Drafts of checkpoints: who may remove them, and when."""
+"""Drafts of checkpoints are committed atomically, and removed only after their process has ended."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def write(target: Path, content: str, *, folder: bool = True) -> None:
-    """Save what is taken for a checkpoint, a folder or a file."""
+    """Save a folder or a file that passes for a checkpoint."""
     draft = AtomicPath(target, folder=folder)
     if folder:
         (draft.path / "__0_0.distcp").write_text(content)
@@ -72,7 +72,7 @@ def test_lightning_does_not_take_a_draft_for_a_checkpoint(tmp_path: Path) -> Non
 def test_nothing_is_closed_twice(tmp_path: Path) -> None:
     draft = AtomicPath(tmp_path / "x.ckpt", folder=True)
     draft.commit()
-    with open(tmp_path / "y", "w") as another:  # gets the number of the lock's file
+    with open(tmp_path / "y", "w") as another:  # gets the file descriptor of the closed lock
         draft.discard()
         another.write("open")
 
@@ -122,7 +122,7 @@ def age(path: Path) -> None:
 
 
 def save_many(folder: str) -> int:
-    """Save again and again, under one name and under several."""
+    """Save repeatedly, under one name and under several."""
     rank = dist.get_rank()
     for number in range(150):
         name = f"x-{rank}.ckpt" if number % 3 else f"y-{number}-{rank}.ckpt"
@@ -138,7 +138,7 @@ def test_processes_that_save_in_one_folder_keep_each_others_drafts(on_ranks, tmp
 
 
 def flock_of_nfs(descriptor: int, operation: int) -> None:
-    """As Linux does it on NFS, where an exclusive lock needs a descriptor that is open for writing."""
+    """Lock like Linux on NFS, where an exclusive lock needs a descriptor that is open for writing."""
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     flock(descriptor, operation)
@@ -170,7 +170,7 @@ def test_leftovers_without_locks_are_removed_after_a_day(
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-# What only looks like a draft
+# Files that only look like drafts
 
 NAMES = (
     ".my.saving-202411211530",

@@ -1,4 +1,4 @@
-"""Staged copies for a save in the background: their contents, and the memory they take."""
+"""Staged copies for a background save have the right contents and take little memory."""
 
 import re
 from functools import partial
@@ -98,7 +98,7 @@ def test_taking_more_than_reserved_raises() -> None:
 
 @pytest.fixture
 def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat every tensor as one on another device."""
+    """Treat every tensor as if it were on another device."""
     monkeypatch.setattr(module_under_test._DeepcopyToHost, "needs_copy", lambda _, tensor: True)
 
 

@@ -1,4 +1,4 @@
-"""The bytes of tensors are read slice by slice, through two buffers for tensors on a GPU."""
+"""Tensors are read as bytes, slice by slice, and through two buffers if they are on a GPU."""
 
 import io
 import weakref
@@ -113,7 +113,7 @@ def test_a_save_through_buffers_writes_the_same_bytes(
     loaded = load(str(tmp_path / "buffered"), RankGroup(), weights_only=True)["state_dict"]
     for name, value in states.items():
         assert torch.equal(loaded[name].clone(), value), name
-    if form == "sharded":  # files of the full form contain names that differ
+    if form == "sharded":  # files of full checkpoints contain names that differ
         plain = (tmp_path / "plain" / "__0_0.distcp").read_bytes()
         assert (tmp_path / "buffered" / "__0_0.distcp").read_bytes() == plain
         saved = io.BytesIO()  # as `torch.save` writes one tensor

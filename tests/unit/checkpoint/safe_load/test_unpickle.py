@@ -1,4 +1,4 @@
-"""What a file may hold: data come back as they were, and nothing of the process changes."""
+"""Loading restores data exactly, and changes no state of the process."""
 
 import io
 import os
@@ -163,7 +163,7 @@ def test_metadata_equal_those_read_by_torch(tmp_path: Path, protocol: int) -> No
 
 
 def test_metadata_of_other_releases(tmp_path: Path) -> None:
-    """Fields of later ones are passed over, those that earlier ones do not write have their defaults."""
+    """Fields of later releases are ignored, and fields that earlier releases do not write have their defaults."""
     expected = pickle.loads(written_by_torch(tmp_path))
     older, newer = pickle.loads(pickle.dumps(expected)), pickle.loads(pickle.dumps(expected))
     for name in ("version", "storage_meta"):

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 Output = namedtuple("Output", "scores labels")
 
 
-def test_weighted_means_and_their_gradients_are_those_of_all_samples() -> None:
+def test_weighted_means_and_their_gradients_equal_those_of_all_samples() -> None:
     samples = torch.randn(7, dtype=torch.float64, requires_grad=True)
     parts = samples.split([3, 4])
 

@@ -16,7 +16,7 @@ def replicate(module: nn.Module, num: int = 1, device: torch.device = CPU) -> Re
 
 
 class Parts(nn.Module):
-    """Every way in which modules hold parameters, buffers and functions."""
+    """Holds parameters, buffers and functions in every way that modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Parts(nn.Module):
         return self.chosen(x) * self.factors[0] * self.factors[1] * self.named["gain"] + 0.01 * penalty
 
 
-def test_replica_computes_what_the_master_computes_and_gradients_add_up_in_the_master() -> None:
+def test_replica_computes_as_the_master_and_the_master_accumulates_gradients() -> None:
     torch.manual_seed(0)
     master, x = Parts(), torch.randn(6, 4)
     master(x).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Which optimizers ZeRO may show flattened parts of parameters is found by trying them."""
+"""ZeRO finds by a trial whether an optimizer is elementwise, so that it may update flat shards."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def parameters() -> list[Parameter]:
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("lr", [0.1, 1e-6, 0.0])  # 0: a warm-up has begun
-def test_elementwise_optimizers_pass_and_stay_as_they_are(name: str, lr: float) -> None:
+def test_elementwise_optimizers_pass_and_do_not_change(name: str, lr: float) -> None:
     ours = parameters()
     optimizer = getattr(torch.optim, name)(ours, lr=lr)
     before, random = {key: dict(value) for key, value in optimizer.state.items()}, torch.get_rng_state()

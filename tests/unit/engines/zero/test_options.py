@@ -1,4 +1,4 @@
-"""Bad input to the ZeRO strategies: one error each, before anything is launched, with the remedy."""
+"""Invalid input to the ZeRO strategies raises one error with the remedy before processes are launched."""
 
 import json
 import subprocess
