@@ -35,7 +35,7 @@ class PrivateName:
     the function before it sets it on its argument. The check creates no instance, but searches the code of the class or
     function for the attribute's name."""
     since: str = ""
-    """The first version with which the name is used, such as "2.12"; empty if with all."""
+    """The first version with which the name is used, such as "2.12"; empty if there is none."""
     before: str = ""
     """The first version with which the name is no longer used; empty if there is none."""
 

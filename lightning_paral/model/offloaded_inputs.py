@@ -44,7 +44,7 @@ class OffloadedInputs:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def is_offloaded(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is of a device and size that is offloaded."""
+        """Return whether tensors of this device and size are offloaded."""
         return tensor.device.type == "cuda" and tensor.nbytes >= _MIN_BYTES
 
     def _pack(self, tensor: Tensor) -> "_NotOffloaded | _Offloaded":
@@ -67,11 +67,11 @@ class OffloadedInputs:
     def _free_copied(self) -> None:
         """Free the GPU inputs of earlier units, after making the compute stream wait for their copies."""
         state = self._forward
-        while state.under_way:
-            kept = state.under_way[0]()
+        while state.in_flight:
+            kept = state.in_flight[0]()
             if kept is not None and kept.call > state.call - _IN_FLIGHT:
                 break
-            state.under_way.popleft()
+            state.in_flight.popleft()
             if kept is not None and kept.original is not None:
                 _check_unchanged(kept.original, kept.version)
                 self._wait(kept.copied, kept.device)  # nothing may reuse the memory before the copy has ended
@@ -181,12 +181,12 @@ class _Offloaded:
 
 
 class _ForwardState(local):
-    """The tensors that this thread has offloaded. With several devices in a process, each has its own thread."""
+    """The tensors that this thread has offloaded. With several devices in a process, each device has its own thread."""
 
     def __init__(self) -> None:
         self.call = 0
         self.last: ref[_Offloaded] | None = None
-        self.under_way: deque[ref[_Offloaded]] = deque()
+        self.in_flight: deque[ref[_Offloaded]] = deque()
         self._known: dict[int, tuple[Any, ref[_Offloaded]]] = {}
 
     def begin_call(self) -> None:
@@ -196,15 +196,15 @@ class _ForwardState(local):
 
     def known(self, tensor: Tensor) -> _Offloaded | None:
         """Return the existing copy of `tensor`, if `tensor` has not been written to since."""
-        of_tensor, of_kept = self._known.get(id(tensor), (None, None))
-        if of_tensor is None or of_kept is None or of_tensor() is not tensor:
+        tensor_ref, kept_ref = self._known.get(id(tensor), (None, None))
+        if tensor_ref is None or kept_ref is None or tensor_ref() is not tensor:
             return None
-        kept = of_kept()
+        kept = kept_ref()
         return kept if kept is not None and kept.version == _version(tensor) else None
 
     def add(self, tensor: Tensor, kept: _Offloaded) -> None:
         self.last = ref(kept)
-        self.under_way.append(self.last)
+        self.in_flight.append(self.last)
         self._known[id(tensor)] = TensorWeakRef(tensor), self.last
 
 

@@ -113,7 +113,7 @@ class TrainingAgreement:
             Whether `requires_grad` was read.
 
         Raises:
-            ConfigurationError: the ranks disagree; names the parameters.
+            ConfigurationError: the ranks disagree. The message names the parameters.
         """
         epoch_begins, self._epoch = epoch != self._epoch, epoch
         if not epoch_begins and not self.trained.have_changed():

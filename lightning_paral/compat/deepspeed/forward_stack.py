@@ -18,7 +18,7 @@ def innermost_forward() -> Module | None:
     """Return the module whose forward is running, or `None`."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    # Each engine leaves its module at the bottom of the stack after forward.
+    # Each engine puts its module at the bottom of the stack when it is created, and leaves it there.
     innermost: Module | None = FWD_MODULE_STACK[-1] if len(FWD_MODULE_STACK) > 1 else None
     return innermost
 

@@ -27,7 +27,7 @@ NAMES = (
         PrivateName(
             name=f"deepspeed.runtime.{name}",
             purpose="to know the scale of losses and gradients",
-            reason="the engine's public functions scale a loss, but do not return the scale",
+            reason="the engine's public functions scale a loss, but do not return the current scale",
             seen="deepspeed 0.19.8",
         )
         for name in (

@@ -10,8 +10,8 @@ NAMES = (
     PrivateName(
         name="deepspeed.utils.mixed_precision_linkage.link_hp_params._hp_mapping",
         purpose="to know which flat range of a parameter this rank updates, and where its master is",
-        reason="the functions of deepspeed.utils return full parameters, by a collective; those for shards support "
-        "stage 3 only",
+        reason="the functions of deepspeed.utils for full parameters are collectives, and those for shards support "
+        "only stage 3",
         seen="deepspeed 0.19.8",
         on_instances=True,
     ),

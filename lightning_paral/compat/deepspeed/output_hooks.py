@@ -12,8 +12,8 @@ _HOOK = PrivateName(
     name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
     "._post_forward_module_hook",
     purpose="to let modules return objects of any type, by passing only the tensors to this hook",
-    reason="DeepSpeed has no option to skip it; it calls vars() on every output, which fails for numbers and strings, "
-    "and startswith on keys of dictionaries",
+    reason="the hook calls vars() on every output, which fails for numbers and strings, and startswith on keys of "
+    "dictionaries; no option turns it off",
     seen="deepspeed 0.19.8",
     upstream="https://github.com/deepspeedai/DeepSpeed/issues/7442",
     on_instances=True,
@@ -42,7 +42,7 @@ def _replace(part: Module, view: Callable[[Any], Any]) -> bool:
 
 
 def _looks_for_parameters(hook: Any) -> bool:
-    # The hook is inside DeepSpeed's profiling wrapper, which has another name.
+    # DeepSpeed wraps the hook in a function for profiling, which has a different name.
     functions = [hook, *(cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())]
     return any(getattr(function, "__name__", "") == "_post_forward_module_hook" for function in functions)
 

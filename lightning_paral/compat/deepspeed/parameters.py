@@ -9,7 +9,7 @@ _UNPREFIXED = ("is_external_param", "nvme_swapper")
 
 _ALL_GATHER = PrivateName(
     name=f"{_INIT}.all_gather",
-    purpose="to gather parameters that an earlier run has sharded, but in this run's process group, and to detect "
+    purpose="to gather parameters in this run's process group although an earlier run has sharded them, and to detect "
     "when DeepSpeed gathers one",
     reason="DeepSpeed sets the process group once, when it shards a parameter, and has no hook for gathering",
     seen="deepspeed 0.19.8",
@@ -29,7 +29,7 @@ NAMES = (
                 ),
             ),
             (
-                "to gather parameters that an earlier run has sharded, but in this run's process group",
+                "to gather parameters in this run's process group although an earlier run has sharded them",
                 "DeepSpeed sets the process group once, when it shards a parameter",
                 ("ds_process_group", "ds_active_sub_modules"),
             ),

@@ -15,13 +15,13 @@ NAMES = (
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
         purpose="to shard parameters of any layout, dimension and dtype",
-        reason="zero.Init views them as bytes, which torch refuses for scalars, and assumes that they are contiguous",
+        reason="zero.Init fails for scalars, which torch cannot view as bytes, and assumes contiguous parameters",
         seen="deepspeed 0.19.8",
         parameters=("self", "param"),
     ),
     PrivateName(
         name="deepspeed.runtime.zero.partition_parameters.Init._post_init_method",
-        purpose="to leave modules that from_pretrained builds unsharded until their values are loaded",
+        purpose="to shard modules that from_pretrained builds only after their values have been loaded",
         reason="no public function suspends zero.Init",
         seen="deepspeed 0.19.8",
         parameters=("self", "module"),

@@ -153,13 +153,13 @@ def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
 
 
 def replace_evaluation_step(loop: EvaluationLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Replace the step of `loop`, given to `make`, with the step that `make` returns, until `undo` is closed."""
+    """Replace the step of `loop` with `make(step)`, where `step` is the loop's own step, until `undo` is closed."""
     _EVALUATION_STEP.resolve()
     shadow_method(loop, "_evaluation_step", make(loop._evaluation_step), undo)
 
 
 def replace_predict_step(loop: PredictionLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Replace the step of `loop`, given to `make`, with the step that `make` returns, until `undo` is closed."""
+    """Replace the step of `loop` with `make(step)`, where `step` is the loop's own step, until `undo` is closed."""
     _PREDICT_STEP.resolve()
     shadow_method(loop, "_predict_step", make(loop._predict_step), undo)
 
@@ -185,7 +185,9 @@ def call_step_without_hooks(
     batch_idx: int,
     dataloader_idx: int | None,
 ) -> None:
-    """Move a batch to the device and run the step, but neither hooks nor counters. *Collective* if the step is.
+    """Move a batch to the device and call the step with it. *Collective* if the step is.
+
+    No batch-start or batch-end hooks are called, and the batch is not counted.
 
     Args:
         trainer: the Trainer of the loop.

@@ -82,8 +82,8 @@ NAMES = (
 
 def check_overridden() -> None:
     """Raise a `PrivateNameError` if Lightning lacks a method that subclasses of `ResultCollection` override."""
-    for name in _OVERRIDDEN:
-        name.resolve()
+    for entry in _OVERRIDDEN:
+        entry.resolve()
 
 
 def make_sync(reduce: Any, *, should: bool) -> Sync:

@@ -35,7 +35,7 @@ _ENTRIES = {
 }
 NAMES = tuple(_ENTRIES.values())
 
-SHARDS_INTEGERS = torch.__version__ >= "2.12"  # before, `fully_shard` fails halfway, and no name tells
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails for them halfway
 
 name_of: Callable[[Any], str] = attrgetter("_param_fqn")
 """Return the name of the parameter of an `FSDPParam` in the root module."""
@@ -50,20 +50,20 @@ def unsharded_param(param: Any) -> Tensor | None:
 
 
 def is_param_of(value: object, param: Any) -> bool:
-    """Return whether `value` is one of the parameters, sharded or not, that FSDP2 sets on modules for `param`."""
+    """Return whether `value` is the sharded or unsharded parameter that FSDP2 sets on modules for an `FSDPParam`."""
     own = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
     return value is not None and any(value is one for one in own)
 
 
 def owners_of(param: Any) -> list[tuple[Module, str]]:
-    """Return the modules that own the parameter of an `FSDPParam`, with its name in each: several if it is tied."""
+    """Return the modules that own the parameter of an `FSDPParam`, with its name in each. Tied ones have several."""
     info = param._module_info
     modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
     return list(zip(modules, names, strict=True))
 
 
 def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
-    """Make FSDP2 gather a parameter from different memory.
+    """Make FSDP2 gather a parameter from memory that it has not allocated.
 
     Args:
         param: the `FSDPParam`.

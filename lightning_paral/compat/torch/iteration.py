@@ -60,8 +60,8 @@ def pre_forward(
 ) -> tuple[Any, Any]:
     """Run FSDP2's hook before `forward` of a sharded module.
 
-    If there are no arguments, the hook gets `None` as one: in torch 2.11 and 2.12 on CUDA, the root's hook would raise
-    an IndexError for the first element of an empty list (`torch.distributed.utils._to_kwargs`).
+    Without arguments, the root's hook raises an IndexError on CUDA in torch 2.11 and 2.12, because it takes the first
+    element of an empty list (`torch.distributed.utils._to_kwargs`). It therefore gets `None` as an argument.
 
     Args:
         state: the state of `module`, from `module._get_fsdp_state()`.
@@ -80,7 +80,7 @@ def pre_forward(
 
 
 def reset_iteration(root: Any) -> None:
-    """Reshard the parameters that a failed iteration of `root`, a sharded module, left unsharded; reset its state.
+    """Reset FSDP2's state of the sharded module `root` after a failed iteration, and reshard its parameters.
 
     The function does nothing if no iteration has begun, for example because sharding itself failed.
     """

@@ -17,7 +17,7 @@ STATE_DICT = (
     *("_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-"""Dictionaries of the hooks that run when a module is saved or loaded."""
+"""Dictionaries of the hooks that run in `state_dict` and `load_state_dict`."""
 
 NAMES = (
     *(
@@ -41,7 +41,7 @@ NAMES = (
 
 
 def hooks_in(module: Module, name: str) -> dict[int, Any]:
-    """Return one of the dictionaries of hooks on `module`."""
+    """Return the dictionary `name` of hooks or flags of `module`."""
     hooks: dict[int, Any] = getattr(module, name)
     return hooks
 

@@ -18,8 +18,8 @@ NAMES = (
 def forget_meshes() -> None:
     """Clear DTensor's cache, which contains meshes.
 
-    The result of an operation gets the mesh in the cache, that of the first operation with the same layouts (torch
-    2.13). Meshes find their groups by name: after the default group has been replaced, these names are unknown or refer
-    to different groups.
+    The result of an operation gets the cached mesh of the first operation with the same layouts (torch 2.13). Meshes
+    find their groups by name: after the default group has been replaced, these names are unknown or refer to different
+    groups.
     """
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
