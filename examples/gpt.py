@@ -1,4 +1,4 @@
-"""A byte-level GPT, trained on the source of Python's standard library: there is nothing to download.
+"""A byte-level GPT, trained on the source of Python's standard library, so that nothing has to be downloaded.
 
 paral fit --config configs/gpt.yaml --config configs/strategies/ddp.yaml
 """
@@ -20,11 +20,11 @@ VOCABULARY = 256
 
 
 class StandardLibrary(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `context` bytes of the standard library's source, each with the same window one byte later.
+    """Windows of `context` bytes of the standard library's source, each with the window shifted by one byte.
 
     Args:
-        split: `"train"` or `"validation"`; a hash of each file's name decides to which split it belongs.
-        context: bytes per window.
+        split: `"train"` or `"validation"`. A hash of a file's name determines the split to which the file belongs.
+        context: the number of bytes per window.
     """
 
     def __init__(self, split: str, context: int) -> None:
@@ -52,9 +52,9 @@ class StandardLibraryData(LightningDataModule):
     """The standard library's source in batches of `(inputs, targets)`, each of shape `[batch_size, context]`.
 
     Args:
-        batch_size: windows per batch and rank.
-        context: bytes per window.
-        num_validation_windows: windows used for validation, over all ranks.
+        batch_size: the number of windows per batch and rank.
+        context: the number of bytes per window.
+        num_validation_windows: the number of windows for validation, over all ranks.
     """
 
     def __init__(self, batch_size: int = 32, context: int = 128, num_validation_windows: int = 512) -> None:
@@ -107,12 +107,12 @@ class GPT(LightningModule):
     """A GPT that predicts the next byte.
 
     Args:
-        width: features per position.
-        num_layers: transformer blocks.
-        num_heads: attention heads per block.
-        context: the longest input, in bytes.
-        learning_rate: peak of AdamW's learning rate, reached after `num_warmup_steps`.
-        num_warmup_steps: optimizer steps of linear warm-up.
+        width: the number of features per position.
+        num_layers: the number of transformer blocks.
+        num_heads: the number of attention heads per block.
+        context: the length of the longest input, in bytes.
+        learning_rate: the peak of AdamW's learning rate, reached after `num_warmup_steps`.
+        num_warmup_steps: the number of optimizer steps of linear warm-up.
     """
 
     def __init__(

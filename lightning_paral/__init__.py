@@ -8,7 +8,7 @@ import sys
 
 from lightning.pytorch.core import saving
 
-from lightning_paral import tested_versions as tested_versions  # warns
+from lightning_paral import tested_versions as tested_versions  # warns of untested versions
 from lightning_paral._version import __version__
 from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint

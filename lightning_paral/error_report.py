@@ -1,4 +1,4 @@
-"""Report uncaught errors of this package briefly: the user's own lines and the message, once per host."""
+"""Report uncaught errors of this package briefly: the user's own lines and the message, once per node."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from lightning_paral.errors import ParalError
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
-"""The environment variable that restores complete tracebacks if it is `full`."""
+"""The environment variable that restores complete tracebacks if its value is `full`."""
 
 _INTERNALS = (
     "lightning_paral",
@@ -31,8 +31,8 @@ _INTERNALS = (
 def install_brief_excepthook() -> None:
     """Print uncaught errors of this package without the frames of libraries.
 
-    If several ranks of a host end with the same error, one of them prints it. An error of this package that has a cause
-    in user code, such as a training step, is printed in full, and so are all other errors.
+    If several ranks of a node fail with the same error, one of them prints it. All other errors are printed in full,
+    and so is an error of this package that was caused by an error in user code, such as a training step.
     """
     if not isinstance(sys.excepthook, _BriefExceptHook):
         sys.excepthook = _BriefExceptHook(sys.excepthook)
@@ -42,10 +42,10 @@ class _BriefExceptHook:
     def __init__(self, otherwise: Hook) -> None:
         self._otherwise = otherwise
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = error if isinstance(error, ParalError) else unwrap_parser_error(error)
         if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "full" or has_user_cause(ours):
-            self._otherwise(kind, error, trace)
+            self._otherwise(error_type, error, trace)
             return
         if not is_first_to_say(str(ours)):
             return
@@ -71,7 +71,7 @@ def unwrap_parser_error(error: BaseException) -> ParalError | None:
 
 
 def has_user_cause(error: BaseException) -> bool:
-    """Return whether `error` was caused by an error raised below user code, such as a training step."""
+    """Return whether `error` was caused by an error in user code, such as a training step, or in code called there."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while cause is not None:
         if any(True for _ in _user_frames(cause.__traceback__)):

@@ -1,35 +1,35 @@
-"""The few kinds of error this package raises; every one derives from `ParalError`."""
+"""The exceptions of this package. All derive from `ParalError`."""
 
 
 class ParalError(Exception):
-    """Base of all errors raised by lightning_paral."""
+    """Base class of all exceptions of lightning_paral."""
 
 
 class ConfigurationError(ParalError, ValueError):
-    """The user's code or options do not fit. The message says what is wrong, what was given and what to do.
+    """The user's options or code cannot work. The message says what is wrong, what was given and what to do.
 
-    It is raised as early as possible: when an object is constructed, when a run starts, or in the step that is wrong.
+    It is raised as early as possible: when an object is created, when a run begins, or in the step that is at fault.
     """
 
 
 class ProcessGroupError(ParalError, RuntimeError):
-    """The ranks could not be joined, or one of them did not answer in time."""
+    """The ranks could not form a process group, or a rank did not answer in time."""
 
 
 class UnusedParametersError(ParalError, RuntimeError):
-    """Parameters took no part in the loss of the previous step, so their gradients never arrived."""
+    """Some parameters did not contribute to the loss of the previous step, so their gradients never arrived."""
 
 
 class CheckpointError(ParalError, RuntimeError):
-    """A checkpoint could not be written, is damaged, or does not fit what it is loaded into."""
+    """A checkpoint could not be written, is damaged, or does not fit the object into which it is loaded."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path. It is a `FileNotFoundError`, too, as Lightning raises in this case."""
+    """The path has no checkpoint. Also a `FileNotFoundError`, which Lightning raises in this case."""
 
 
 class StorageOptionsError(ConfigurationError, TypeError):
-    """`storage_options` were given where none are taken. It is a `TypeError`, too, as Lightning raises in this case."""
+    """`storage_options` were given but are not supported. Also a `TypeError`, which Lightning raises in this case."""
 
 
 class PrivateNameError(ParalError, ImportError):

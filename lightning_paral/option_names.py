@@ -1,4 +1,4 @@
-"""Explain unknown options: misspelled ones, and those of another class, of Lightning or of DeepSpeed."""
+"""Explain unknown options: misspelled options, and options of another class, of Lightning or of DeepSpeed."""
 
 from collections.abc import Collection
 
@@ -18,12 +18,12 @@ _EQUIVALENTS = {
         "data_parallel_size": "replicate=...",
         "state_dict_type": "checkpoint='full' or 'sharded'",
         "save_distributed_checkpoint": "checkpoint='full' or 'sharded'",
-        "use_orig_params": "Leave it out: FSDP2 always keeps the parameters",
+        "use_orig_params": "Leave it out: FSDP2 always keeps the original parameters",
         "sync_module_states": "Leave it out: all ranks start with rank 0's values",
         "backward_prefetch": "prefetch=...",
         "forward_prefetch": "prefetch=...",
         "limit_all_gathers": "prefetch=...",
-        "start_method": "Leave it out: the script is run again for each further rank",
+        "start_method": "Leave it out: each further rank runs the script again",
     },
     "ParalZeROStrategy": {
         "offload_params": "offload_parameters='cpu'",
@@ -38,23 +38,23 @@ _EQUIVALENTS = {
         "reduce_bucket_size": "reduce_bucket_numel=...",
         "allgather_bucket_size": "gather_bucket_numel=...",
         "contiguous_gradients": "deepspeed_config={'zero_optimization': {'contiguous_gradients': ...}}",
-        "logging_batch_size_per_gpu": "Leave it out: the batch size is that of the loader",
+        "logging_batch_size_per_gpu": "Leave it out: the loader determines the batch size",
         "cpu_checkpointing": "activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True)",
         "partition_activations": "activation_checkpointing=ActivationCheckpointing(...)",
         "initial_scale_power": "deepspeed_config={'fp16': {...}}",
         "load_full_weights": "Leave it out: full and sharded checkpoints are recognized",
-        "start_method": "Leave it out: the script is run again for each further rank",
+        "start_method": "Leave it out: each further rank runs the script again",
     },
     "ParalDPStrategy": {
         "timeout": "paral_ddp, which has several processes; paral_dp has one",
         "process_group_backend": "paral_ddp, which has several processes; paral_dp has one",
     },
 }
-"""By class: options of Lightning's strategies and of DeepSpeed, and what to use here instead."""
+"""For each class: options of Lightning's strategies and of DeepSpeed, and their replacements."""
 
 
 def register_options(owner: str, options: Collection[str]) -> None:
-    """Register the `options` of the class named `owner`, for messages about this and other classes."""
+    """Register the `options` of the class named `owner`, so that messages can suggest them."""
     _OPTIONS_BY_CLASS.setdefault(owner, set()).update(options)
 
 
@@ -64,7 +64,7 @@ def has_registered_options(owner: str) -> bool:
 
 
 def explain_unknown_option(owner: str, option: str) -> str:
-    """Return a message that `owner` does not have `option`, with what may be meant instead."""
+    """Return a message that `owner` has no `option`, with suggestions."""
     return f"{owner} has no option {option!r}.{_hint(owner, option, _OPTIONS_BY_CLASS[owner])}"
 
 

@@ -1,4 +1,4 @@
-"""Check the names and the types of options when an object is constructed."""
+"""Check the names and types of options when an object is constructed."""
 
 import dataclasses
 import inspect
@@ -31,22 +31,27 @@ _REMEDIES = {
     ("", "deepspeed_config"): "Give a dict or the path of a JSON file.",
     ("", "logging_level"): "Give a level of logging, such as logging.INFO.",
 }
-"""What to give instead, by class (empty for all) and option, where the types alone do not say it."""
+"""Remedies by class (empty for all classes) and option, for options whose types are not a sufficient remedy."""
 
 
 def checked_options(
-    init: Init, *, shared: type | None = None, defaults: Mapping[str, Any] = MappingProxyType({})
+    init: Init,
+    *,
+    shared: type | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    docstring: str | None = None,
 ) -> Init:
     """Make a constructor reject unknown keywords and values whose types its annotations do not allow.
 
     Args:
         init: the constructor.
-        shared: a `TypedDict` of further keywords, which `init` takes as `**keywords`. The signature lists them one by
-            one, for users, `help` and jsonargparse; its docstring describes them.
-        defaults: the defaults of `shared`.
+        shared: a `TypedDict` of further keywords, which `init` takes as `**keywords`. The signature lists those with
+            defaults one by one, for users, `help` and jsonargparse.
+        defaults: the defaults of keywords in `shared`, in the order of the signature.
+        docstring: describes the keywords in `shared`. By default, the docstring of `shared`.
 
     Raises:
-        ConfigurationError: by the constructor, with the nearest option, or the types that the option takes.
+        ConfigurationError: raised by the constructor; suggests an option, or names the types that the option takes.
     """
     signature = _with_shared(inspect.signature(init), shared, defaults)
     owner = init.__qualname__.split(".")[0]
@@ -66,7 +71,8 @@ def checked_options(
         for option in kwargs:
             if option not in parameters and not takes_any:
                 raise ConfigurationError(explain_unknown_option(owner, option))
-        types = _types_of(init) | _types_of(shared)
+        shared_types = {option: allowed for option, allowed in _option_types(shared).items() if option in defaults}
+        types = _option_types(init) | shared_types
         for option, value in {**dict(zip(named, args, strict=False)), **kwargs}.items():
             if option in types:
                 check_type(owner, option, value, types[option])
@@ -74,26 +80,27 @@ def checked_options(
 
     if shared is not None:
         checked.__signature__ = signature  # type: ignore[attr-defined]
-        checked.__doc__ = shared.__doc__
+        checked.__doc__ = docstring or shared.__doc__
     return typing.cast(Init, checked)
 
 
 def _with_shared(signature: inspect.Signature, shared: type | None, defaults: Mapping[str, Any]) -> inspect.Signature:
-    """Replace `**keywords` by one parameter for each key of `shared`; keep it if it also takes other keywords."""
+    """Replace `**keywords` by one parameter for each key of `shared`; keep `**keywords` if it accepts others."""
     if shared is None:
         return signature
     *own, keywords = signature.parameters.values()
     types = typing.get_type_hints(shared)
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=types[name])
-        for name in types
+        for name in defaults
     ]
-    further = [] if keywords.annotation == typing.Unpack[shared] else [keywords.replace(annotation=Any)]
+    is_complete = keywords.annotation == typing.Unpack[shared] and types.keys() == defaults.keys()
+    further = [] if is_complete else [keywords.replace(annotation=Any)]
     return signature.replace(parameters=[*own, *parameters, *further])
 
 
 def checked_dataclass(cls: Class) -> Class:
-    """Apply `checked_options` to a dataclass. Goes above `@dataclass`."""
+    """Apply `checked_options` to a dataclass. Write this decorator above `@dataclass`."""
     init = vars(cls)["__init__"]
     init.__qualname__ = f"{cls.__name__}.__init__"
     cls.__init__ = checked_options(init)  # type: ignore[misc]
@@ -101,7 +108,7 @@ def checked_dataclass(cls: Class) -> Class:
 
 
 @cache
-def _types_of(takes_options: Any) -> dict[str, Any]:
+def _option_types(takes_options: Any) -> dict[str, Any]:
     """Return the types of options by name, for a constructor or a `TypedDict`; an empty dict for `None`."""
     if takes_options is None:
         return {}
@@ -118,14 +125,14 @@ def check_type(owner: str, option: str, value: object, annotation: Any) -> None:
 
     Args:
         owner: the name of the class that has the option.
-        option: its name.
-        value: what was given for it.
+        option: the name of the option.
+        value: the value that the user gave.
         annotation: a class, `None`, `Literal`, `Callable`, a collection, or a union of these.
     """
     if allows(annotation, value):
         return
     name = value.__name__ if isinstance(value, type) else type(value).__name__
-    if any(value is kind and dataclasses.is_dataclass(kind) for kind in _members(annotation)):
+    if any(value is member and dataclasses.is_dataclass(member) for member in _members(annotation)):
         raise ConfigurationError(
             f"{owner}({option}={name}): this is the class itself. Pass an instance: {option}={name}(...)."
         )
@@ -167,50 +174,50 @@ def as_timeout(timeout: timedelta | float) -> timedelta:
 
 def allows(annotation: Any, value: object) -> bool:
     """Return whether `annotation` allows the type of `value`. A `Literal` allows the types of its values."""
-    return any(_allows_one(kind, value) for kind in _members(annotation))
+    return any(_allows_one(member, value) for member in _members(annotation))
 
 
-def _allows_one(kind: Any, value: object) -> bool:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any or kind is object:
+def _allows_one(expected: Any, value: object) -> bool:
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if expected is Any or expected is object:
         return True
     if origin is Literal:
         return any(type(value) is type(choice) for choice in arguments)
     if origin is type:
         return isinstance(value, type) and all(issubclass(value, base) for base in arguments if isinstance(base, type))
-    if origin is Callable or kind is Callable:
+    if origin is Callable or expected is Callable:
         return callable(value)
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping)
     if origin is not None and issubclass(origin, Collection):
         plain = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
         return plain and all(allows(arguments[0], element) for element in typing.cast(Collection[Any], value))
-    return _is_instance(origin or kind, value)
+    return _is_instance(origin or expected, value)
 
 
-def _is_instance(kind: type, value: object) -> bool:
-    if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
+def _is_instance(expected: type, value: object) -> bool:
+    if expected in (int, float):
+        number = numbers.Integral if expected is int else numbers.Real
         return isinstance(value, number) and not isinstance(value, bool)
-    if isinstance(value, kind):
+    if isinstance(value, expected):
         return True
-    # Accept any object that may stand in for a class of torch or Lightning, but no plain value.
-    of_others = not dataclasses.is_dataclass(kind) and kind.__module__.startswith(("lightning.", "torch"))
-    return of_others and not isinstance(value, type) and type(value).__module__ != "builtins"
+    # Accept duck-typed objects in place of objects of torch or Lightning, but not numbers, strings and the like.
+    is_foreign = not dataclasses.is_dataclass(expected) and expected.__module__.startswith(("lightning.", "torch"))
+    return is_foreign and not isinstance(value, type) and type(value).__module__ != "builtins"
 
 
 def _members(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) in (Union, UnionType):
-        return [kind for member in typing.get_args(annotation) for kind in _members(member)]
+        return [inner for member in typing.get_args(annotation) for inner in _members(member)]
     return [NoneType if annotation is None else annotation]
 
 
 def _describe_types(annotation: Any) -> list[str]:
     words: list[str] = []
-    for kind in _members(annotation):
-        origin = typing.get_origin(kind)
+    for member in _members(annotation):
+        origin = typing.get_origin(member)
         if origin is Literal:
-            words += [repr(choice) for choice in typing.get_args(kind)]
+            words += [repr(choice) for choice in typing.get_args(member)]
         elif origin is type:
             words.append("a class")
         elif origin is Callable:
@@ -219,14 +226,14 @@ def _describe_types(annotation: Any) -> list[str]:
             words.append("a dict")
         elif origin is not None and issubclass(origin, Collection):
             words.append("a list")
-        elif dataclasses.is_dataclass(kind):
-            words.append(f"{kind.__name__}(...)")  # type: ignore[union-attr]
+        elif dataclasses.is_dataclass(member):
+            words.append(f"{member.__name__}(...)")  # type: ignore[union-attr]
         else:
-            words.append(_NAMES_OF_TYPES.get(kind) or _with_article(kind.__name__))
+            words.append(_TYPE_NAMES.get(member) or _with_article(member.__name__))
     return sorted(dict.fromkeys(words), key="None".__eq__)
 
 
-_NAMES_OF_TYPES: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     bool: "True or False",
     float: "a number",
     int: "an integer",

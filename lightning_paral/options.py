@@ -1,6 +1,6 @@
-"""Options that users write in Python or YAML: one dataclass for each feature, and keywords that strategies share."""
+"""Options that users write in Python or YAML: a dataclass for each feature, and the keywords that strategies share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, cast
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import checked_dataclass, checked_options
+from lightning_paral.option_types import Init, checked_dataclass, checked_options
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, a list of these, or a predicate of a submodule's dotted name and the submodule."""
@@ -21,8 +21,8 @@ UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, 
 class ActivationCheckpointing:
     """Keep only the inputs of each unit for the backward pass, and recompute its activations there.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174. Gradients are the same, also
-    with dropout. The forward pass of each unit runs twice.
+    Follows Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174. Gradients do not change,
+    even with dropout. The forward pass of each unit runs twice.
 
     Raises:
         ConfigurationError: a value is out of range, or both `units` and `min_params` are given.
@@ -32,10 +32,10 @@ class ActivationCheckpointing:
     """Which submodules are units, as in `ParalFSDPStrategy(units=...)`. Units are not nested."""
 
     min_params: int | None = None
-    """Instead of `units`: the smallest submodules with at least this many parameters."""
+    """Instead of `units`: the smallest submodules with at least this number of parameters."""
 
     offload_to_cpu: bool = False
-    """Keep the inputs of units in host memory, pinned on CUDA, until the backward pass needs them."""
+    """Keep the inputs of units in host memory (pinned on CUDA) until the backward pass needs them."""
 
     def __post_init__(self) -> None:
         check_unit_choice(self.units, self.min_params)
@@ -57,7 +57,7 @@ class Offload:
     """Where ZeRO keeps offloaded state: `Offload("cpu")` or `Offload("nvme", path="/local/scratch")`.
 
     Raises:
-        ConfigurationError: a value is out of range, or NVMe has no path.
+        ConfigurationError: a value is out of range, or `"nvme"` has no `path`.
     """
 
     device: Literal["cpu", "nvme"] = "cpu"
@@ -66,22 +66,22 @@ class Offload:
     _: KW_ONLY
 
     path: str | Path | None = None
-    """For `"nvme"`: an existing folder. Each run creates a subfolder there, and removes it at the end."""
+    """For `"nvme"`: an existing folder. Each run creates a subfolder in it, and removes the subfolder at the end."""
 
     ratio: float = 1.0
-    """For the optimizer, at stage 3: the fraction to offload, 0 to 1. The rest stays on the device."""
+    """For the optimizer, at stage 3: the fraction to offload, from 0 to 1. The rest stays on the device."""
 
     pin_memory: bool | None = None
-    """Pin the copies in host memory, for faster transfers. `None`: on CUDA only."""
+    """Whether to pin the copies in host memory, for faster transfers. `None`: on CUDA only."""
 
     buffer_count: int = 5
-    """For `"nvme"`: buffers between disk and memory. Adam needs four: two states, gradient and parameter."""
+    """For `"nvme"`: number of buffers between disk and memory. Adam needs 4: two states, gradient and parameter."""
 
     buffer_numel: int = 100_000_000
-    """For parameters on `"nvme"`: elements per buffer, at least as many as the largest shard of a parameter has."""
+    """For parameters on `"nvme"`: elements per buffer, at least those of the largest shard of a parameter."""
 
     max_in_cpu_numel: int = 1_000_000_000
-    """For parameters on `"nvme"`: elements that may stay in host memory all the time."""
+    """For parameters on `"nvme"`: number of elements that may stay in host memory permanently."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "nvme"):
@@ -101,33 +101,34 @@ class Offload:
 @checked_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the samples of a loader are distributed over the ranks. Strategies with ranks take the same options.
+    """How the samples of a loader are distributed over the ranks. Strategies with ranks take these options directly.
 
     Raises:
         ConfigurationError: a value is unknown.
     """
 
     split: Literal["batch", "global"] = "batch"
-    """`"batch"`: each rank draws whole batches of the loader's size. `"global"`: the ranks divide each batch, so that
-    training is the same run at any world size.
+    """`"batch"`: each rank draws full batches of the loader's size. `"global"`: the ranks divide each batch, so that
+    training gives the same numbers at any world size.
 
-    With `"global"`, and with one rank, batches equal those of `Trainer(strategy="auto")` from the same seed, in
-    training and in evaluation. Samplers then draw from rank 0's global generators of torch, numpy and `random`, or from
-    the loader's own generator, when one process would draw. With `"batch"` and several ranks, the strategy draws the
-    order with a seed of its own.
+    With `"global"`, or with one rank, batches equal those of `Trainer(strategy="auto")` with the same seed, in training
+    and in evaluation. Samplers draw from rank 0's global generators of torch, numpy and `random`, or from the loader's
+    own generator, at the same times as in one process. With `"batch"` and several ranks, the strategy draws the order
+    with its own seed.
 
-    The order of later epochs can still differ from that of one process if a module draws random numbers in its steps
-    (dropout), or a dataset in `__getitem__` without workers: on several ranks they draw other amounts from the global
-    generators. Give the loader a `generator` to prevent that. All ranks draw the same order in any case. Two more cases
-    differ from one process: iterable datasets, which are shuffled with a seed of the strategy, and epochs of more than
-    256 batches with a sampler that draws lazily while the module or the dataset draws as well."""
+    All ranks always use the same order, but it can differ from that of one process in three cases. First, in later
+    epochs, if the module draws random numbers in its steps (dropout), or a dataset without workers does so in
+    `__getitem__`: with several ranks, these draw different amounts of numbers from the global generators. Pass a
+    `generator` to the loader to prevent this. Second, for iterable datasets, which are shuffled with a seed of the
+    strategy. Third, in epochs of more than 256 batches, if the sampler draws lazily while the module or the dataset
+    draws as well."""
 
     remainder: Literal["drop", "wrap"] = "wrap"
-    """For `split="batch"` in training, if the number of ranks does not divide the number of batches: drop the last
-    batches, or complete them with the first batches of the epoch."""
+    """For `split="batch"` in training, if the number of batches is not divisible by the number of ranks: drop the last
+    batches (`"drop"`), or add the first batches of the epoch (`"wrap"`)."""
 
     shard_iterable: bool = True
-    """Divide iterable datasets among ranks and workers. `False`: the datasets do that themselves."""
+    """Divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this themselves."""
 
     def __post_init__(self) -> None:
         for option, known in (("split", ("batch", "global")), ("remainder", ("drop", "wrap"))):
@@ -159,17 +160,17 @@ class CheckpointOptions:
     _: KW_ONLY
 
     save_frozen: bool = True
-    """Whether to save frozen parameters, too. If they were not saved, loading keeps those of the module."""
+    """Whether to save frozen parameters. If they were not saved, loading keeps the module's own values."""
 
     async_save: bool = False
-    """Copy the state to host memory, and write it while training continues. One save runs at a time."""
+    """Copy the state to host memory, and write it while training continues. Only one save runs at a time."""
 
     restore_optimizer: bool = True
-    """Whether to restore the optimizer state on resuming. It is an error if the checkpoint has none that fits."""
+    """Whether to restore the optimizer state when resuming. If so, a checkpoint without a fitting state is an error."""
 
     weights_only: bool = True
-    """`False` trusts every checkpoint that is loaded: it creates objects of any type and runs code in the file. This
-    works under all strategies; `trainer.fit(..., weights_only=False)` works under DP and DDP only."""
+    """`False` trusts every checkpoint: loading creates objects of any type and runs code in the file. This works under
+    all strategies; `trainer.fit(..., weights_only=False)` works only under DP and DDP."""
 
     def __post_init__(self) -> None:
         if self.form not in ("full", "sharded", None):
@@ -185,18 +186,19 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class RankOptions(TypedDict, total=False):
-    """Keywords that every strategy with several ranks takes, besides its own.
+    """The keywords that every strategy with ranks takes, in addition to its own.
 
     Args:
-        process_group_backend: backend for `torch.distributed`; by default gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
-        timeout: how long ranks wait for each other, when joining and in every collective; a number means seconds.
-        checkpoint: `"full"`, one file; `"sharded"`, a folder; or `CheckpointOptions` with more. `None`: full for DDP,
-            sharded for FSDP and ZeRO.
+        process_group_backend: the backend of `torch.distributed`. `None`: gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
+        timeout: how long ranks wait for each other when they join, and in every collective; a number means seconds.
+        checkpoint: `"full"` writes one file, `"sharded"` a folder; `CheckpointOptions` has more options. `None`: full
+            for DDP, sharded for FSDP and ZeRO.
         activation_checkpointing: keep only the inputs of units for the backward pass, and recompute the activations.
-        split: `"batch"`: each rank draws batches of its own. `"global"`: the ranks divide each batch. See `Sampling`.
-        remainder: for `split="batch"`: drop the last batches of an epoch that do not divide by the ranks, or complete
-            them with its first ones (`"wrap"`).
-        shard_iterable: divide iterable datasets among ranks and workers. `False`: they do this themselves.
+        split: `"batch"`: each rank draws its own batches. `"global"`: the ranks divide each batch. See `Sampling`.
+        remainder: for `split="batch"`, if the number of batches is not divisible by the number of ranks: drop the last
+            batches of an epoch (`"drop"`), or add its first batches (`"wrap"`).
+        shard_iterable: divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this
+            themselves.
     """
 
     process_group_backend: str | None
@@ -219,11 +221,23 @@ RANK_DEFAULTS = RankOptions(
 )
 
 
-def pop_rank_options(keywords: Any) -> RankOptions:
-    """Remove the options of `RankOptions` from `keywords`, a dict which may have others, too, and return them."""
-    options: Any = {name: keywords.pop(name) for name in RANK_DEFAULTS if name in keywords}
-    return cast(RankOptions, options)
+def split_rank_options(keywords: Mapping[str, Any]) -> tuple[RankOptions, dict[str, Any]]:
+    """Return the options of `RankOptions` among `keywords`, and all other keywords."""
+    shared: Any = {name: value for name, value in keywords.items() if name in RANK_DEFAULTS}
+    return cast(RankOptions, shared), {name: value for name, value in keywords.items() if name not in RANK_DEFAULTS}
 
 
 takes_rank_options = partial(checked_options, shared=RankOptions, defaults=RANK_DEFAULTS)
 """Decorate a constructor that takes `**keywords: Unpack[RankOptions]`: its signature lists each of them by name."""
+
+
+def takes_options(keywords: type, defaults: Mapping[str, Any]) -> Callable[[Init], Init]:
+    """Return a decorator like `takes_rank_options` for the keywords of a strategy, which include `RankOptions`.
+
+    Args:
+        keywords: a `TypedDict` that derives from `RankOptions` and documents the strategy's own keywords.
+        defaults: the defaults of the strategy's own keywords, in the order of the signature.
+    """
+    _, _, arguments = (RankOptions.__doc__ or "").partition("Args:\n")
+    docstring = f"{(keywords.__doc__ or '').rstrip()}\n{arguments}"
+    return partial(checked_options, shared=keywords, defaults={**defaults, **RANK_DEFAULTS}, docstring=docstring)

@@ -17,14 +17,14 @@ from lightning_paral.suggestions import did_you_mean, nearest_names
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredStrategy:
-    """One name that `Trainer(strategy=...)` takes."""
+    """A name for `Trainer(strategy=...)`, and the strategy that it creates."""
 
     name: str
     strategy: type[Strategy]
     description: str
-    """One line for people, without a full stop."""
+    """One line for users, without a period at the end."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Arguments for the constructor of `strategy`."""
+    """Keyword arguments for the constructor of `strategy`."""
 
 
 STRATEGIES = (
@@ -101,12 +101,12 @@ STRATEGIES = (
 
 
 def register_strategies(*more: RegisteredStrategy) -> None:
-    """Register all names with Lightning's Trainer, and make Fabric and `pytorch_lightning` refuse them.
+    """Register the strategies with Lightning's Trainer, and make Fabric and `pytorch_lightning` reject them.
 
-    Calling it again changes nothing.
+    Calling this again changes nothing.
 
     Args:
-        more: strategies of another package, besides those of `STRATEGIES`.
+        more: your own strategies, in addition to those in `STRATEGIES`.
     """
     entries = (*STRATEGIES, *more)
     for entry in entries:
@@ -118,7 +118,7 @@ def register_strategies(*more: RegisteredStrategy) -> None:
 
 
 def _reject_unknown(strategy: Any) -> None:
-    """Raise a `ConfigurationError` that says what to write if `strategy` is a class or a misspelled `paral_*` name."""
+    """Raise a `ConfigurationError` if `strategy` is a class or a misspelled `paral_*` name; say what to write."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ConfigurationError(
             f"Trainer(strategy={strategy.__name__}): this is the class itself. Pass an instance: "
@@ -137,7 +137,7 @@ def _looks_like_ours(name: str) -> bool:
 
 
 def explain_unknown_name(name: str) -> str:
-    """Return a message with the names nearest to the unknown `name`, and where names come from."""
+    """Return a message that `name` is unknown, with the most similar names and how to register them."""
     names = [entry.name for entry in STRATEGIES]
     classes = {entry.strategy.__name__.lower(): entry.strategy.__name__ for entry in STRATEGIES}
     if f"paral_{name}" in names:
@@ -152,6 +152,6 @@ def explain_unknown_name(name: str) -> str:
         )
     hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(names)}."
     return (
-        f"There is no strategy named {name!r}. {hint} `paral strategies` describes all names. A process "
-        "knows them after `import lightning_paral`."
+        f"There is no strategy named {name!r}. {hint} `paral strategies` lists all names. `import lightning_paral` "
+        "registers them."
     )

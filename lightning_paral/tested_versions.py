@@ -1,6 +1,6 @@
-"""Tested versions of torch, Lightning and DeepSpeed. Importing this module warns if others are installed.
+"""The tested versions of torch, Lightning and DeepSpeed. Importing this module warns if others are installed.
 
-It is imported first, so that the warning comes before errors about names that another version lacks.
+It is imported first, so that the warning precedes errors about names that an untested version lacks.
 """
 
 from importlib import metadata
@@ -14,7 +14,7 @@ TESTED_VERSIONS = {
     "lightning": ">=2.6.1,!=2.6.2,!=2.6.3,<2.7",
     "deepspeed": ">=0.19.8,<0.20",
 }
-"""Version specifiers by distribution, the same as in `pyproject.toml`."""
+"""Version specifiers by distribution, equal to those in `pyproject.toml`."""
 
 
 def oldest_tested(name: str) -> str:
@@ -23,10 +23,10 @@ def oldest_tested(name: str) -> str:
 
 
 def untested(name: str) -> str | None:
-    """Return the installed version of the distribution `name` if it is not a tested one, else `None`.
+    """Return the installed version of the distribution `name` if it is untested; `None` if tested or not installed.
 
-    Local and pre-release builds such as `2.13.0+cpu` and `2.13.0a0+nv25.10` count as that version. A distribution
-    that is not installed gives `None`. Nothing is imported.
+    Local and pre-release builds such as `2.13.0+cpu` and `2.13.0a0+nv25.10` count as the release. Does not import the
+    distribution.
     """
     try:
         installed = metadata.version(name)

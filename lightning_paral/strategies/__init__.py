@@ -1,4 +1,4 @@
-"""The strategies. Each shows, in this order: process group, model wrapping, sampler injection, checkpoint."""
+"""The strategies. Sections of each: process group, model wrapping, sampler injection, checkpoint."""
 
 from lightning_paral.strategies.ddp import ParalDDPStrategy
 from lightning_paral.strategies.dp import ParalDPStrategy

@@ -1,4 +1,4 @@
-"""The base of all strategies of several ranks: process group, sampler injection and checkpoint."""
+"""The base of all strategies with several ranks: process group, sampler injection and checkpoint."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.option_types import as_timeout
-from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options, pop_rank_options
+from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.launch import CheckedLaunch
@@ -32,36 +33,33 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
 
     The contract of a subclass (docs/guides/own-strategy.md shows a complete one):
 
-    - It *must* pass the keywords of `RankOptions` to `super().__init__`. Decorate its `__init__` with
-      `takes_rank_options`, and add its own options as keyword-only parameters. The decorator checks names and types,
-      and shows all options to `help`, YAML and the command line.
+    - Its `__init__` *must* take its own options as keyword-only parameters, pass `RankOptions` to `super().__init__`,
+      and be decorated with `takes_rank_options`, which checks options and shows them to `help`, YAML and the shell.
     - It *must* wrap the module and reduce the gradients: override the methods of the Lightning base that do this, such
       as `configure_ddp` and `post_backward`. All ranks must start with equal parameters.
     - It *should* set `strategy_name`, and *must* set `forward_has_collectives = True` if a forward pass of the module
       is collective. `StrategyDescription` documents all attributes that describe a strategy.
     - It *must* override `dims` unless every rank holds a full replica, and `_sharded_state` if ranks hold shards.
     - It *may* override `make_buffers`, or set `shares_buffers = False`, if the engine broadcasts buffers itself.
-    - A method that it overrides *must* call the same method of `super()`. The exception is `setup`, if the subclass
-      does everything that the Lightning base does there.
-    - If it offers `activation_checkpointing`, its `setup` *must* call `checkpoint_activations` in a fit, before the
-      module is wrapped.
+    - A method that it overrides *must* call the same method of `super()`. Only a `setup` that does everything that the
+      Lightning base does there need not; in a fit, it *must* call `checkpoint_activations` before it wraps the module.
 
-    Calls of `teardown` and of the checkpoint methods pass through these classes in this order: the subclass, this
-    class, `CheckpointMixin`, the Lightning base.
+    `teardown` and the checkpoint methods run in this order: subclass, this class, `CheckpointMixin`, Lightning base.
     """
 
     sampling: Sampling = Sampling()
-    """How samples are spread over the ranks."""
+    """How samples are distributed over the ranks."""
 
     _data: RunData
     _averages: RunAverages | None = None
     _ignored_warnings: IgnoredWarnings | None = None
-    _undo_activation_checkpointing: Callable[[], None] | None = None
+    _undo_recomputation: Callable[[], None] | None = None
 
     def __init__(self, **keywords: Any) -> None:
         """Keep the options of `RankOptions`, and pass the other keywords to the constructor of the Lightning base."""
-        rank_options = self._keep_rank_options(pop_rank_options(keywords))
-        super().__init__(**keywords, **rank_options)
+        # Passed on under the same name: jsonargparse follows it to the parameters of the Lightning base.
+        given: Any = {name: keywords.pop(name) for name in RANK_DEFAULTS if name in keywords}
+        super().__init__(**keywords, **self._keep_rank_options(given))
 
     def _keep_rank_options(self, given: RankOptions) -> dict[str, Any]:
         """Keep the options that all strategies with ranks take; return those that Lightning's constructors take."""
@@ -78,11 +76,11 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     # Process group
 
     def setup_distributed(self) -> None:
-        """Begin a run: join or make the process group, and spread the loaders. *Collective* over the world.
+        """Begin a run: join or create the process group, and distribute the loaders. *Collective* over the world.
 
         Raises:
-            ConfigurationError: what the Trainer has set does not fit the strategy; an averaging callback cannot work.
-            PrivateNameError: the installed torch or Lightning lacks a name that this package uses.
+            ConfigurationError: the Trainer's settings do not fit the strategy; an averaging callback cannot work.
+            PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
             ProcessGroupError: not all ranks joined within `timeout`.
         """
         assert self.lightning_module is not None
@@ -95,7 +93,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.dims.data_size):
-            reset_seed()  # as Lightning does with several processes; one goes on where the module's construction ended
+            reset_seed()  # as Lightning with several processes; one process continues the generators' sequence
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
@@ -105,32 +103,37 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     # Model wrapping
 
     def checkpoint_activations(self) -> None:
-        """Make units recompute their activations in the backward pass, if the user asked for it, until teardown."""
-        module, options = self.lightning_module, self._activation_checkpointing
-        if module is not None and options is not None:
-            self._undo_activation_checkpointing = checkpoint_units(module, options)
+        """Apply the option `activation_checkpointing` to the module; `teardown` undoes it."""
+        if self.lightning_module is not None and self._activation_checkpointing is not None:
+            self._undo_recomputation = checkpoint_units(self.lightning_module, self._activation_checkpointing)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the module; in a fit, apply the option `activation_checkpointing`. *Collective* over the world."""
+        if self._is_fit:
+            self.checkpoint_activations()
+        super().setup(trainer)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass, weighted by this rank's number of samples where ranks have different numbers."""
+        """Run the backward pass. If ranks have different numbers of samples, weight the loss by this rank's number."""
         weight = self._data.loss_weight()
         if weight != 1.0:
             closure_loss = closure_loss * weight
         return super().backward(closure_loss, *args, **kwargs)
 
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
-        """Start averaging weights, if callbacks do. Called when the module is sharded. *Collective* over the world."""
+        """Start averaging weights if a callback does; call this after sharding. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, self._buffers_of_fit(), self.load_model_state_dict)
+            self._averages.attach(make_shards, self._fit_buffers(), self.load_model_state_dict)
 
     # Sampler injection
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of the `DistributedSampler` that Lightning injects where it does that itself."""
+        """Arguments of the `DistributedSampler`, for loaders into which Lightning itself injects one."""
         return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def on_train_start(self) -> None:
-        """Resume at the position in the data that a checkpoint has. *Collective* over the world then."""
+        """Move to the position in the data of a loaded checkpoint. *Collective* over the world if there is one."""
         super().on_train_start()
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
@@ -140,30 +143,29 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save `checkpoint` and the position in the data. *Collective* over the world during a run.
 
-        After an exception on some of the ranks, warn and write nothing.
+        If only some ranks failed, warn and write nothing.
 
         Raises:
-            CheckpointError: a rank could not write; on all ranks. What was at `filepath` is as it was.
+            CheckpointError: a rank could not write; raised on all ranks. An earlier checkpoint at `filepath` is intact.
             ConfigurationError: the optimizer's state was lost at the end of the run.
-            StorageOptionsError: `storage_options` are given, but no `CheckpointIO` that takes them.
+            StorageOptionsError: `storage_options` were given, but no `CheckpointIO` that accepts them.
         """
         if self._reachable_ranks().all_reachable:
             with self._sharded_state.reading():
                 super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
         else:
-            self._warn_of_others(f"{filepath} was not saved")
+            self._warn_not_saved(f"{filepath} was not saved")
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, unless some of the ranks failed: the one that replaces it was not saved then."""
+        """Remove a checkpoint, unless only some ranks failed, because its replacement was not saved in this case."""
         if self._reachable_ranks().all_reachable:
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, in a fit with the position in the data. *Collective* over the world.
+        """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.
 
         Raises:
-            CheckpointError: there is none, it is damaged, it holds code and is not trusted, or it has no optimizer
-                state to resume from.
+            CheckpointError: it is missing or damaged, has untrusted code, or has no optimizer state to resume from.
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._data.load(checkpoint, self._own_state.get("random_states", []) if self._is_fit else None)
@@ -173,13 +175,13 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, of which each rank reads only its shards, and the averages that callbacks keep of them."""
+        """Load the weights, of which each rank reads only its shards, and the averages of weights of callbacks."""
         super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
             self._averages.load(checkpoint, strict, self.load_model_state_dict)
 
     def teardown(self) -> None:
-        """End the run. The process group stays for the next one, except after a failure with several ranks."""
+        """End the run. The next run reuses the process group, except after a failure with several ranks."""
         self._end_buffers()
         if self._averages is not None:
             self._averages.end()
@@ -188,9 +190,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         try:
             super().teardown()
         finally:
-            if self._undo_activation_checkpointing is not None:
-                self._undo_activation_checkpointing()
-                self._undo_activation_checkpointing = None
+            if self._undo_recomputation is not None:
+                self._undo_recomputation()
+                self._undo_recomputation = None
             if self._ignored_warnings is not None:
                 self._ignored_warnings.end()
                 self._ignored_warnings = None

@@ -1,10 +1,8 @@
-"""Collectives of a run. After an exception they do not wait for ranks that may never join."""
+"""The collectives of a run. After an exception they do not wait for ranks that may never join."""
 
 import logging
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
@@ -20,71 +18,56 @@ from lightning_paral.distributed.process_group import group_for, made_group, nam
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
 log = logging.getLogger(__name__)
-
-
-class _OnException:
-    """Replaces `on_exception` of one callback during a run. A copy of the callback gets the method of its class."""
-
-    def __init__(self, save: Callable[..., None], callback: Callback) -> None:
-        self._save = save
-        self._callback = callback
-
-    def __call__(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the callback save, if all ranks failed."""
-        self._save(self._callback, trainer, pl_module, exception)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (type(self._callback).on_exception, self._callback)
 
 
 class Collectives(StrategyDescription):
     """Mixin, placed before the Lightning base: barrier, broadcast and reduction, during a run and after an exception.
 
-    After an exception, each rank finds out once whether all ranks failed, when it first needs the others. If so, they
-    continue in a new process group, in which callbacks can save. If not, no rank waits for another, and nothing is
-    written.
+    The first collective after an exception finds out whether all ranks failed. If so, they continue in a new process
+    group, and callbacks can save. If not, no rank waits for another, and nothing is written.
     """
 
     _run: str = ""
-    """The name of the run, the same on all ranks; empty outside of runs."""
+    """The name of the run, equal on all ranks; empty between runs."""
     _reached: ReachableRanks | None = None
     timeout: timedelta
-    """How long ranks wait for each other, when joining and in every collective."""
+    """How long ranks wait for each other when they join, and in every collective."""
     _watch: TimeoutWatch | None = None
     _is_reported: bool = False
 
     def _begin_run(self) -> None:
-        """Agree on a name of the run, by which ranks find each other after an exception. *Collective*."""
+        """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
         self._run = self.broadcast(new_run_name())
         assert self.lightning_module is not None
-        for callback in self.lightning_module.trainer.checkpoint_callbacks:
-            if getattr(callback, "save_on_exception", True):
-                vars(callback)["on_exception"] = _OnException(self._save_on_exception, callback)
+        replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
 
     def _end_run(self) -> None:
-        """End the run; after a failure with several ranks, which may be in any collective, the process group, too."""
+        """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
         self._end_watch()
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
-            for callback in trainer.checkpoint_callbacks:
-                vars(callback).pop("on_exception", None)
+            restore_on_exception(trainer.checkpoint_callbacks)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
         self._run, self._reached = "", None
 
     @property
     def _is_failing(self) -> bool:
-        """Whether an exception has ended the run, and the teardown has not ended."""
+        """Whether an exception ended the run, and the teardown is not finished."""
         trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _reachable_ranks(self) -> ReachableRanks:
-        """Return whether all ranks can be reached. *Collective* once, after an exception; yes without one."""
+        """Return which ranks can be reached: all of them, unless an exception ended the run.
+
+        The first call after an exception is *collective*.
+        """
         if not self._is_failing or not dist.is_initialized():
             return ReachableRanks(all_reachable=True)
         if self._reached is None:
@@ -102,26 +85,26 @@ class Collectives(StrategyDescription):
     def _save_on_exception(
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
     ) -> None:
-        """Let `callback` save if all ranks failed. If it cannot, warn: the exception to raise is the one of the run."""
+        """Let `callback` save if all ranks failed. If saving fails, warn, so that the error of the run is raised."""
         self._report(exception)
         try:
             if self._reachable_ranks().all_reachable:
                 type(callback).on_exception(callback, trainer, module, exception)
             else:
-                self._warn_of_others(f"{type(callback).__name__} saved no checkpoint")
+                self._warn_not_saved(f"{type(callback).__name__} saved no checkpoint")
         except Exception as error:
-            rank_zero_warn(f"{type(callback).__name__} could not save on {type(exception).__name__}: {error}")
+            rank_zero_warn(f"{type(callback).__name__} could not save after {type(exception).__name__}: {error}")
 
-    def _warn_of_others(self, what: str) -> None:
-        # On every rank: rank 0 may not be here.
+    def _warn_not_saved(self, what: str) -> None:
+        # On every rank, because rank 0 may not be among those that failed.
         warnings.warn(
-            f"{what} on rank {self.global_rank}: the run failed on some of its {self.world_size} ranks only, and all "
-            "of them have to save together.",
+            f"{what} on rank {self.global_rank}: only some of the {self.world_size} ranks failed, and all ranks have "
+            "to save together.",
             stacklevel=2,
         )
 
     def _reachable(self) -> ReachableRanks | None:
-        """Return the ranks if all are reachable; `None` otherwise, or without a process group of the run."""
+        """Return the ranks if all are reachable; `None` if not, or if the run has no process group."""
         reachable = self._reachable_ranks()
         if not dist.is_initialized() or not reachable.all_reachable or dist.get_world_size() != self.world_size:
             return None
@@ -136,7 +119,7 @@ class Collectives(StrategyDescription):
         dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the `obj` of rank `src`. *Collective*; returns `obj` itself if only some ranks failed."""
+        """Return the `obj` of rank `src`. *Collective*; if only some ranks failed, return this rank's `obj`."""
         reachable = self._reachable()
         if reachable is None:
             return obj
@@ -147,16 +130,16 @@ class Collectives(StrategyDescription):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce `tensor` over the ranks, in place, and return it. *Collective* over `group`.
 
-        Unlike Lightning's, this also averages CPU tensors in a CUDA run, and has no extra barrier.
+        Unlike Lightning's method, this one averages CPU tensors in CUDA runs as well, and has no extra barrier.
 
         Args:
-            tensor: of any dtype, on the host or this rank's device; anything but a tensor is returned unchanged.
-            group: the ranks; `None` means all data ranks.
-            reduce_op: `"mean"`, or a `ReduceOp` or its name.
+            tensor: a tensor of any dtype, on the CPU or on this rank's device. Other objects are returned unchanged.
+            group: the process group; `None` means all data ranks.
+            reduce_op: `"mean"`, a `ReduceOp`, or the name of one.
 
         Returns:
-            Any: `tensor`; for the mean of integers a new, floating-point tensor, with which Lightning counts the
-                samples behind what is logged. If only some ranks failed, `tensor` is unchanged.
+            Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
+                samples of logged values. If only some ranks failed, `tensor` is unchanged.
         """
         reachable = self._reachable() if isinstance(tensor, Tensor) else None
         if reachable is None:
@@ -168,9 +151,9 @@ class Collectives(StrategyDescription):
             operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
         num_ranks = self.dims.data_size if group is None else dist.get_world_size(group)
         if group is None and reachable.group is not None:
-            on_host = tensor.cpu()
-            dist.all_reduce(on_host, op=operation, group=reachable.group)
-            tensor.copy_(on_host)
+            on_cpu = tensor.cpu()
+            dist.all_reduce(on_cpu, op=operation, group=reachable.group)
+            tensor.copy_(on_cpu)
             num_ranks = self.dims.num_ranks
         else:
             dist.all_reduce(tensor, op=operation, group=self._group_for(tensor) if group is None else group)
@@ -186,13 +169,13 @@ class Collectives(StrategyDescription):
         return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the option `timeout` in the error of a timed out collective; abort NCCL if only some ranks failed."""
+        """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
         super().on_exception(exception)
         name_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
         if self._may_hang and made_group() is not None and not self._reachable_ranks().all_reachable:
-            self._end_watch()  # aborted communicators have an error
-            abort_nccl()  # device work in the teardown would wait for the other ranks
+            self._end_watch()  # it would report the errors of aborted communicators
+            abort_nccl()  # otherwise device work in the teardown waits for the other ranks
 
     def _end_watch(self) -> None:
         if self._watch is not None:
@@ -205,11 +188,11 @@ class Collectives(StrategyDescription):
 
     @property
     def _may_hang(self) -> bool:
-        """Whether ranks may wait for each other on a device, which no exception interrupts."""
+        """Whether ranks may wait for each other on a device, where no exception interrupts them."""
         return self.world_size > 1 and bool(nccl_backends())
 
     def _report(self, exception: BaseException) -> None:
-        """Log an exception now. The teardown, which runs before it is raised, may hang, or a launcher may kill it."""
+        """Log an exception now: the teardown runs before it is raised, and may hang or be killed by a launcher."""
         if self._may_hang and not self._is_reported and isinstance(exception, Exception):
             self._is_reported = True
             log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)

@@ -1,4 +1,4 @@
-"""What a strategy states about itself. A new strategy sets these attributes in its class or its constructor."""
+"""The attributes that describe a strategy. A new strategy sets them in its class or its constructor."""
 
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -9,47 +9,47 @@ from lightning_paral.options import ActivationCheckpointing, Form, UnitChoice
 
 
 class StrategyDescription(ParallelStrategy):
-    """Mixin: all that the shared code knows of a strategy in advance. The state of a run is its `_sharded_state`."""
+    """Mixin: all that the shared code knows about a strategy before a run."""
 
     strategy_name: str
-    """The registered name, such as `"paral_ddp"`, which begins the line at the start of a fit.
+    """The registered name, such as `"paral_ddp"`, with which the start line begins.
 
-    Where a strategy does not set it, the line begins with the name of its class.
+    If a strategy does not set it, the start line begins with the name of the class.
     """
 
     forward_has_collectives: bool = False
     """Whether a forward pass of the module is *collective*.
 
-    If so, ranks that have run out of evaluation data run padding batches until all ranks have.
+    If so, ranks that run out of evaluation data run padding batches until all ranks have run out.
     """
 
     shares_buffers: bool = True
     """Whether all ranks train and validate with rank 0's buffers, as under DDP."""
 
     _default_form: Form = "full"
-    """The form of checkpoints where the user gives none.
+    """The form of checkpoints if the user does not choose one.
 
-    `"sharded"` also states that ranks may hold shards of weights. Then averaging callbacks keep shards, weights are
-    restored after `setup` where the module is sharded before it, and a `CheckpointIO` of the user's own is refused.
+    `"sharded"` also declares that ranks may hold shards of weights. Averaging callbacks then keep shards, weights are
+    restored after `setup` if the module is sharded before it, and a user's `CheckpointIO` is rejected.
     """
 
     _averaging_obstacle: str | None = None
-    """Why callbacks cannot average weights under this strategy, with what to do; `None` if they can."""
+    """Why callbacks cannot average weights under this strategy, and what to do; `None` if they can."""
 
     _units: UnitChoice = "auto"
     """The option `units`: which submodules are sharded together."""
 
     _min_params: int | None = None
-    """The option `min_params`. Like `units`, it is checked with the module before other processes are started."""
+    """The option `min_params`. Both are checked against the module before other processes are started."""
 
     _activation_checkpointing: ActivationCheckpointing | None = None
-    """Which units recompute their activations in the backward pass; `None`: no unit."""
+    """The option `activation_checkpointing`; `None`: no unit recomputes its activations."""
 
     @property
     def dims(self) -> ParallelDims:
-        """How the ranks are arranged: which draw samples of their own, and which hold the same tensors.
+        """The arrangement of the ranks: which ranks draw different samples, and which hold the same tensors.
 
-        The default is one replica per rank.
+        By default, every rank holds a full replica and draws different samples.
         """
         return ParallelDims(rank=self.global_rank, replicate=self.world_size)
 

@@ -1,4 +1,4 @@
-"""Data parallel within one process: a thread and a replica per device, gradients added up in the master."""
+"""Data parallel in one process: a thread and a replica per device; gradients are summed in the user's module."""
 
 from typing import Any, Literal
 
@@ -25,32 +25,33 @@ from lightning_paral.strategies.start_line import print_start_line
 
 
 class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
-    """One process for all devices of a host: each step divides its batch among replicas that live for that step.
+    """Use all devices of a node from one process: each step divides its batch among replicas created for that step.
 
-    Selected by name, `Trainer(strategy="paral_dp", devices=2)`. For trying things out on several devices without
-    starting processes, in a notebook, say; `paral_ddp` is faster in nearly every other case (docs/strategies/dp.md).
+    Select it by name, `Trainer(strategy="paral_dp", devices=2)`. Use it to experiment on several devices without
+    starting processes, for example in a notebook; otherwise `paral_ddp` is nearly always faster
+    (docs/strategies/dp.md).
 
-    In each step the batch is divided (`lightning_paral.engines.dp.scatter`), the module is copied to the further
-    devices, and every replica runs the whole step, loss included, in a thread of its own. The losses are weighed by the
-    sizes of the sub-batches, so that where the loss is a mean over samples, loss and gradients are those of the whole
-    batch. One backward pass goes through all replicas; their gradients are added up in the module, in a fixed order.
-    Outputs are put together again (`lightning_paral.engines.dp.gather`).
+    Each step divides the batch (`lightning_paral.engines.dp.scatter`) and copies the module to the other devices. Each
+    replica runs the full step, loss included, in its own thread. The losses are weighted by the sizes of the
+    sub-batches: if the loss is a mean over samples, loss and gradients equal those of the undivided batch. One backward
+    pass runs through all replicas, and their gradients are summed in the module, in a fixed order. Outputs are
+    concatenated (`lightning_paral.engines.dp.gather`).
 
-    The module itself is replica 0: buffers and attributes that a step changes there stay, those of the other replicas
-    are lost. What a step logs with `self.log` is merged, and metrics see every sample once. Manual optimization works
-    as long as all replicas make the same calls in the same order.
+    The module itself is replica 0. Changes that a step makes to its buffers and attributes persist; changes to those of
+    the other replicas are lost. Values that the replicas log with `self.log` are merged, and metrics see every sample
+    once. Manual optimization works if all replicas make the same calls in the same order.
 
-    To Lightning this is one process: `trainer.world_size` is 1, no sampler is injected, and the loader's batch size is
-    that of all devices together.
+    For Lightning there is one process: `trainer.world_size` is 1, no sampler is injected, and the loader's batch size
+    counts the samples of all devices together.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
             `ParallelStrategy`; the Trainer sets them.
-        checkpoint: `"full"`, one file, the default; `"sharded"`, a folder; or `CheckpointOptions` with more.
+        checkpoint: `"full"` (the default) writes one file, `"sharded"` a folder; `CheckpointOptions` has more options.
 
     Raises:
-        ConfigurationError: when the Trainer is made: several nodes or processes, devices that do not exist, or
-            `sync_batchnorm`; when a run begins: modules that cannot be replicated.
+        ConfigurationError: when the Trainer is created: several nodes or processes, devices that do not exist, or
+            `sync_batchnorm`. When a run begins: the module cannot be replicated.
     """
 
     strategy_name = "paral_dp"
@@ -69,16 +70,16 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._checkpoint_options = as_checkpoint_options(checkpoint)
         self.num_nodes = 1
-        self._dp: DPRun | None = None  # of one run
+        self._dp: DPRun | None = None  # set during a run
 
-    # Process group: none. There is one process.
+    # Process group: none, because there is one process.
 
     def set_world_ranks(self) -> None:
-        """Check what the Trainer has set, at the end of the Trainer's construction.
+        """Check the Trainer's settings; the Trainer calls this at the end of its construction.
 
         Raises:
             ConfigurationError: several nodes or processes, devices that do not exist, or `sync_batchnorm`.
-            PrivateNameError: the installed torch or Lightning lacks a name that this package uses.
+            PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
         """
         check_names("torch", "lightning")
         environment = self.cluster_environment
@@ -99,24 +100,24 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         """Return `tensor`.
 
         Raises:
-            ConfigurationError: in a step that runs in several replicas, of which each has its own part of the batch.
+            ConfigurationError: it is called in a step that runs in several replicas, each with a part of the batch.
         """
         if self._dp is not None and self._dp.num_running_replicas > 1:
             raise ConfigurationError(
-                "self.all_gather was called in a step under paral_dp, which runs in replicas, each with its own part "
-                "of the batch: one process has nothing to gather from. Use paral_ddp, or gather in an epoch hook."
+                "self.all_gather was called in a step under paral_dp, where each replica has a part of the batch. "
+                "There is one process, and no other rank to gather from. Use paral_ddp, or gather in an epoch hook."
             )
         return tensor
 
     def setup_environment(self) -> None:
-        """Set up the device; release the process group that an earlier run of several ranks has left."""
+        """Set up the device, and release the process group of an earlier run with several ranks."""
         self.set_world_ranks()
         group = made_group()
         if group is not None and group.size() > 1:
             release_process_group()
         super().setup_environment()
 
-    # Model wrapping: none. `DPRun` runs the steps in replicas, and the module stays what it is.
+    # Model wrapping: none. `DPRun` runs the steps in replicas of the module.
 
     def setup(self, trainer: Trainer) -> None:
         """Move the module to the first device, and start a thread for each other one.
@@ -140,26 +141,26 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         self.model.to(self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the whole batch, with the graph through all replicas."""
+        """Return the loss of the full batch; its autograd graph includes all replicas."""
         with self.precision_plugin.train_step_context():
             return self._engine.step("training_step", *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward pass, through all replicas."""
+        """Run the backward pass through all replicas."""
         return self._engine.backward(super().backward, closure_loss, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the replicas' outputs, gathered."""
+        """Return the concatenated outputs of the replicas."""
         with self.precision_plugin.val_step_context():
             return self._engine.step("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the replicas' outputs, gathered."""
+        """Return the concatenated outputs of the replicas."""
         with self.precision_plugin.test_step_context():
             return self._engine.step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the replicas' outputs, gathered in the order of the samples."""
+        """Return the concatenated outputs of the replicas, in the order of the samples."""
         with self.precision_plugin.predict_step_context():
             return self._engine.step("predict_step", *args, **kwargs)
 
@@ -168,28 +169,28 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         assert self._dp is not None
         return self._dp
 
-    # Sampler injection: none. The loader draws whole batches, as for one process.
+    # Sampler injection: none. The loader draws full batches, as for one process.
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return `dataloader`.
 
         Raises:
-            ConfigurationError: its sampler leaves samples to other processes, of which there are none.
+            ConfigurationError: its sampler leaves samples to other processes, which do not exist.
         """
         check_draws_all(dataloader)
         return dataloader
 
-    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file; the module is not wrapped, so its keys are its own.
+    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file.
 
     @property
     def _is_running(self) -> bool:
         return self._dp is not None
 
     def teardown(self) -> None:
-        """End the threads, and what `CheckpointMixin` and Lightning end.
+        """Stop the threads, and end the run; see `CheckpointSaving.teardown`.
 
         Raises:
-            CheckpointError: a save in the background failed.
+            CheckpointError: a background save failed.
         """
         run, self._dp = self._dp, None
         if run is not None:

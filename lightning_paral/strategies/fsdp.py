@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -21,100 +21,66 @@ from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.distributed.process_group import check_carries_host_tensors
 from lightning_paral.engines.fsdp.construction import has_mapped_weights, recording
 from lightning_paral.engines.fsdp.guards import check_module
+from lightning_paral.engines.fsdp.keywords import FSDPKeywords, takes_fsdp_options
 from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.precision import ReduceDtype, check_precision, sharded_precision
+from lightning_paral.engines.fsdp.precision import check_precision, sharded_precision
 from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.options import RankOptions, UnitChoice, takes_rank_options
+from lightning_paral.options import split_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
 class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
-    """One process per device, each with a shard of every parameter; a unit is unsharded while it computes.
+    """Shard every parameter over the ranks, one process per device; a unit is unsharded while it computes.
 
-    Selected by name, `Trainer(strategy="paral_fsdp")`, or as an object where options are wanted,
+    Select it by name, `Trainer(strategy="paral_fsdp")`, or pass an object to set options,
     `Trainer(strategy=ParalFSDPStrategy(units=["Block"]))`. Follows Zhao et al., "PyTorch FSDP: Experiences on Scaling
-    Fully Sharded Data Parallel", arXiv:2304.11277, on torch's `fully_shard`. The module needs no change. What it
-    shards itself in `configure_model` stays as it is.
+    Fully Sharded Data Parallel", arXiv:2304.11277, and uses torch's `fully_shard`. The module needs no changes.
+    Submodules that it shards itself in `configure_model` stay as they are.
 
-    `precision="bf16-mixed"` keeps fp32 shards, all-gathers in bf16, computes under autocast and reduces in fp32.
+    With `precision="bf16-mixed"`, shards are fp32, all-gathers are bf16, computation runs under autocast, and gradients
+    are reduced in fp32.
 
-    Args:
-        units: submodules, each of which is sharded and unsharded as one: `"auto"` finds repeated blocks; or classes,
-            their names, or a predicate of a submodule's dotted name and itself. All other parameters belong to the
-            root, which is unsharded during a step.
-        min_params: instead of `units`, the smallest submodules with at least this number of parameters.
-        replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
-        reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
-            root. `False` uses more memory, and saves an all-gather. A number: reshard over this number of ranks.
-        accumulate: in backward passes that accumulate, reduce-scatter gradients each time (`"sharded"`), or keep full
-            gradients and reduce them once (`"unsharded"`), for less traffic and more memory. Replicas are averaged once
-            in both cases.
-        prefetch: number of units that are unsharded ahead of use, in forward and backward. `None`: FSDP2's own choice.
-        offload: keep parameters, gradients and optimizer state on the host, and update them there.
-        reduce_dtype: gradients are reduced as `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed precision, else
-            the dtype of the weights.
-        broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
-            accumulation window, and at the start of validation.
-        shared: options of every strategy; see `RankOptions`.
+    Options are keyword-only; `__init__` documents them. The Trainer sets the other arguments.
 
     Raises:
-        ConfigurationError: options that contradict each other or are out of their range.
+        ConfigurationError: options contradict each other, or are out of range.
     """
 
     strategy_name = "paral_fsdp"
     forward_has_collectives = True
     _default_form = "sharded"
 
-    @takes_rank_options
+    @takes_fsdp_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
-        *,
-        units: UnitChoice = "auto",
-        min_params: int | None = None,
-        replicate: int = 1,
-        reshard_after_forward: bool | int | None = None,
-        accumulate: Literal["sharded", "unsharded"] = "sharded",
-        prefetch: int | None = None,
-        offload: bool = False,
-        reduce_dtype: ReduceDtype | None = None,
-        broadcast_buffers: bool = True,
-        **shared: Unpack[RankOptions],
+        **options: Unpack[FSDPKeywords],
     ) -> None:
-        self._options = FSDPOptions(
-            units=units,
-            min_params=min_params,
-            replicate=replicate,
-            reshard_after_forward=reshard_after_forward,
-            accumulate=accumulate,
-            prefetch=prefetch,
-            offload=offload,
-            reduce_dtype=reduce_dtype,
-            broadcast_buffers=broadcast_buffers,
-        )
-        super().__init__(**shared)
+        rank_options, own = split_rank_options(options)
+        self._options = FSDPOptions(**own)
+        super().__init__(**rank_options)
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
-        self.strategy_name = "paral_fsdp_offload" if offload else "paral_fsdp"
-        self.shares_buffers = broadcast_buffers
-        self._units, self._min_params = units, min_params
+        self.strategy_name = "paral_fsdp_offload" if self._options.offload else "paral_fsdp"
+        self.shares_buffers = self._options.broadcast_buffers
+        self._units, self._min_params = self._options.units, self._options.min_params
         self._has_printed_units = False
-        # Of one run:
+        # Set during a run:
         self._deferred: DeferredConstruction | None = None
         self._fsdp: FSDPRun | None = None
 
     @property
     def precision_plugin(self) -> Precision:
-        """What converts, autocasts, scales and clips; the plugin that the Trainer sets is replaced by FSDP's."""
+        """The plugin that converts, autocasts, scales and clips; the setter replaces Lightning's plugins by FSDP's."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -125,12 +91,12 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def _check_configured(self) -> None:
         super()._check_configured()
-        self.precision_plugin = self.precision_plugin  # replaces Lightning's default plugin by FSDP's
+        self.precision_plugin = self.precision_plugin  # the setter replaces Lightning's default plugin
         check_precision(self.precision_plugin, self.root_device)
         self._options.check_world_size(self.num_nodes * self.num_processes)
 
     def setup_environment(self) -> None:
-        """Set up the device, join the process group, and arrange its ranks in a mesh. *Collective* over the world."""
+        """Set up the device, join the process group, and create the device mesh. *Collective* over the world."""
         assert self.lightning_module is not None
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
@@ -140,7 +106,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     @property
     def dims(self) -> ParallelDims:
-        """How the ranks are arranged: `replicate` copies of the model, each sharded over an equal number of ranks."""
+        """The arrangement of the ranks: `replicate` copies of the model, each sharded over world size / `replicate`."""
         replicate = self._options.replicate
         return ParallelDims(rank=self.global_rank, replicate=replicate, shard=self.world_size // replicate)
 
@@ -148,13 +114,13 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create tensors in the dtype of the weights; their device is the user's choice."""
+        """Create tensors in the dtype of the weights, on any device that the user chooses."""
         with self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Build what `configure_model` builds without values; they are computed unit by unit in `setup`."""
+        """Construct modules on the meta device in `configure_model`; `setup` materializes them unit by unit."""
         with recording(self.lightning_module, self.root_device, self.precision_plugin) as deferred:
             yield
         self._deferred = None if deferred is None or deferred.is_empty else deferred
@@ -193,21 +159,21 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         if not self._has_printed_units:
             run.print_units()
             self._has_printed_units = True
-        self._fsdp = run  # from here on, the teardown restores the module
+        self._fsdp = run  # set before sharding, so that the teardown restores a module that is sharded halfway
         run.shard()
         self._deferred = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in backward passes inside this context, as the option `accumulate` says."""
-        with self._engine.accumulating(), super().block_backward_sync():
+        """Accumulate gradients in backward passes inside this context, according to the option `accumulate`."""
+        with self._engine.accumulating(), self._accumulating_buffers():
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check that all ranks train the same parameters. *Collective* in the first step of an epoch.
 
         Raises:
-            ConfigurationError: the ranks disagree, or a parameter is new and not sharded.
+            ConfigurationError: the ranks train different parameters, or a new parameter is not sharded.
         """
         super().on_train_batch_start(batch, batch_idx)
         self._engine.before_batch(batch_idx)
@@ -233,7 +199,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return self._engine.backward(super().backward, closure_loss, args, kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run `closure`, the hooks and the optimizer, which updates this rank's shards."""
+        """Run `closure`, the hooks, and the optimizer, which updates this rank's shards."""
         with self._engine.optimizer_step():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -254,7 +220,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return is_built_late or super()._module_is_sharded()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add to the message of an error of torch about DTensors what it means."""
+        """Add an explanation to torch's errors about DTensors."""
         super().on_exception(exception)
         if self._fsdp is not None:
             self._fsdp.explain(exception)
@@ -265,9 +231,9 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return self._fsdp
 
     def teardown(self) -> None:
-        """Return the module to the user, full and on the host. *Collective* over the world.
+        """Return the module to the user, in full and on the CPU. *Collective* over the world.
 
-        After a failure of some ranks only, or where a host lacks memory for it, it stays sharded.
+        It stays sharded if only some ranks failed, or if a node lacks the memory for it.
         """
         run, self._fsdp, self._deferred = self._fsdp, None, None
         layer_sync = layer_sync_of(self)

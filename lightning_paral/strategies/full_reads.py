@@ -1,4 +1,4 @@
-"""Readers for hooks: full gradients, parameters and optimizer states, under every strategy by the same methods."""
+"""Readers for hooks: full gradients, parameters and optimizer states, by the same methods under every strategy."""
 
 from typing import Any, ClassVar
 
@@ -12,57 +12,57 @@ from lightning_paral.checkpoint.tensor_state import TensorState
 
 
 class FullTensorReaders(ParallelStrategy):
-    """Mixin: read gradients, parameters and optimizer states in full. All ranks that read get the same values.
+    """Mixin: read gradients, parameters and optimizer states in full; every rank gets the same values.
 
-    The strategies of engines that shard override `_sharded_state`.
+    Strategies that shard override `_sharded_state`.
     """
 
     _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
-    """The optimizers of past runs, of all strategies: a module may be trained by one after the other."""
+    """The optimizers of past runs under any strategy, because a module may be trained by several strategies in turn."""
 
     @property
     def _sharded_state(self) -> ShardedState:
-        """The state of the module as it is now: of the run, or between runs."""
+        """The current state of the module, during a run or between runs."""
         assert self.lightning_module is not None
         return TensorState(self.lightning_module, self.optimizers, self.root_device, self._ended)
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
-        """Return the global 2-norm of the gradients, before they are clipped; 0-dimensional, fp32 or wider.
+        """Return the global 2-norm of the gradients before clipping, as a 0-dimensional tensor of fp32 or wider.
 
-        *Collective* over the world where gradients are sharded.
+        *Collective* over the world if gradients are sharded.
 
         Args:
-            optimizer: whose parameters' gradients count; `None` for those of all parameters.
+            optimizer: count only the gradients of the parameters of this optimizer; `None` counts all parameters.
 
         Raises:
-            GradientsNotReadyError: under ZeRO, not between the last backward pass of a step and the step itself.
+            GradientsNotReadyError: under ZeRO, outside the time from the last backward pass to the optimizer step.
         """
         return self._sharded_state.gradient_norm(optimizer)
 
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
         """Return a full copy of the gradient of `parameter`, averaged over the ranks; `None` if it has none.
 
-        It is on the parameter's device and of its dtype, under ZeRO fp32. *Collective* over the world where gradients
-        are sharded.
+        The copy has the device and dtype of the parameter; under ZeRO it is fp32. *Collective* over the world if
+        gradients are sharded.
 
         Raises:
-            GradientsNotReadyError: under ZeRO, not between the last backward pass of a step and the step itself.
+            GradientsNotReadyError: under ZeRO, outside the time from the last backward pass to the optimizer step.
         """
         return self._sharded_state.full_gradient(parameter)
 
     def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a full copy of `parameter`, of its own dtype, fp32 where the optimizer has an fp32 master copy.
+        """Return a full copy of `parameter`, in its own dtype, or in fp32 if the optimizer has fp32 master weights.
 
-        *Collective* over the world where parameters or master copies are sharded.
+        *Collective* over the world if parameters or master weights are sharded.
         """
         return self._sharded_state.full_parameter(parameter)
 
     def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
         """Return a full copy of the optimizer's state `key` of `parameter`, such as `"exp_avg"`.
 
-        *Collective* over the world where it is sharded.
+        *Collective* over the world if the state is sharded.
 
         Raises:
-            ValueError: there is no such state yet; optimizers create it in their first step.
+            ValueError: the state does not exist; optimizers create their states in the first step.
         """
         return self._sharded_state.full_optimizer_state(parameter, key)

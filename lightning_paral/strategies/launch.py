@@ -1,4 +1,4 @@
-"""Checks of a strategy: in every process when its Trainer is made, and of its module before processes are started."""
+"""Check a strategy when its Trainer is created, and its module before other processes are started."""
 
 from functools import partial
 from typing import Any
@@ -16,43 +16,42 @@ from lightning_paral.strategies.description import StrategyDescription
 
 
 class CheckedLaunch(StrategyDescription):
-    """Mixin, placed before the Lightning base: report mistakes in one process, before others are started."""
+    """Mixin, placed before the Lightning base: report mistakes before other processes are started."""
 
     process_group_backend: str | None
     num_nodes: int
     num_processes: int
     _launchers: tuple[object, CheckedSubprocessLauncher] | None = None
-    """Lightning's launcher, and ours, which takes its place."""
+    """Lightning's launcher, and ours, which replaces it."""
 
     def set_world_ranks(self) -> None:
-        """Set this process's rank in the environment and in Lightning's logging, after checks.
+        """Check the Trainer's settings, then set this process's rank in the environment and in Lightning's logging.
 
-        The Trainer calls this in every process, at the end of its construction and before it starts other processes, so
-        everything that it has set is checked here.
+        The Trainer calls this in every process, at the end of its construction, before it starts other processes.
 
         Raises:
-            ConfigurationError: what the Trainer has set does not fit the strategy.
-            PrivateNameError: the installed torch or Lightning lacks a name that this package uses.
+            ConfigurationError: the Trainer's settings do not fit the strategy.
+            PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
         """
         check_names("torch", "lightning")
         self._check_configured()
         super().set_world_ranks()  # type: ignore[misc]
 
     def _check_configured(self) -> None:
-        """Raise a `ConfigurationError` if the Trainer has set something that the strategy does not support."""
+        """Raise a `ConfigurationError` if the strategy does not support the Trainer's settings."""
         check_local_rank(self.local_rank, self.num_processes)
         check_device(self.root_device)
         backend_for(self.root_device, self.process_group_backend)
         if self._default_form == "sharded" and type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigurationError(
-                f"{type(self.checkpoint_io).__name__} saves what one rank has, and under {type(self).__name__} no rank "
-                "has everything. Leave it out. For saving in the background there is "
+                f"{type(self.checkpoint_io).__name__} saves the state of one rank, and under {type(self).__name__} no "
+                "rank has the full state. Leave it out. To save in the background, use "
                 "CheckpointOptions(async_save=True)."
             )
 
     @property
     def launcher(self) -> Any:
-        """Lightning's launcher of the other processes; where it runs the script again, one that also checks first."""
+        """Lightning's launcher of the other processes; if it runs the script again, our version, which checks first."""
         theirs = super().launcher
         if type(theirs) is not SubprocessScriptLauncher:
             return theirs

@@ -1,4 +1,4 @@
-"""Warnings that libraries give about each other, which users of our runs can do nothing about."""
+"""Ignore warnings that libraries cause in each other, and that users can do nothing about."""
 
 import warnings
 from contextlib import suppress
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class LibraryWarning(NamedTuple):
-    """A warning, by patterns of its message and of the module that it is attributed to."""
+    """A warning, identified by patterns of its message and of the module to which it is attributed."""
 
     message: str
     category: type[Warning]
@@ -14,13 +14,13 @@ class LibraryWarning(NamedTuple):
 
 
 _ALWAYS_IGNORED = (
-    # Lightning 2.6.6 with torch 2.13, for each of its loaders.
+    # Lightning 2.6.6 with torch 2.13: once for each loader.
     LibraryWarning(r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning, r"(pytorch_)?lightning\b"),
-    # DeepSpeed 0.19.8 with torch 2.13, while it is imported.
+    # DeepSpeed 0.19.8 with torch 2.13: when it is imported.
     LibraryWarning(r"`torch\.jit\.script_method` is deprecated", DeprecationWarning, r"torch\.jit\b"),
 )
 
-# Lightning gives it because its own loaders cannot resume inside an epoch. Ours can.
+# Lightning warns because its own loaders cannot resume inside an epoch. Ours can.
 RESUMED_INSIDE_EPOCH = LibraryWarning(
     "You're resuming from a checkpoint that ended before the epoch ended", UserWarning, ""
 )
@@ -29,7 +29,7 @@ RESUMED_INSIDE_EPOCH = LibraryWarning(
 class IgnoredWarnings:
     """Ignores library warnings from construction to `end`. Can be copied together with its owner.
 
-    Warning filters are global to the process. Changes that other code makes to them in between are kept.
+    Warning filters are global to the process. Changes that other code makes to them in the meantime are kept.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class IgnoredWarnings:
             self.add(warning)
 
     def add(self, warning: LibraryWarning) -> None:
-        """Ignore `warning` as well."""
+        """Add a warning to ignore."""
         before = list(warnings.filters)
         warnings.filterwarnings("ignore", warning.message, warning.category, warning.module)
-        if warnings.filters[0] not in before:  # otherwise the user has added the same filter, which stays
+        if warnings.filters[0] not in before:  # otherwise the user added the same filter, and `end` must keep it
             self._added.append(warnings.filters[0])
 
     def end(self) -> None:

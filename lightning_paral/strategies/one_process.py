@@ -1,4 +1,4 @@
-"""The collectives of a strategy of one process: there is no other rank to wait for."""
+"""Implement the collectives of a strategy that has one process."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lightning_paral.strategies.description import StrategyDescription
 
 
 class OneProcess(StrategyDescription):
-    """Mixin, placed before the Lightning base: rank 0 of 1, whatever the environment says. Nothing is *collective*."""
+    """Mixin, placed before the Lightning base: the process is rank 0 of 1, whatever environment variables say."""
 
     @property
     def global_rank(self) -> int:
@@ -25,12 +25,12 @@ class OneProcess(StrategyDescription):
 
     @property
     def dims(self) -> ParallelDims:
-        """One rank: the replicas of a step are threads of this process."""
+        """The arrangement of one rank; the replicas of a step are threads of this process."""
         return ParallelDims()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a `DistributedSampler` that draws everything; Lightning's count each device as a process."""
+        """Arguments of a `DistributedSampler` that draws all samples; Lightning's would count devices as processes."""
         return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def barrier(self, name: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The line at the start of a fit: strategy, ranks and their shape, backend, precision, global batch size."""
+"""Print the start line of a fit: strategy, ranks and their arrangement, backend, precision, global batch size."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_paral.data.sampler import RankBatchSampler
 def print_start_line(trainer: Trainer, strategy: Any) -> None:
     """Print the line on rank 0 as soon as the fit has its training loaders, before the first progress bar.
 
-    Called when a run begins. Does nothing in evaluation.
+    Call this when a run begins. It does nothing in evaluation.
     """
     if trainer.state.fn != TrainerFn.FITTING:
         return
@@ -31,28 +31,28 @@ def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
     """Return the line: `paral_zero2: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, global batch size 64`.
 
     Args:
-        trainer: of the run.
-        strategy: one of ours; its process group exists.
-        loaders: the training loaders of this rank. If the batch size of one is unknown, the line has no batch size.
+        trainer: the Trainer of the run.
+        strategy: a strategy of this package, after its process group was created.
+        loaders: the training loaders of this rank. If a batch size is unknown, the line has no batch size.
     """
     device, dims = strategy.root_device.type, strategy.dims
     if dist.is_initialized() and dims.num_ranks > 1:
-        ranks = f"{_counted(dims.num_ranks, 'rank')} ({dims}) on {_counted(trainer.num_nodes, 'node')}"
+        ranks = f"{_count(dims.num_ranks, 'rank')} ({dims}) on {_count(trainer.num_nodes, 'node')}"
         backend = str(dist.get_backend())
     else:
-        ranks, backend = _counted(len(strategy.parallel_devices or [strategy.root_device]), "device"), device
+        ranks, backend = _count(len(strategy.parallel_devices or [strategy.root_device]), "device"), device
     parts = [ranks, backend, strategy.precision_plugin.precision]
     sizes = [_global_batch_size(loader, dims.data_size) for loader in loaders]
     if sizes and None not in sizes:
-        parts.append(f"global batch size {_written(sizes, trainer.accumulate_grad_batches)}")
+        parts.append(f"global batch size {_batch_sizes(sizes, trainer.accumulate_grad_batches)}")
     return f"{getattr(strategy, 'strategy_name', type(strategy).__name__)}: {', '.join(map(str, parts))}"
 
 
-def _counted(number: int, noun: str) -> str:
+def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
-def _written(sizes: list[int | None], num_accumulated: int) -> str:
+def _batch_sizes(sizes: list[int | None], num_accumulated: int) -> str:
     each = " and ".join(str(size) for size in sizes)
     if num_accumulated == 1:
         return each
@@ -62,7 +62,7 @@ def _written(sizes: list[int | None], num_accumulated: int) -> str:
 
 
 def _global_batch_size(loader: Any, data_size: int) -> int | None:
-    """Return how many samples all ranks together draw in a step, `None` if the loader does not say."""
+    """Return the number of samples that all ranks together draw in a step; `None` if it is unknown."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, RankBatchSampler):
         size = getattr(sampler.order.batches, "batch_size", None)

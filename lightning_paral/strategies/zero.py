@@ -1,11 +1,9 @@
 """ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) sharded over the ranks."""
 
-import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -24,10 +22,11 @@ from lightning_paral.engines.zero.engine.construction import built_partitioned
 from lightning_paral.engines.zero.engine.explain_errors import explanation
 from lightning_paral.engines.zero.engine.hooks import allow_accumulation_schedules
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
-from lightning_paral.engines.zero.options import ZeROOptions, as_offload, averaging_obstacle
+from lightning_paral.engines.zero.keywords import ZeROKeywords, as_zero_options, takes_zero_options
+from lightning_paral.engines.zero.options import averaging_obstacle
 from lightning_paral.engines.zero.parameters.partition import full_shapes_shown, rejoin
 from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
-from lightning_paral.engines.zero.runtime.config import PRECISIONS, load_config
+from lightning_paral.engines.zero.runtime.config import PRECISIONS
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_joined
 from lightning_paral.engines.zero.runtime.nvme import RunFolders, load_async_io
 from lightning_paral.engines.zero.runtime.operators import operators_kept
@@ -37,121 +36,79 @@ from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explained
 from lightning_paral.model.foreign_parameters import check_averaged
-from lightning_paral.options import Offload, RankOptions, takes_rank_options
+from lightning_paral.options import split_rank_options
 from lightning_paral.strategies.base import ParalStrategy
 
 
 class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
-    """One process per device, with optimizer state, gradients and parameters sharded over all; DeepSpeed's ZeRO.
+    """Shard optimizer state, gradients and parameters over the ranks, one process per device, with DeepSpeed's ZeRO.
 
-    Selected by name, `Trainer(strategy="paral_zero2")`, or as an object where options are wanted,
+    Select it by name, `Trainer(strategy="paral_zero2")`, or pass an object to set options,
     `Trainer(strategy=ParalZeROStrategy(stage=3, offload_optimizer=Offload("cpu")))`. Follows Rajbhandari et al.,
-    "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054. Accumulation, clipping,
-    precision and hooks are Lightning's, as under `paral_ddp`.
+    "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054. Lightning handles
+    accumulation, clipping, precision and hooks, as under `paral_ddp`.
 
-    `precision="bf16-mixed"` and `"16-mixed"` are autocast over fp32 weights, which are gathered, and their gradients
-    averaged, in fp32: the numbers of `paral_ddp`. `"bf16-true"` and `"16-true"` keep low-precision weights with fp32
-    master copies in the optimizer, and send half as much.
+    With `precision="bf16-mixed"` or `"16-mixed"`, weights are fp32 and computation runs under autocast. Weights are
+    gathered and gradients are averaged in fp32, which gives the numbers of `paral_ddp`. With `"bf16-true"` or
+    `"16-true"`, weights have low precision, and the optimizer keeps fp32 master weights; this halves the traffic.
 
-    Args:
-        stage: what is sharded: 1 the optimizer state, 2 also gradients, 3 also parameters.
-        offload_optimizer: keep optimizer state and fp32 parameters on the host, and update them there. torch's Adam
-            and AdamW are replaced by `DeepSpeedCPUAdam` with the same hyper-parameters. `"cpu"` is short for
-            `Offload("cpu")`, `"nvme"` for an `Offload` to the folder named by the environment's PARAL_NVME_PATH.
-        offload_parameters: at stage 3, keep parameters on the host or on NVMe while they are not used.
-        trust_optimizer: take an optimizer though a trial finds that it is not elementwise, or cannot tell. ZeRO gives
-            it flattened shards of parameters.
-        find_unused_parameters: let ranks agree in every step which parameters got no gradient, as in
-            `DistributedDataParallel`; they keep their values. Otherwise the first step decides which never get one, and
-            gradients that come in another order later are an error: ranks reduce them by position.
-        overlap_comm: reduce gradients on a stream of its own while the backward pass runs. `None`: on CUDA with
-            several ranks. On CPU there are no streams.
-        reduce_bucket_numel: elements of gradients reduced at a time. `None`: 50 million, or all if there are fewer.
-        gather_bucket_numel: elements of parameters gathered at a time; at stage 3, ahead of use. `None`: likewise.
-        deepspeed_config: anything else of DeepSpeed's configuration, as a dict or a JSON file.
-        broadcast_buffers: give all ranks rank 0's buffers, as DDP does: before the training step that begins an
-            accumulation window, and at the start of validation.
-        logging_level: DeepSpeed's own messages below this level of `logging` are dropped.
-        shared: options of every strategy; see `RankOptions`.
+    Options are keyword-only; `__init__` documents them. The Trainer sets the other arguments.
 
     Raises:
-        ConfigurationError: options that contradict each other, or that the Trainer owns; DeepSpeed missing or too old.
+        ConfigurationError: options contradict each other, or belong to the Trainer; DeepSpeed is missing or too old.
     """
 
     strategy_name = "paral_zero"
 
-    @takes_rank_options
+    @takes_zero_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
-        *,
-        stage: Literal[1, 2, 3] = 2,
-        offload_optimizer: Offload | Literal["cpu", "nvme"] | None = None,
-        offload_parameters: Offload | Literal["cpu", "nvme"] | None = None,
-        trust_optimizer: bool = False,
-        find_unused_parameters: bool = False,
-        overlap_comm: bool | None = None,
-        reduce_bucket_numel: int | None = None,
-        gather_bucket_numel: int | None = None,
-        deepspeed_config: dict[str, Any] | str | Path | None = None,
-        broadcast_buffers: bool = True,
-        logging_level: int = logging.ERROR,
-        **shared: Unpack[RankOptions],
+        **keywords: Unpack[ZeROKeywords],
     ) -> None:
         check_installed()
-        self._options = options = ZeROOptions(
-            stage=stage,
-            offload_optimizer=as_offload(offload_optimizer),
-            offload_parameters=as_offload(offload_parameters),
-            overlap_comm=overlap_comm,
-            reduce_bucket_numel=reduce_bucket_numel,
-            gather_bucket_numel=gather_bucket_numel,
-            users_config=load_config(deepspeed_config),
-            trust_optimizer=trust_optimizer,
-            find_unused_parameters=find_unused_parameters,
-            broadcast_buffers=broadcast_buffers,
-            logging_level=logging_level,
-        )
-        self.stage = stage
+        rank_options, own = split_rank_options(keywords)
+        self._options = options = as_zero_options(own)
+        self.stage = options.stage
         self.strategy_name = options.strategy_name
-        self.forward_has_collectives = stage == 3
-        self.shares_buffers = broadcast_buffers
+        self.forward_has_collectives = options.stage == 3
+        self.shares_buffers = options.broadcast_buffers
         self._averaging_obstacle = averaging_obstacle(options)
-        # Not DeepSpeedStrategy's constructor: it imports deepspeed, before the accelerator is known.
+        # Skips DeepSpeedStrategy's constructor, which imports deepspeed before the accelerator is known.
         DDPStrategy.__init__(
             self,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
-            **self._keep_rank_options(shared),
+            **self._keep_rank_options(rank_options),
         )
-        # What DeepSpeedStrategy reads.
-        self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+        # DeepSpeedStrategy reads these two.
+        self.config: dict[str, Any] = {"zero_optimization": {"stage": options.stage}}
         self.remote_device = None
         self._run_state: ZeroRun | None = None
-        """From `setup` to `teardown`."""
+        """Set from `setup` to `teardown`."""
         self._folders = RunFolders()
         self._undo = ExitStack()
-        """Takes back at teardown what `setup_distributed` did in this process."""
+        """Undoes at teardown what `setup_distributed` changed in this process."""
 
     @property
     def precision_plugin(self) -> Precision:
-        """What converts, autocasts, and runs backward and step."""
+        """The plugin that converts the module, autocasts, and runs backward passes and optimizer steps."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        # The Trainer makes Lightning's DeepSpeedPrecision for every DeepSpeedStrategy.
+        # The Trainer creates a DeepSpeedPrecision for every DeepSpeedStrategy.
         if type(plugin) is DeepSpeedPrecision:
             plugin = ZeROPrecision(plugin.precision)  # type: ignore[arg-type]
         if plugin is not None and not isinstance(plugin, ZeROPrecision):
             raise ConfigurationError(
-                f"{type(plugin).__name__} cannot be used under ZeRO. Set Trainer(precision=...) to one of "
-                f"{', '.join(PRECISIONS)} instead."
+                f"{type(plugin).__name__} cannot be used under ZeRO. Leave it out, and set Trainer(precision=...) to "
+                f"one of {', '.join(PRECISIONS)}."
             )
         Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
 
@@ -166,13 +123,13 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device; with an index on CPU, too, which DeepSpeed asks for."""
+        """This rank's device. It has an index even on CPU, because DeepSpeed requires one."""
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
     @property
     def dims(self) -> ParallelDims:
-        """How the ranks are arranged: what the stage says is sharded over all of them."""
+        """The arrangement of the ranks: everything that the stage shards is sharded over all ranks."""
         return ParallelDims(rank=self.global_rank, shard=self.world_size)
 
     def _check_configured(self) -> None:
@@ -181,11 +138,17 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self._zero_precision.device_type = self.root_device.type
 
     def setup_environment(self) -> None:
-        """Set up the device and join the process group. *Collective* over the world."""
+        """Set up the device, and join the process group. *Collective* over the world."""
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Join or make the process group and hand it to DeepSpeed. *Collective* over the world."""
+        """Join or create the process group, and pass it to DeepSpeed. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: the Trainer's settings do not fit the strategy; an averaging callback cannot work.
+            PrivateNameError: an installed library lacks a private name that this package uses.
+            ProcessGroupError: not all ranks joined within `timeout`.
+        """
         super().setup_distributed()
         assert self.cluster_environment is not None
         ranks = (self.global_rank, self.world_size, self.local_rank)
@@ -199,25 +162,25 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Make tensors on the device and in the dtype of the weights."""
-        # On CPU without the index: `from_pretrained` takes "cpu:0" for a device it needs `accelerate` for.
+        """Create tensors on the device and in the dtype of the weights."""
+        # "cpu" without an index: `from_pretrained` asks for `accelerate` if the device is "cpu:0".
         on_cpu = torch.device("cpu") if self.root_device.type == "cpu" else nullcontext()
         with super().tensor_init_context(empty_init), on_cpu:
             yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Build a model of stage 3 partitioned: each rank keeps only its shard of a parameter that has its values."""
+        """At stage 3, partition each parameter as soon as it has its values: each rank keeps only its shard."""
         if self.stage == 3:
             load_async_io(self._options)
         with built_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Make optimizers and engines, the same on all ranks. *Collective* over the world.
+        """Create the optimizers and DeepSpeed's engines. *Collective* over the world.
 
         Raises:
-            ConfigurationError: ZeRO cannot train the module, or use an optimizer that it returned.
+            ConfigurationError: ZeRO cannot train the module, or cannot use an optimizer of `configure_optimizers`.
         """
         module = self.lightning_module
         assert self.accelerator is not None
@@ -257,21 +220,29 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         check_averaged(self.optimizers, module)
         self.model = run.train(self.optimizers)
         if run.trains:
-            buffers = self._buffers_of_fit()
+            buffers = self._fit_buffers()
             assert buffers is not None
             buffers.share()
             self._attach_averages(run.weight_shards)
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Accumulation is Lightning's."""
+        """`False`: Lightning accumulates gradients, not DeepSpeed."""
         return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients in backward passes inside this context."""
+        # `ZeROPrecision.backward` accumulates. Lightning's method calls `engine.no_sync`, which DeepSpeed rejects at
+        # stages 2 and 3.
+        with self._accumulating_buffers():
+            yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step through the engine.
 
         Raises:
-            ConfigurationError: parameters were unfrozen or added since training began, or used while partitioned.
+            ConfigurationError: parameters were unfrozen or added after training began, or used while partitioned.
         """
         assert self._run_state is not None
         self._run_state.check_fixed()
@@ -282,7 +253,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """Run the backward pass, in which gradients are reduced. *Collective* over the world.
 
         Raises:
-            ConfigurationError: parameters were unfrozen since training began.
+            ConfigurationError: parameters were unfrozen after training began.
         """
         assert self._run_state is not None
         self._run_state.check_fixed()
@@ -291,7 +262,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its shards: flat ranges of the tensors.
+    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its shards, which are flat ranges of tensors.
 
     _default_form = "sharded"
 
@@ -303,21 +274,21 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         return ZeroState(self.lightning_module, self.optimizers, self.root_device, self._ended)
 
     def _module_is_sharded(self) -> bool:
-        # Low-precision weights restored before `setup` would lose digits that the master copies have.
+        # Restoring low-precision weights before `setup` would round the values of the fp32 master weights.
         return self._zero_precision.is_low or super()._module_is_sharded()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Explain what DeepSpeed raised."""
+        """Add an explanation to an error that DeepSpeed raised."""
         explain(exception, partial(explanation, stage=self.stage))
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Return the module in full, on the host, and leave nothing behind. *Collective*.
+        """Return the module to the user, in full and on the CPU. *Collective* over the world.
 
-        After a failure on several ranks, and where a host has no memory for a module that was built partitioned, the
-        parameters of stage 3 stay partitioned; a next run under ZeRO takes them.
+        At stage 3, parameters stay partitioned after a failure with several ranks, or if a node lacks the memory for a
+        module that was built partitioned. A later run under ZeRO accepts such a module.
         """
-        failed = self._is_failing and self.world_size > 1  # other ranks may be anywhere: no collective would end
+        failed = self._is_failing and self.world_size > 1  # a collective could hang: other ranks may not call it
         self.model = self.lightning_module
         try:
             if self._run_state is not None:

@@ -68,7 +68,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"cpu_offload": True}, "no option 'cpu_offload'. Use offload=True."),
     (ParalFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "Use units=..., with classes"),
     (ParalFSDPStrategy, {"sharding_strategy": "FULL_SHARD"}, "Use reshard_after_forward=False for SHARD_GRAD_OP"),
-    (ParalFSDPStrategy, {"start_method": "spawn"}, "the script is run again for each further rank"),
+    (ParalFSDPStrategy, {"start_method": "spawn"}, "each further rank runs the script again"),
     (ParalFSDPStrategy, {"wrap": True}, "no option 'wrap'. Its options are accumulate, activation_checkpointing,"),
     (ParalZeROStrategy, {"offload_optimiser": "cpu"}, "Did you mean offload_optimizer?"),
     (ParalZeROStrategy, {"offload_params": "cpu"}, "Use offload_parameters='cpu'."),
@@ -321,7 +321,7 @@ def test_old_name_of_lightning_is_refused_or_replaced(tmp_path: Path) -> None:
         pytest.skip("pytorch_lightning is not installed")
     refused = run_script(tmp_path, OLD_NAME.format(first=""))
     assert refused.stdout.count("but this Trainer comes from pytorch_lightning") == 4, refused
-    assert "replace_pytorch_lightning() comes too late" in refused.stderr
+    assert "replace_pytorch_lightning() was called too late" in refused.stderr
 
     replaced = run_script(tmp_path, OLD_NAME.format(first="lightning_paral.replace_pytorch_lightning()"))
     assert replaced.stdout.count("step 1") == 2, replaced

@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch import Tensor, nn
+
+from lightning_paral import ActivationCheckpointing
 from tests.contract.cases import MORE_CASES
+from tests.models.regression import FEATURES, Regression, regression_data
+from tests.running import quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 ROW = """
@@ -30,6 +35,30 @@ SOME = (
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-flat_all_reduce-2]",
     "test_resuming_goes_on_with_the_losses_of_the_uninterrupted_run[torch-paral_fsdp-2]",
 )
+
+
+class CountedLinear(nn.Linear):
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+def count_forward_passes(activation_checkpointing: ActivationCheckpointing | None) -> int:
+    """Return how often a layer runs in one training step under the example strategy."""
+    from examples.flat_all_reduce import FlatAllReduceStrategy
+
+    model = Regression()
+    model.hidden = CountedLinear(FEATURES, 32)
+    strategy = FlatAllReduceStrategy(activation_checkpointing=activation_checkpointing)
+    quiet_trainer(strategy=strategy, devices=2, max_epochs=1).fit(model, regression_data(1, 2))
+    return model.hidden.num_calls
+
+
+def test_activation_checkpointing_is_applied_without_a_line_in_the_strategy(on_ranks) -> None:
+    assert on_ranks(2, count_forward_passes, None) == [1, 1]
+    assert on_ranks(2, count_forward_passes, ActivationCheckpointing(units=["CountedLinear"])) == [2, 2]
 
 
 def test_strategy_from_another_folder_passes_the_contracts(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ TOPICS = {
     "DDP": ("engines/ddp", "strategies/ddp", "comm"),
     "FSDP": ("engines/fsdp", "strategies/fsdp"),
     "ZeRO": ("engines/zero", "strategies/zero"),
-    "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin"),
+    "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin", "strategies/checkpoint_saving"),
     "Versions": ("compat", "tested_versions", "_version"),
 }
 """Paths of modules and folders by heading. The longest path that contains a module decides."""

@@ -104,7 +104,7 @@ def docs_of(cls: type) -> dict[str, str]:
     for owner in (*shared, *reversed(cls.__mro__)):
         if owner.__module__.startswith(OWN):
             docs |= _argument_docs(inspect.cleandoc(owner.__doc__ or ""))
-    return docs
+    return docs | _argument_docs(inspect.cleandoc(cls.__init__.__doc__ or ""))
 
 
 def _argument_docs(docstring: str) -> dict[str, str]:

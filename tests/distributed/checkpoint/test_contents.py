@@ -276,7 +276,7 @@ def test_what_was_saved_before_the_first_step_resumes(
 
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
 def test_checkpoint_io_is_refused_where_no_rank_has_everything(strategy: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves what one rank has.*async_save=True"):
+    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves the state of one rank.*async_save=True"):
         quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
 
 

@@ -120,7 +120,7 @@ OWN_STRATEGY = "examples.flat_all_reduce.FlatAllReduceStrategy"
 def own_strategy_unregistered() -> Iterator[None]:
     """Remove the name that importing the example registers, which other tests do not expect."""
     yield
-    StrategyRegistry.remove("flat_all_reduce")
+    StrategyRegistry.pop("flat_all_reduce", None)
 
 
 @pytest.mark.usefixtures("own_strategy_unregistered")
