@@ -19,8 +19,8 @@ def host_memory_shortage(num_bytes: int, num_local_ranks: int) -> str | None:
     if every_rank(fits):
         return None
     return (
-        f"{num_bytes / 1e9:,.1f} GB for each of {num_local_ranks} ranks per node is more than the free host memory of "
-        "a node"
+        f"{num_local_ranks} ranks per node would need {num_bytes / 1e9:,.1f} GB of host memory each, but some node has "
+        "less free memory"
     )
 
 
