@@ -27,7 +27,7 @@ class BackgroundSaver:
         self._actions: list[Future[None]] = []
 
     def start(self, write: Callable[[RankGroup], None]) -> None:
-        """Wait for the previous save, then call `write` in the thread, with all ranks over the gloo group.
+        """Wait for the previous save, then call `write` in the thread with the group of all ranks, over gloo.
 
         Raises:
             CheckpointError: the previous save failed.

@@ -54,9 +54,9 @@ class PathContents:
 def check_replaceable(target: Path, *, folder: bool) -> None:
     """Check that saving a checkpoint to `target` deletes no files of the user.
 
-    A checkpoint that is a file may replace any file, as with `torch.save`. A checkpoint that is a folder may replace
-    only a file that is a checkpoint. Both may replace a folder only if it is empty, or is a checkpoint without other
-    files.
+    A checkpoint that is a file may replace any file, as with `torch.save`. A checkpoint that is a folder may replace a
+    file only if it is empty or is a checkpoint. Both may replace a folder only if it is empty, or is a checkpoint
+    without other files.
 
     Args:
         target: the path to save to.

@@ -66,7 +66,7 @@ class SaveJob:
     objects: dict[TreePath, bytes]
     """For a sharded checkpoint, on rank 0: the values in `tree` that are not tensors, serialized."""
     about: dict[str, Any]
-    """The fields of the manifest except `files`."""
+    """The fields of the manifest that do not concern its files."""
     is_first_of_run: bool = True
     """Whether to check for types that loading will refuse. Later saves of a run contain the same types."""
 
@@ -127,7 +127,7 @@ class SaveJob:
         return SaveJob(str(path), form, tree, rest, items, objects, about)
 
     def stage(self, staging: Staging) -> None:
-        """Copy the data that this rank writes to the host, so that training can continue while `write` runs.
+        """Copy to the host what this rank will write, so that training can continue while `write` runs.
 
         Raises:
             CheckpointError: saving to the path would delete files that do not belong to a checkpoint.
@@ -214,7 +214,7 @@ class SaveJob:
         Args:
             folder: the folder to write to.
             ranks: the ranks that save together.
-            save_id: a part of the file names that makes them differ from those of other saves, for URLs.
+            save_id: for URLs, a part of the file names that distinguishes them from those of other saves.
         """
         what = f"Saving {self.path}"
 

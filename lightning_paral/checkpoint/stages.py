@@ -25,9 +25,9 @@ def merge_stages(
 ) -> dict[str, Any]:
     """Return rank 0's `tree` with the weights and optimizer states of all stages. *Collective*.
 
-    If several stages have the same entry, rank 0's is used, otherwise that of the first such stage. Parameter groups
-    are merged by index: a group has the parameters of all stages, and the hyper-parameters of the first stage that has
-    this group. The names of frozen parameters that were not saved are collected from all stages.
+    If several stages have the same entry, that of rank 0 is used, or that of the first such stage if rank 0 has none.
+    Parameter groups are merged by index: a group has the parameters of all stages, and the hyper-parameters of the
+    first stage that has this group. The names of frozen parameters that were not saved are collected from all stages.
 
     Args:
         tree: the checkpoint of this rank, with an entry `optimizer_0`, ... for each optimizer, keyed by FQN. It is not

@@ -64,11 +64,11 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, gaps_left: list[int
         tree: the outermost dict, changed in place.
         path: the path at which to set `value`.
         value: any object.
-        gaps_left: a list of one number, shared by several calls and decreased by them: how many list elements may still
-            be created without a value, because an index skips them.
+        gaps_left: a list with one number, which several calls share and decrease: how many list elements they may still
+            create without a value, because an index skips them.
 
     Raises:
-        ValueError: an index skips more list elements.
+        ValueError: an index skips more list elements than `gaps_left` allows.
         TypeError: a value in `path` is neither a dict nor a list.
     """
     container: Any = tree

@@ -89,7 +89,8 @@ def _parse_out(options: argparse.Namespace) -> Path:
     """Return the output path.
 
     Raises:
-        ConfigurationError: the path contradicts the other options, or a folder exists there, which is not replaced.
+        ConfigurationError: the options contradict each other or the path, or a folder at the path would have to be
+            replaced.
     """
     if "://" in options.out:
         raise ConfigurationError(f"{options.out} is a URL. Write to a local path, and copy the result there.")

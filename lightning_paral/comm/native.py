@@ -25,8 +25,8 @@ def native_all_reduce(
     `wire_dtype`.
 
     Between nodes, an all-to-all sends more data than a ring. With m nodes of k GPUs and a 16-bit `wire_dtype`, about
-    2(k(m-1)/m + 1) bytes per element leave each node, and with NCCL's fp32 all-reduce in rings about 8 bytes. Two nodes
-    of four GPUs therefore send less than in fp32 (6 bytes), but two nodes of eight GPUs send more (10 bytes).
+    2(k(m-1)/m + 1) bytes per element leave each node, compared with about 8 bytes for NCCL's fp32 ring all-reduce. Two
+    nodes of four GPUs therefore send less than in fp32 (6 bytes), but two nodes of eight GPUs send more (10 bytes).
 
     Arguments, result and errors are those of `ring_all_reduce`.
     """

@@ -67,7 +67,8 @@ def run_pipeline(
 ) -> None:
     """Run the stages of a pipeline with up to `depth` of them in flight.
 
-    Stage `k` is posted after stage `k - depth` has completed, so it may reuse its buffers and use its result.
+    Stage `k` is posted after stage `k - depth` has completed, so it may reuse the buffers and use the result of that
+    stage.
 
     Args:
         num_stages: the number of stages.

@@ -80,9 +80,9 @@ def ring_all_reduce(
         return exchange([], [(target, left)], reduction.group, _ALL_GATHER_PHASE).receives
 
     num_stages = 2 * (world_size - 1) * segments_per_chunk  # a stage transfers one segment
-    # gloo's ready-to-receive message queues behind data in flight, so post the all-gather receives up front, directly
-    # into the output. This is safe: the sum of a chunk is computed from the partial sum that it overwrites here, so it
-    # cannot arrive before that partial sum was sent.
+    # gloo's ready-to-receive message has to wait behind data in flight, so post the all-gather receives up front,
+    # directly into the output. This is safe: the sum of a chunk is computed from the partial sum that it overwrites
+    # here, so it cannot arrive before that partial sum has been sent.
     early_receives: deque[list[dist.Work]] = deque()
     if flat.device.type == "cpu" and outgoing is None:
         early_receives.extend(receive_in_place(stage) for stage in range(num_stages // 2, num_stages))

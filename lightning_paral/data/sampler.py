@@ -56,10 +56,10 @@ class RankBatchSampler:
         self.uneven_steps: set[int] = set()
         """Steps of the current iteration in which some rank draws a padding batch."""
         self.loss_weights: dict[int, float] = {}
-        """With `split="global"`, the weight of this rank's mean in the mean of a step, by step, unless it is 1."""
+        """With `split="global"`, the weight of this rank's mean loss in the mean over ranks, by step; 1 if missing."""
         self._epoch = 0
         self._repetition = 0
-        self._skip = 0, 0  # samples, steps
+        self._skip = 0, 0  # samples and steps that the next iteration skips
         self._num_samples = array("q")  # drawn since the start of the repetition, after each step
         self._starts = [0]  # first step of each repetition
         self._start_states: list[States | None] = []  # random states at the start of each repetition
@@ -165,7 +165,7 @@ class RankBatchSampler:
         return batch[:1]
 
     def position(self, num_steps: int) -> dict[str, Any]:
-        """Return the position in the order after `num_steps` of this epoch, independent of the world size."""
+        """Return the position in the order after `num_steps` steps of this epoch, independent of the world size."""
         index = max(0, bisect_right(self._starts, num_steps - 1) - 1)
         repetition = self._repetition - (len(self._starts) - 1) + index
         samples = self._num_samples[num_steps - 1] if 0 < num_steps <= len(self._num_samples) else 0
@@ -181,8 +181,8 @@ class RankBatchSampler:
             num_steps: the number of steps of the epoch before `position`, at the world size of the save.
 
         Returns:
-            The number of steps of the epoch before `position` at this world size, such that the epoch has `len(self)`
-            steps.
+            The number of steps of the epoch before `position` at this world size, chosen so that the epoch has
+            `len(self)` steps in total.
         """
         self.set_epoch(epoch)
         self._repetition = position["repetition"]

@@ -35,7 +35,7 @@ class _Entry:
 
 
 class UnevenResults(CheckedResults):
-    """Lightning's results, which the ranks join in one exchange at the end of a loader, whichever keys each logged.
+    """Lightning's results, joined in one exchange at the end of a loader, even if ranks logged different keys.
 
     Lightning reduces key by key. A rank without a batch has no keys, so the other ranks would wait for it.
     """

@@ -125,7 +125,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             return
         if self._saver is None:
             self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
-        self._saver.wait()  # the staging buffers of the save before are about to be overwritten
+        self._saver.wait()  # the staging buffers of the previous save are about to be overwritten
         staging = self._saver.staging
         ranks.run_on_all(f"Saving {path}", lambda: save.stage(staging))
         self._saver.start(save.write)
@@ -160,7 +160,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             unshard_hyper_parameters(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint at once; if `filepath` is not a checkpoint, warn and keep it.
+        """Remove a checkpoint, after the background save if one is running. Keep other folders, with a warning.
 
         A `CheckpointIO` that the user passed removes checkpoints in its own way.
         """

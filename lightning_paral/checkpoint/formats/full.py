@@ -37,9 +37,10 @@ def write_full(
     Args:
         tree: the checkpoint. Only rank 0's is used, for everything except the tensors of `items`.
         items: the tensors, each with the shard that this rank writes.
-        path: the path of the file, on a shared file system. Ranks that do not see the file send their shards to rank 0.
+        path: the path of the file. Ranks that do not see the file, because the file system is not shared, send their
+            shards to rank 0.
         ranks: the ranks that save together.
-        about: the fields of the manifest except `files`.
+        about: the fields of the manifest that do not concern its files.
         what: the action, such as "Saving a.ckpt", for error messages.
 
     Returns:

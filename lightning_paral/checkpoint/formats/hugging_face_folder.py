@@ -159,7 +159,7 @@ def _read(path: Path) -> str:
 
 
 def _untie(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
-    """Return the tensors to write. Weights that loading ties again are written once, other tied weights each."""
+    """Return the tensors to write. Write tied weights once if loading ties them again, otherwise under each name."""
     pairs: Pairs = []
     for item, tensor in pairs_of(weights):
         paths = [item.path, *item.aliases]
@@ -169,7 +169,10 @@ def _untie(weights: dict[str, Any], model: PretrainedModel) -> Pairs:
 
 
 def _check(pairs: Pairs, model: PretrainedModel, expected: ExpectedWeights) -> None:
-    """Raise unless names and shapes match `expected`; `from_pretrained` initializes missing weights randomly."""
+    """Raise a `CheckpointError` unless names and shapes match `expected`.
+
+    `from_pretrained` would initialize missing weights randomly.
+    """
     shapes = {str(item.path[1]): item.shape for item, _ in pairs}
     set_by_loading = {*model.tied, *model.ignored, *expected.model.tied, *expected.model.ignored}
     missing = sorted(expected.shapes.keys() - shapes.keys() - set_by_loading)
@@ -195,7 +198,7 @@ def write_folder(contents: Contents, out: Path, max_shard_bytes: int, progress: 
 
     Args:
         contents: what to write.
-        out: the path of the folder; it must not exist, or be empty.
+        out: the path of the folder, which must be empty or not exist.
         max_shard_bytes: the maximum size of a file, unless a single tensor is larger.
         progress: called after each write.
 

@@ -137,7 +137,7 @@ def resolve(target: Path) -> Path:
 
     It differs from `target` if a save has renamed the old checkpoint and not yet replaced it.
     """
-    for _ in range(3):  # the save may replace it between the check and the search
+    for _ in range(3):  # a save may put the new checkpoint in place between the check and the search
         if os.path.lexists(target):
             break
         with suppress(FileNotFoundError):
@@ -180,7 +180,8 @@ def remove_leftovers(folder: Path) -> None:
 def remove(target: Path) -> None:
     """Remove the checkpoint `target` in one step, so that no process reads a part of it.
 
-    Files that do not belong to a checkpoint are kept, with a warning.
+    A file is removed whatever it contains. Files in a folder that do not belong to a checkpoint are kept, with a
+    warning.
     """
     for path in (*_replaced_versions(target), target):
         if not os.path.lexists(path):
@@ -221,7 +222,7 @@ def delete(path: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two paths in one step. Return `False` if this is not supported: on other systems than Linux, and on NFS."""
+    """Swap two paths in one step. Return `False` if this is not supported: on systems other than Linux, and on NFS."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -271,7 +271,11 @@ def get_file(url: str) -> Path | None:
 
 
 def remove_at(path: str) -> None:
-    """Remove the checkpoint at a path or URL, if there is one. Other files are kept, with a warning."""
+    """Remove the checkpoint at a path or URL, if there is one.
+
+    A file is removed whatever it contains. Files in a folder that do not belong to a checkpoint are kept, with a
+    warning.
+    """
     if not is_remote(path):
         remove(Path(path))
         return

@@ -1,4 +1,4 @@
-"""Read the directory of a zip archive written by `torch.save` strictly, before anything else reads the archive.
+"""Strictly read the directory of a zip archive written by `torch.save`, before anything else reads the archive.
 
 Records must be uncompressed and must not overlap, so that no reader needs more memory than the size of the file.
 Follows https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT

@@ -171,7 +171,7 @@ class _BytesFile(io.RawIOBase):
 
 @contextmanager
 def _reading(file: Any) -> Iterator[tuple[Read, int]]:
-    """Yield a function that reads from `file`, a path or an open file, and its size. Restore the file's position."""
+    """Yield a function that reads from `file`, and the size of `file`. Restore the position of an open file."""
     if isinstance(file, str | os.PathLike):
         descriptor = open_regular(os.fspath(file))
         try:

@@ -30,7 +30,7 @@ def overrides_load_state_dict(module: Module) -> bool:
 def call_state_dict(module: Module, shard: Callable[[Parameter], Tensor]) -> dict[str, Any]:
     """Return `module.state_dict()` with `shard(parameter)` instead of each parameter.
 
-    Overrides of `state_dict` may add, rename and delete entries. They may apply operations to tensors that shards
+    Overrides of `state_dict` may add, rename and delete entries, and may apply to tensors the operations that shards
     support.
 
     Raises:

@@ -111,7 +111,7 @@ def averaging_function_of(callback: StochasticWeightAveraging) -> Callable[..., 
 
 
 def replace_schedulers_late(callback: StochasticWeightAveraging, trainer: Trainer) -> None:
-    """Replace schedulers as `on_fit_start` does, if that hook ran before the callback's state was loaded."""
+    """Remove schedulers as `on_fit_start` does, if that hook ran before the callback's state was loaded."""
     is_late = callback._model_contains_batch_norm is not None  # `on_fit_start` has been called
     if is_late and callback._scheduler_state is not None:
         callback._clear_schedulers(trainer)

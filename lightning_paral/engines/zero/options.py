@@ -70,7 +70,7 @@ class ZeROOptions:
         Args:
             precision: the value of `Trainer(precision=...)`.
             device: the device of this rank.
-            nvme_folders: the folders of the run on NVMe, by DeepSpeed's name of the offload.
+            nvme_folders: the folders of the run on NVMe, by the names of the offloads in DeepSpeed.
         """
         zero = self.section(pin_memory=device.type == "cuda")
         for offload, folder in nvme_folders.items():

@@ -1,4 +1,4 @@
-"""Copy values that user code writes to parameters to where DeepSpeed stores them.
+"""When user code writes to parameters, copy the new values to where DeepSpeed stores them.
 
 Hooks and steps write to parameters: target networks, moving averages, clamped or re-initialized weights. All ranks run
 the same code on full values, and each rank copies its shard, without communication. At stage 3 a parameter that is not
@@ -54,7 +54,8 @@ class _Copy:
     def is_used_elsewhere(self) -> bool:
         """Whether user code still has a reference to the tensor, or a view of it."""
         storage = use_count(self.values)
-        # 2 without user code: of the tensor, this object and the argument; of the storage, see `use_count`.
+        # Without user code, both counts are 2. The tensor is referenced by this object and by the argument of
+        # `getrefcount`; for the storage, see `use_count`.
         return bool(sys.getrefcount(self.values) > 2 or storage > 2)
 
 
@@ -79,7 +80,7 @@ class Writes:
         self._exposed: dict[int, Any] = {}
         """Parameters whose `data` user code has read. Writes to it do not change the version of the parameter."""
         self._gathered: dict[int, _Copy] = {}
-        """Full copies that are kept for the next access, the last used one at the end."""
+        """Full copies that are kept for the next access, the most recently used one at the end."""
         self._aliased: list[_Copy] = []
         """Other full copies to which user code may still write."""
         self._methods: list[tuple[Any, dict[str, Any]]] = []
@@ -192,7 +193,7 @@ class Writes:
                 self._gathered[id(parameter)] = _Copy(parameter, values, version_of(values))
             missing[0].partition(param_list=missing)
         for parameter in parameters:
-            self._gathered[id(parameter)] = self._gathered.pop(id(parameter))  # now the last used
+            self._gathered[id(parameter)] = self._gathered.pop(id(parameter))  # now the most recently used
         return [self._gathered[id(parameter)].values for parameter in parameters]
 
     def _check_not_in_flight(self, parameters: list[Any]) -> None:
@@ -205,7 +206,7 @@ class Writes:
                 )
 
     def _drop_old_copies(self) -> None:
-        """Drop all copies except the last used ones, after collecting from them."""
+        """Drop all copies except the most recently used ones, after collecting from them."""
         for key in list(self._gathered)[:-_NUM_KEPT_COPIES]:
             self._drop(self._gathered.pop(key))
 

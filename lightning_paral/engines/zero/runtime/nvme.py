@@ -107,7 +107,7 @@ class RunFolders:
         self._rank = 0
 
     def make(self, options: ZeROOptions, run: str, rank: int) -> dict[str, Path]:
-        """Create a subfolder for each offload to NVMe, and return the folders by DeepSpeed's name of the offload.
+        """Create a subfolder for each offload to NVMe, and return them by the names of the offloads in DeepSpeed.
 
         Args:
             options: the options of the strategy.

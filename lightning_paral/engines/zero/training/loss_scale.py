@@ -16,8 +16,8 @@ _FIRST_SCALE = 2.0**16
 class DynamicLossScale:
     """A loss scale for DeepSpeed's optimizers that changes like the scale of `torch.amp.GradScaler`.
 
-    If gradients are not finite, the step is skipped and the scale is halved. After 2000 finite steps it is doubled.
-    Follows Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
+    If gradients are not finite, the step is skipped and the scale is halved. After 2000 finite steps in a row it is
+    doubled. Follows Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 
     DeepSpeed's own loss scale is not used. Under fp16 autocast, version 0.19.8 clips gradients without unscaling them,
     and never lowers the scale. When it raises the scale, it divides gradients by the new scale, although their loss was

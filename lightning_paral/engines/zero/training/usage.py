@@ -119,9 +119,9 @@ class Usage:
         passes than any before.
 
         Raises:
-            UnusedParametersError: the ranks used different parameters; without `find_unused`, other parameters were
-                used than in the first step, or gradients came in another order; or the optimizer counts steps, and a
-                parameter that skipped some is used again.
+            UnusedParametersError: the ranks used different parameters; without `find_unused`, different parameters
+                were used than in the first step, or gradients came in a different order; or the optimizer counts steps,
+                and a parameter that skipped some is used again.
         """
         missing = self.not_yet_used()
         orders = [order for order in self._orders if order]
@@ -188,7 +188,7 @@ class Usage:
         """Return the parameters that no rank used. *Collective*.
 
         Raises:
-            UnusedParametersError: ranks used different parameters, or in another order. All ranks raise it.
+            UnusedParametersError: ranks used different parameters, or in a different order. All ranks raise it.
         """
         used = [id(parameter) in self._used for _, parameter in self._parameters]
         order = zlib.crc32(repr(orders).encode())
@@ -234,7 +234,7 @@ class Usage:
             compared: whether the ranks have compared their orders in this window. New orders are then accepted.
 
         Raises:
-            UnusedParametersError: a pass reached other parameters, or in another order.
+            UnusedParametersError: a pass reached different parameters, or reached them in a different order.
         """
         for index, order in enumerate(orders):
             if index == len(self._seen_orders):
