@@ -17,7 +17,7 @@ class ProcessGroupError(ParalError, RuntimeError):
 
 
 class UnusedParametersError(ParalError, RuntimeError):
-    """Some parameters did not contribute to the loss of the previous step, so their gradients never arrived."""
+    """Some parameters got no gradient, or the ranks got gradients for different parameters or in different orders."""
 
 
 class CheckpointError(ParalError, RuntimeError):
@@ -25,7 +25,7 @@ class CheckpointError(ParalError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """The path has no checkpoint. Also a `FileNotFoundError`, which Lightning raises in this case."""
+    """There is no checkpoint at the path. Also a `FileNotFoundError`, which Lightning raises in this case."""
 
 
 class StorageOptionsError(ConfigurationError, TypeError):

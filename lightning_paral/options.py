@@ -29,7 +29,7 @@ class ActivationCheckpointing:
     """
 
     units: UnitChoice = "auto"
-    """Which submodules are units, as in `ParalFSDPStrategy(units=...)`. Units are not nested."""
+    """Which submodules are units, as in `ParalFSDPStrategy(units=...)`. A unit must not contain another."""
 
     min_params: int | None = None
     """Instead of `units`: the smallest submodules with at least this number of parameters."""
@@ -78,7 +78,7 @@ class Offload:
     """For `"nvme"`: number of buffers between disk and memory. Adam needs 4: two states, gradient and parameter."""
 
     buffer_numel: int = 100_000_000
-    """For parameters on `"nvme"`: elements per buffer, at least those of the largest shard of a parameter."""
+    """For parameters on `"nvme"`: elements per buffer, at least as many as the largest shard of a parameter has."""
 
     max_in_cpu_numel: int = 1_000_000_000
     """For parameters on `"nvme"`: number of elements that may stay in host memory permanently."""
@@ -118,7 +118,7 @@ class Sampling:
 
     All ranks always use the same order, but it can differ from that of one process in three cases. First, in later
     epochs, if the module draws random numbers in its steps (dropout), or a dataset without workers does so in
-    `__getitem__`: with several ranks, these draw different amounts of numbers from the global generators. Pass a
+    `__getitem__`: with several ranks, they draw fewer numbers from the global generators than with one. Pass a
     `generator` to the loader to prevent this. Second, for iterable datasets, which are shuffled with a seed of the
     strategy. Third, in epochs of more than 256 batches, if the sampler draws lazily while the module or the dataset
     draws as well."""
@@ -166,7 +166,7 @@ class CheckpointOptions:
     """Copy the state to host memory, and write it while training continues. Only one save runs at a time."""
 
     restore_optimizer: bool = True
-    """Whether to restore the optimizer state when resuming. If so, a checkpoint without a fitting state is an error."""
+    """Whether to restore the optimizer state when resuming. If so, a checkpoint without a matching one is an error."""
 
     weights_only: bool = True
     """`False` trusts every checkpoint: loading creates objects of any type and runs code in the file. This works under

@@ -48,7 +48,7 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
         with explain_read_errors(location):
             if not faults:
                 checkpoint = open_checkpoint(location, weights_only=weights_only, manifest=manifest)
-                # For a URL, do not fetch data again whose checksums have just been verified.
+                # For a URL, do not fetch data a second time if its checksums have just been verified.
                 faults = list(_faults_of_tensors(checkpoint, read=manifest is None or not is_remote(location)))
         if faults:
             raise DamagedError(faults)

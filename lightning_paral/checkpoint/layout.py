@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import prod
 
 _MAX_COMPARED = 500_000
-"""Limit for the pairs of chunks that are compared for one tensor, which takes about a second.
+"""Limit for the number of pairs of chunks that are compared for one tensor. Comparing that many takes about a second.
 
-4,096 ranks that shard a tensor in both of two dimensions need 130,000.
+4,096 ranks that shard a tensor in both of two dimensions need 130,000 pairs.
 """
 
 

@@ -20,7 +20,8 @@ from lightning_paral.errors import CheckpointError
 FORMAT = 1
 FILE_NAME = "manifest.json"
 MAX_BYTES = 2**24
-"""Maximum size of a manifest. It suffices for a checkpoint of 20 TB; reading it takes a small multiple of its size."""
+"""Maximum size of a manifest, enough for a checkpoint of 20 TB. Reading it takes a small multiple of its size in
+memory."""
 
 _RECORD = "lightning_paral.json"
 _COMMENT = re.compile(rb"lightning_paral ([0-9a-f]{16}) ([0-9a-f]{16})")

@@ -44,7 +44,7 @@ class WeightShards(Protocol):
         """Return the average of parameter `number` for a checkpoint, as `ShardedState.read_shard` returns a weight."""
 
     def read(self, number: int, stored: Tensor, average: Tensor) -> None:
-        """Copy this rank's shard of `stored`, which has the full shape, into `average`, that of parameter `number`."""
+        """Copy this rank's shard of `stored`, which has the full shape, into the average of parameter `number`."""
 
     def has_master(self, number: int) -> bool:
         """Return whether a checkpoint contains the master weight of parameter `number` instead of the shard."""

@@ -57,7 +57,7 @@ class FlatShard(Tensor):
         read: returns the local elements, in shape `[local_numel]`. It is called on each use, so that offloaded values
             stay offloaded.
         read_order: a number that is equal for tensors stored together, and equal on all ranks. A save reads tensors in
-            ascending order of it, so that it reads each file on NVMe once.
+            ascending order of this number, so that it reads each file on NVMe once.
     """
 
     start: int
@@ -133,7 +133,7 @@ def local_shard(value: Tensor) -> LocalShard:
     """Return the shard of `value` that this rank writes; `NO_SHARD` for all but the first replica of a DTensor.
 
     Raises:
-        CheckpointError: a DTensor is neither sharded nor replicated, such as a partial sum.
+        CheckpointError: a DTensor is neither sharded nor replicated, but, for example, a partial sum.
     """
     if isinstance(value, FlatShard):
         stop = value.start + value.local_numel
@@ -168,7 +168,7 @@ def bytes_of(value: Tensor) -> memoryview:
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Return whether `value` is of a type of which this rank may have only a shard."""
+    """Return whether `value` is a tensor of which this rank may have only a shard."""
     return isinstance(value, FlatShard | DTensor)
 
 
@@ -176,7 +176,7 @@ def chunk_of_dtensor(value: DTensor) -> Chunk | None:
     """Return the position of this rank's local tensor in `value`; `None` if the rank is not in the mesh.
 
     Raises:
-        CheckpointError: the local tensor is not a chunk of `value`, such as a partial sum.
+        CheckpointError: the local tensor is not a chunk of `value`, but, for example, a partial sum.
     """
     if value.device_mesh.get_coordinate() is None:
         return None

@@ -8,7 +8,7 @@ def balanced_cuts(start: int, length: int, num_parts: int) -> list[int]:
     """Divide the `length` elements that begin at `start` into `num_parts` ranges whose sizes differ by at most one.
 
     Returns:
-        The `num_parts + 1` bounds: part `i` is `[cuts[i], cuts[i + 1])`. Larger parts come first.
+        The list `cuts` of `num_parts + 1` bounds: part `i` is `[cuts[i], cuts[i + 1])`. Larger parts come first.
     """
     size, num_larger = divmod(length, num_parts)
     return [start + i * size + min(i, num_larger) for i in range(num_parts + 1)]

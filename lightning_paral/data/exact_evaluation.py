@@ -31,12 +31,12 @@ from lightning_paral.errors import ConfigurationError
 
 
 class ExactEvaluationLoops:
-    """Changes Lightning's evaluation and prediction loops for the time of a run.
+    """Changes Lightning's evaluation and prediction loops for the duration of a run.
 
     Args:
         trainer: the Trainer whose validation, test and prediction loops are changed until `undo` is closed.
         dims: the parallel dimensions, which say which ranks evaluate different samples.
-        run_padding: whether to run the step for padding batches, because it contains collectives, or to skip them.
+        run_padding: whether the step contains collectives and must run for padding batches. Otherwise they are skipped.
         undo: a stack to which functions that undo the changes are pushed.
     """
 

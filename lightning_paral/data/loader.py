@@ -1,4 +1,4 @@
-"""Copy a user's `DataLoader` so that it iterates differently, but has the same class and settings of workers."""
+"""Copy a user's `DataLoader` so that it iterates differently, but keeps its class name and worker settings."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ def samplers(loader: Loader) -> tuple[Any, ...]:
 def seed_workers_by_data_rank(loader: Loader, dims: ParallelDims) -> None:
     """Make loader workers draw the same random numbers on ranks that draw the same samples.
 
-    After `seed_everything(workers=True)`, Lightning seeds workers without an init function by the global rank.
+    After `seed_everything(workers=True)`, Lightning seeds workers by the global rank if the loader has no
+    `worker_init_fn`.
     """
     if dims.data_rank != dims.rank and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=dims.data_rank)
@@ -38,8 +39,8 @@ def with_iteration(
 
     Args:
         loader: the user's loader. It is not changed.
-        iterate: a function of the loader's own iterator, and of a function that returns a new one. It returns an
-            iterator of the copy.
+        iterate: called with the loader's own iterator, and with a function that returns a new one; returns an iterator
+            of the copy.
         num_batches: the length of the copy; `None` for that of the loader.
     """
     changed = copy_without_workers(loader)

@@ -212,7 +212,7 @@ def _ensure_host_group(timeout: timedelta) -> None:
 
 
 def is_first_to_report(message: str) -> bool:
-    """Return whether this process is the first on its node to report `message`, or cannot find out."""
+    """Return `True` if this process is the first on its node to report `message`, or if it cannot find out."""
     if not _stores:
         return True
     without_ranks = re.sub(r"\brank \d+", "rank", message)

@@ -1,4 +1,4 @@
-"""Read weights from folders saved by Lightning's `deepspeed` strategies, under any stage and number of ranks."""
+"""Read weights from folders saved by Lightning's `deepspeed` strategies, at any stage and with any number of ranks."""
 
 import re
 from collections.abc import Mapping

@@ -27,11 +27,11 @@ def fresh_like(values: Tensor) -> Tensor:
 
 
 def fresh_bytes(nbytes: int, *, in_children: bool = True) -> Tensor:
-    """Return an uninitialized 1-dimensional `uint8` tensor on the host in separate pages, huge ones if possible.
+    """Return an uninitialized 1-dimensional `uint8` tensor on the host in pages of its own, huge ones if possible.
 
     Args:
         nbytes: the number of elements, at least 1.
-        in_children: whether processes that are forked later inherit the memory. Pass `False` for memory to be pinned.
+        in_children: whether processes that are forked later inherit the memory. `False` is for memory to pin later.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)

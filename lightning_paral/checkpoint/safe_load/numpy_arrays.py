@@ -36,7 +36,7 @@ _ALIGNMENTS = (-1, 1, 2, 4, 8, 16)
 
 
 def _is_unit(unit: Any) -> bool:
-    """Return whether this is the unit of a time dtype: without metadata, a name and counts."""
+    """Return whether `unit` is the unit of a time dtype, `(metadata, (name, *counts))`, without metadata."""
     if type(unit) is not tuple or len(unit) != 2 or unit[0] not in (None, {}) or type(unit[1]) is not tuple:
         return False
     name, *counts = unit[1]

@@ -1,4 +1,4 @@
-"""The loss scale in checkpoints. Lightning saves it under the class name of the precision plugin, which differs."""
+"""The loss scale in checkpoints, where Lightning saves it under the class name of the strategy's precision plugin."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -98,7 +98,7 @@ NAMES = (
 
 
 class ForwardHooks:
-    """Removes FSDP2's hooks from the `forward` of a sharded module. The caller must run what they did."""
+    """Removes FSDP2's hooks from the `forward` of a sharded module. The caller must do their work instead."""
 
     def __init__(self, module: Any) -> None:
         state = module._get_fsdp_state()

@@ -22,7 +22,7 @@ class GradientReduction:
         hook, state, wrapper: the options `ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`.
 
     Raises:
-        ConfigurationError: an unknown value, or a hook together with another all-reduce.
+        ConfigurationError: an option has an unknown value, or a hook is combined with another all-reduce.
     """
 
     def __init__(

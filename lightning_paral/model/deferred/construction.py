@@ -25,7 +25,7 @@ class DeferredConstruction:
     """The tensors that were deferred inside `recording()`, and the log to materialize them from.
 
     Args:
-        device: the default device of new tensors, and of the generator that draws them.
+        device: the default device of new tensors, and of the generator that draws their values.
     """
 
     def __init__(self, device: torch.device) -> None:

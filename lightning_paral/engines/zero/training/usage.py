@@ -188,7 +188,7 @@ class Usage:
         """Return the parameters that no rank used. *Collective*.
 
         Raises:
-            UnusedParametersError: ranks used different parameters, or in a different order. All ranks raise it.
+            UnusedParametersError: ranks used different parameters, or a different order. All ranks raise it.
         """
         used = [id(parameter) in self._used for _, parameter in self._parameters]
         order = zlib.crc32(repr(orders).encode())
