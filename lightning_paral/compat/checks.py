@@ -18,7 +18,7 @@ _NOT_CHECKED = {"lightning_paral.compat.lightning.command_line", "lightning_para
 
 @cache
 def check_names(*libraries: str) -> None:
-    """Raise a `PrivateNameError` if a library lacks a name that is used. Only the first call for `libraries` checks.
+    """Raise a `PrivateNameError` if a library lacks a name that is used. A check that has passed is not repeated.
 
     Args:
         libraries: `"torch"`, `"lightning"` or `"deepspeed"`. The function imports them.

@@ -160,7 +160,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             unshard_hyper_parameters(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, after the background save if one is running. Keep other folders, with a warning.
+        """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.
 
         A `CheckpointIO` that the user passed removes checkpoints in its own way.
         """

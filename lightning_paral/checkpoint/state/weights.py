@@ -152,7 +152,7 @@ def load_weights(
         for name, saved in state_dict.items():
             parameter = expected.get(name)
             if _is_extra_state(name):
-                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # modules may keep a reference to it
+                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # a module may keep it
             elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
                 rest[name] = saved
             elif id(parameter) not in filled:  # tied parameters have several names
