@@ -67,7 +67,7 @@ class Manifest:
         """
         if len(text) > MAX_BYTES or text.count("[") + text.count("{") > _FREE_CONTAINERS + len(text) // 10:
             raise CheckpointError(
-                f"{name} is damaged or hostile: it is too large for a manifest, or too deeply nested."
+                f"{name} is damaged or hostile: it is too large for a manifest, or has too many lists and dicts."
             )
         try:
             content = json.loads(text)

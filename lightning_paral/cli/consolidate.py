@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: as saved)")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default: %(default)s)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="maximum size of a safetensors file (default: %(default)s)"
+    )
     parser.add_argument(
         "--strip-prefix",
         metavar="PREFIX",
@@ -93,7 +95,7 @@ def _parse_out(options: argparse.Namespace) -> Path:
             replaced.
     """
     if "://" in options.out:
-        raise ConfigurationError(f"{options.out} is a URL. Write to a local path, and copy the result there.")
+        raise ConfigurationError(f"{options.out} is a URL. Write to a local path, and copy the result to the URL.")
     out = Path(options.out)
     if options.hugging_face:
         if out.suffix in (".ckpt", ".safetensors"):

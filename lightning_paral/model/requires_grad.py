@@ -126,7 +126,7 @@ class TrainingAgreement:
             by_rank = data_ranks.gather((digest, new_run_name()))
             self._epoch_name = by_rank[0][1]
             if len({each for each, _ in by_rank}) > 1:
-                _check_same(data_ranks.gather(names), where)
+                _check_same(dict(zip(self._dims.data_ranks, data_ranks.gather(names), strict=True)), where)
         elif changed and is_relevant():
             key = f"requires_grad/{self._epoch_name}/{batch_idx}"
             ranks = self._dims.data_ranks
@@ -134,7 +134,7 @@ class TrainingAgreement:
             absent = [rank for rank in ranks if rank not in found]
             if absent:
                 raise ConfigurationError(_changed_on_some(where, changed, absent))
-            _check_same([json.loads(found[rank]) for rank in sorted(found)], where)
+            _check_same({rank: json.loads(found[rank]) for rank in ranks}, where)
         return True
 
 
@@ -143,12 +143,13 @@ def first_names(names: list[str]) -> str:
     return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
-def _check_same(trained_by_rank: list[list[str]], where: str) -> None:
-    trained = [set(names) for names in trained_by_rank]
-    differing = sorted(set().union(*trained) - trained[0].intersection(*trained))
+def _check_same(trained_by_rank: dict[int, list[str]], where: str) -> None:
+    trained = {rank: set(names) for rank, names in trained_by_rank.items()}
+    in_any: set[str] = set().union(*trained.values())
+    differing = sorted(name for name in in_any if not all(name in names for names in trained.values()))
     if not differing:
         return
-    ranks = [rank for rank, names in enumerate(trained) if differing[0] in names]
+    ranks = [rank for rank, names in trained.items() if differing[0] in names]
     raise ConfigurationError(
         f"{where}, the ranks do not train the same parameters: {differing[0]} has requires_grad=True on rank "
         f"{', '.join(map(str, ranks))} only. Gradients are averaged over all ranks, so set the same requires_grad on "

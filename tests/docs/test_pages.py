@@ -122,7 +122,7 @@ def test_every_error_with_a_message_of_its_own_is_listed() -> None:
 
     assert len(listed) > 200
     assert any(text.startswith("There is no strategy named") for text in listed)
-    assert any(text.startswith("MASTER_PORT=") for text in listed)
+    assert any(text.startswith("Cannot listen on MASTER_PORT=") for text in listed)
 
 
 def test_messages_that_the_guide_quotes_are_those_of_the_code() -> None:

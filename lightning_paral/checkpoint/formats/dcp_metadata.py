@@ -35,6 +35,10 @@ _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
 
 
+class _UnsupportedError(PickleError):
+    """The metadata are sound, but use a feature that is not supported."""
+
+
 class _MetadataRules:
     """Allows only the types that occur in the metadata of a Distributed Checkpoint."""
 
@@ -91,6 +95,8 @@ def load_metadata(data: bytes, name: object) -> metadata.Metadata:
             f"{name} refers to {error.name}, which never occurs in the metadata of a checkpoint. The file is damaged "
             "or hostile, and was not loaded."
         ) from error
+    except _UnsupportedError as error:
+        raise CheckpointError(f"{name} cannot be loaded: {error}.") from error
     except PickleError as error:
         raise CheckpointError(f"{name} is damaged or hostile: {error}.") from error
     except (LookupError, TypeError, ValueError) as error:
@@ -138,7 +144,9 @@ def _tensor(key: str, found: Any) -> metadata.TensorStorageMetadata:
         about = _state(chunk, "ChunkStorageMetadata")
         bounds = [_numbers(about[name], f"a chunk of {key}") for name in ("offsets", "sizes")]
         if any(len(numbers) != len(size) for numbers in bounds):
-            raise PickleError(f"a chunk of {key} has a different number of dimensions than its shape {size}")
+            raise PickleError(
+                f"a chunk of {key} has a different number of dimensions than the tensor, whose shape is {size}"
+            )
         chunks.append(metadata.ChunkStorageMetadata(*map(torch.Size, bounds)))
     return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), torch.Size(size), chunks)
 
@@ -166,7 +174,7 @@ def _storage_info(found: Any) -> Any:
     fields = found.state
     offset, length = _numbers((fields["offset"], fields["length"]), "a location in a file")
     if fields.get("transform_descriptors"):
-        raise PickleError(
+        raise _UnsupportedError(
             f"{_key(fields['relative_path'])} was written with transforms ({fields['transform_descriptors']}), such as "
             "compression, which are not supported. Load the checkpoint with torch.distributed.checkpoint, and save it "
             "without transforms"

@@ -104,7 +104,7 @@ def _model_from_checkpoint(
         raise ConfigurationError(
             "The checkpoint does not describe a Hugging Face model: the module did not contain one, or the checkpoint "
             "was not saved by a strategy of this package. Pass the config of the model: --config FOLDER_OR_FILE "
-            "--strip-prefix PREFIX. The prefixes in the checkpoint, with the number of names of each, are: "
+            "--strip-prefix PREFIX. The prefixes in the checkpoint, each with its number of weights: "
             f"{prefixes(weights) or 'none'}."
         )
     names = ", ".join(f"--strip-prefix {model.prefix}" for model in recorded)
@@ -130,7 +130,7 @@ def _model_from_config(
     if prefix is None:
         raise ConfigurationError(
             "--config also needs --strip-prefix PREFIX, which selects the weights of the model. The prefixes in the "
-            f"checkpoint, with the number of names of each, are: {prefixes(weights) or 'none'}."
+            f"checkpoint, each with its number of weights: {prefixes(weights) or 'none'}."
         )
     config = _read(path / "config.json" if path.is_dir() else path)
     generation_path = path / "generation_config.json"

@@ -66,7 +66,10 @@ def check_name(folder: object, file: str) -> None:
         CheckpointError: the name is invalid, or leads out of `folder`.
     """
     if "\0" in file or not file or file.startswith("/") or ".." in file.split("/") or len(file) > _MAX_NAME:
-        raise CheckpointError(f"{folder} is hostile: it refers to the file {file[:100]!r}, which is outside of it.")
+        raise CheckpointError(
+            f"{folder} is hostile: it refers to the file {file[:100]!r}, whose name is invalid or leads "
+            "out of the folder."
+        )
 
 
 class LocalStorage:

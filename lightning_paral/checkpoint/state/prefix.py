@@ -35,8 +35,8 @@ def without_prefix(weights: Mapping[str, Any], prefix: str, *, only: bool) -> di
     others = [name for name in weights if not name.startswith(prefix)]
     if not kept:
         raise ConfigurationError(
-            f"No weight's name begins with {prefix!r}. The prefixes in the checkpoint, with the number of names of "
-            f"each, are: {prefixes(weights) or 'none'}."
+            f"No weight's name begins with {prefix!r}. The prefixes in the checkpoint, each with its number of "
+            f"weights: {prefixes(weights) or 'none'}."
         )
     if others and not only:
         raise ConfigurationError(

@@ -225,7 +225,7 @@ def test_prefix_is_stripped(fitted, consolidate, tmp_path: Path) -> None:
     [
         (
             ["--strip-prefix", "net."],
-            "No weight's name begins with 'net.'. The prefixes in the checkpoint, with the number",
+            "No weight's name begins with 'net.'. The prefixes in the checkpoint, each with its number",
         ),
         (["--strip-prefix", "mod"], "No weight's name begins with 'mod.'"),
         (["--strip-prefix", "model"], "2 of 31 names do not begin with 'model.', and would be lost. They are: head.w"),

@@ -195,10 +195,10 @@ def fits_that_reorder() -> list[Any]:
 
 REORDERED = {
     (1, False, False): "",
-    (1, True, False): "in another order than in an earlier step",
-    (2, None, False): "in another order than in an earlier step",
+    (1, True, False): "in a different order than in an earlier step",
+    (2, None, False): "in a different order than in an earlier step",
     (2, None, True): "",
-    (3, None, False): "in another order than in an earlier step",
+    (3, None, False): "in a different order than in an earlier step",
     (3, None, True): "",
 }
 
@@ -262,7 +262,7 @@ def test_ranks_compare_new_passes_and_refuse_differing_ones(
     for results in on_ranks(2, fits_with_other_passes, kind, window):
         for result, find_unused in zip(results, (False, False, True), strict=True):
             if is_refused and not find_unused:
-                assert "in another order than in an earlier step" in result
+                assert "in a different order than in an earlier step" in result
             else:
                 for name, weight in expected.items():
                     torch.testing.assert_close(result[name], weight)

@@ -27,7 +27,7 @@ def explanation(error: BaseException, *, stage: int) -> str | None:
         )
     if any(pattern in message for pattern in _CHANGED):
         return (
-            "Modules ran in another order than in earlier steps, or with other parameters. Under ZeRO stage 3 "
+            "Modules ran in a different order than in earlier steps, or with different parameters. Under ZeRO stage 3 "
             "DeepSpeed relies on that order. Do not add or replace parameters during a fit, or train with paral_zero2."
         )
     if _EMPTY.search(message):

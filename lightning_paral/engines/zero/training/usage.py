@@ -202,9 +202,13 @@ class Usage:
         by_some, not_by_some = either[: len(used)], either[len(used) :]
         names = [name for (name, _), *both in zip(self._parameters, by_some, not_by_some, strict=True) if all(both)]
         if names or highest != -lowest:
-            what = f"on some ranks only, for {_format_names(names)}" if names else "in another order on some ranks"
+            what = (
+                f"Only some ranks got gradients for {_format_names(names)}"
+                if names
+                else "Gradients came in a different order on some ranks"
+            )
             raise UnusedParametersError(
-                f"Gradients came {what}. ZeRO matches the gradients of the ranks by position, so it would add up "
+                f"{what}. ZeRO matches the gradients of the ranks by position, so it would add up "
                 "gradients of different parameters. Make the loss of every rank depend on the same parameters in the "
                 "same order (0 * parameter.sum() is enough), or train with paral_ddp."
             )
@@ -219,7 +223,7 @@ class Usage:
             what = "got no gradient in this step" if left_out else "without a gradient in the first step got one now"
             raise UnusedParametersError(
                 f"Parameters {what}: {_format_names(left_out or new)}. torch's optimizers skip parameters without a "
-                "gradient. ZeRO can skip them only if all ranks know them. Set "
+                "gradient. ZeRO can skip them only if all ranks know which ones they are. Set "
                 "ParalZeROStrategy(find_unused_parameters=True) to let ranks compare them in every step; make the loss "
                 "depend on them; or freeze them with requires_grad_(False)."
             )
@@ -248,10 +252,10 @@ class Usage:
                 for earlier, trained_then in seen
             ):
                 raise UnusedParametersError(
-                    "Gradients came in another order than in an earlier step. ZeRO matches the gradients of the ranks "
-                    "by position: if the order differs between ranks, it adds up gradients of different parameters. "
-                    "Set ParalZeROStrategy(find_unused_parameters=True) to let ranks compare the order in every step, "
-                    "or train with paral_ddp."
+                    "Gradients came in a different order than in an earlier step. ZeRO matches the gradients of the "
+                    "ranks by position: if the order differs between ranks, it adds up gradients of different "
+                    "parameters. Set ParalZeROStrategy(find_unused_parameters=True) to let ranks compare the order in "
+                    "every step, or train with paral_ddp."
                 )
             seen.append((order, trained))
 
