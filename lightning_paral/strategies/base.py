@@ -122,7 +122,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         return super().backward(closure_loss, *args, **kwargs)
 
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
-        """Start to average weights if a callback does so; call this after sharding. *Collective* over the world."""
+        """Start averaging weights if a callback asks for it; call this after sharding. *Collective* over the world."""
         if self._averages is not None:
             self._averages.attach(make_shards, self._fit_buffers(), self.load_model_state_dict)
 

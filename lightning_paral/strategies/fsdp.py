@@ -106,7 +106,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     @property
     def dims(self) -> ParallelDims:
-        """The arrangement of the ranks: `replicate` copies of the model, each sharded over an equal share of ranks."""
+        """The arrangement of the ranks: `replicate` copies of the model, each sharded over an equal number of ranks."""
         replicate = self._options.replicate
         return ParallelDims(rank=self.global_rank, replicate=replicate, shard=self.world_size // replicate)
 

@@ -126,7 +126,7 @@ def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def handle_empty_shards(otherwise: Handler) -> Handler:
-    """Return a handler for reductions: it runs those that fail on empty shards on full tensors if a rank has one."""
+    """Return a handler that runs a reduction on full tensors if any rank has an empty shard, on which it would fail."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_identity = "norm" in str(operation) and abs(args[1] if len(args) > 1 else 2) != torch.inf

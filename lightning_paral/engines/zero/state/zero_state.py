@@ -118,7 +118,7 @@ class ZeroState(TensorState):
         write_partitions([pair for pair in written if self._engine_for_parameter(pair[0]) is None])
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new values of this rank's flat ranges, 1-dimensional tensors, into trained parameters' fp32 weights."""
+        """Copy new 1-dimensional values of this rank's flat ranges into the fp32 weights of trained parameters."""
         for engine in self._engines:
             engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
 
