@@ -134,7 +134,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def on_train_start(self) -> None:
-        """Move to the data position of a loaded checkpoint. *Collective* over the world if a checkpoint was loaded."""
+        """Move to the position in the data of a loaded checkpoint. *Collective* over the world if it has one."""
         super().on_train_start()
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
