@@ -31,7 +31,7 @@ _REMEDIES = {
     ("", "deepspeed_config"): "Give a dict or the path of a JSON file.",
     ("", "logging_level"): "Give a level of logging, such as logging.INFO.",
 }
-"""Remedies by class (empty for all classes) and option, for options whose types are not a sufficient remedy."""
+"""Remedies by class (empty for all classes) and option, for options where naming the allowed types is not enough."""
 
 
 def checked_options(

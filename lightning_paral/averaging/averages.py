@@ -52,7 +52,7 @@ class ShardedAverages:
 
         Args:
             shards: this rank's shards of the weights.
-            buffers: broadcasts rank 0's averages of buffers, as it does its buffers; `None` if each rank keeps its own.
+            buffers: broadcasts rank 0's buffers, and the averages of them; `None` if each rank keeps its own.
         """
         inner = AveragedModel(_ShardModule(shards.current(), self._module), self._device, **self._options)
         if self._device is None:

@@ -76,7 +76,7 @@ def _split(tensor: Tensor, index: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _restoring_state(function: Any) -> Iterator[None]:
-    """Restore the state of `function` on exit: its closure and its attributes, or those of the object of a method."""
+    """Restore the state of `function` on exit: its closure and attributes, or, for a method, those of its object."""
     owner = getattr(function, "__self__", function)
     attributes = {key: _copy_value(value) for key, value in getattr(owner, "__dict__", {}).items()}
     cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]

@@ -28,7 +28,7 @@ class BriefParser(LightningArgumentParser):
     """LightningCLI's parser, with short error messages: `LightningCLI(..., parser_class=BriefParser)`."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what is wrong with the configuration, and exit with status 2; raise it if `exit_on_error` is off."""
+        """Print what is wrong with the configuration and exit with status 2, or raise if `exit_on_error` is off."""
         if not self.exit_on_error:
             super().error(message, ex)
         command = self.prog.replace(" [options]", "")

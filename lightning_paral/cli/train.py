@@ -33,8 +33,8 @@ class AnyModelCLI(CheckpointChoiceCLI):
     def takes_hyper_parameters(self, path: str) -> bool:
         """Return whether the hyper-parameters in the checkpoint at `path` name a class.
 
-        A checkpoint that was saved without LightningCLI names no class, and Lightning's parser would fail on it. If so,
-        the model is built from the configuration alone.
+        A checkpoint that was saved without LightningCLI names no class, and Lightning's parser would fail on it. In
+        this case, the model is built from the configuration alone.
         """
         if not Path(path).is_file():
             return True

@@ -62,7 +62,7 @@ class BatchTaker:
     """Takes the batches of one iteration over a sampler.
 
     Args:
-        batches: a sampler. Its iterator is created here.
+        batches: a batch sampler. Its iterator is created here.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -94,7 +94,7 @@ def _next_items(iterator: Iterator[Any], count: int) -> tuple[list[Any], int, in
     """Advance `iterator` by `count` items. Return a list that contains them, and their start and stop in this list."""
     if count == 0:
         return [], 0, 0
-    first = list(islice(iterator, 1))  # a generator delegates to another iterator only after its start
+    first = list(islice(iterator, 1))  # a generator delegates to another iterator only once it has started
     inner: Any = iterator
     while isinstance(inner, GeneratorType):
         inner = inner.gi_yieldfrom

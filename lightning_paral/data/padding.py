@@ -21,7 +21,7 @@ _TORCH_ATTRIBUTES = set(vars(Module()))
 
 @dataclass(frozen=True)
 class PaddingBatch:
-    """A batch, or a sample of a batch, that only makes the number of steps equal on all ranks. Results ignore it."""
+    """A batch, or a sample of one, that only makes step counts equal on all ranks. Its results are discarded."""
 
     batch: Any
 

@@ -34,7 +34,7 @@ class DataPosition:
         epochs: Any = fit_loop.epoch_progress.current
         return {
             "seed": self._seed.value,
-            # The epoch that started last. `processed` counts it only after its end, `current_epoch` only after the fit.
+            # The epoch that started last. `processed` counts it at its end, `current_epoch` only after its end hooks.
             "epoch": epochs.started - 1,
             "loaders": [_position(source, num_steps) for source in self.sources],
         }

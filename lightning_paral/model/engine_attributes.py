@@ -52,7 +52,7 @@ def _is_engine_attribute(name: str) -> bool:
 
 
 def _shadows(name: str, value: Any, cls: type) -> bool:
-    """Return whether attribute `name` shadows one of class `cls`, or `value` is a local function or class."""
+    """Return whether `name` shadows an attribute of the class `cls`, or `value` is a local function or class."""
     return hasattr(cls, name) or "<locals>" in getattr(value, "__qualname__", "")
 
 

@@ -13,7 +13,7 @@ _EXPLAINED = (RuntimeError, AssertionError, AttributeError)
 
 @contextmanager
 def explain_errors(explanation: Explanation) -> Iterator[None]:
-    """Replace errors raised in the block that `explanation` explains.
+    """Replace those errors raised in the block that `explanation` explains.
 
     Raises:
         ConfigurationError: the explanation; the original error is its `__cause__`.

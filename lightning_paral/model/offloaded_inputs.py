@@ -44,7 +44,7 @@ class OffloadedInputs:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def is_offloaded(self, tensor: Tensor) -> bool:
-        """Return whether tensors of this device and size are offloaded."""
+        """Return whether tensors on the device of `tensor` and of its size are offloaded."""
         return tensor.device.type == "cuda" and tensor.nbytes >= _MIN_BYTES
 
     def _pack(self, tensor: Tensor) -> "_NotOffloaded | _Offloaded":

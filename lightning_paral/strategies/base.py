@@ -41,8 +41,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
       is collective. `StrategyDescription` documents all attributes that describe a strategy.
     - It *must* override `dims` unless every rank holds a full replica, and `_sharded_state` if ranks hold shards.
     - It *may* override `make_buffers`, or set `shares_buffers = False`, if the engine broadcasts buffers itself.
-    - A method that it overrides *must* call the same method of `super()`. Only a `setup` that does everything that the
-      Lightning base does there need not; in a fit, it *must* call `checkpoint_activations` before it wraps the module.
+    - A method that it overrides *must* call the same method of `super()`. The only exception is a `setup` that itself
+      does everything that `setup` of the Lightning base does; in a fit, such a `setup` *must* call
+      `checkpoint_activations` before it wraps the module.
 
     `teardown` and the checkpoint methods run in this order: subclass, this class, `CheckpointMixin`, Lightning base.
     """
@@ -57,7 +58,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
 
     def __init__(self, **keywords: Any) -> None:
         """Keep the options of `RankOptions`, and pass the other keywords to the constructor of the Lightning base."""
-        # Passed on under the same name: jsonargparse follows it to the parameters of the Lightning base.
+        # `keywords` is passed on under its own name, so that jsonargparse finds the parameters of the Lightning base.
         given: Any = {name: keywords.pop(name) for name in RANK_DEFAULTS if name in keywords}
         super().__init__(**keywords, **self._keep_rank_options(given))
 
@@ -93,7 +94,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.dims.data_size):
-            reset_seed()  # as Lightning with several processes; one process continues the generators' sequence
+            reset_seed()  # as Lightning does with several processes; one process continues the generators' sequence
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
@@ -121,7 +122,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         return super().backward(closure_loss, *args, **kwargs)
 
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
-        """Start averaging weights if a callback does; call this after sharding. *Collective* over the world."""
+        """Start averaging weights if a callback asks for it; call this after sharding. *Collective* over the world."""
         if self._averages is not None:
             self._averages.attach(make_shards, self._fit_buffers(), self.load_model_state_dict)
 
@@ -133,7 +134,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def on_train_start(self) -> None:
-        """Move to the position in the data of a loaded checkpoint. *Collective* over the world if there is one."""
+        """Move to the position in the data of a loaded checkpoint. *Collective* over the world if it has one."""
         super().on_train_start()
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
@@ -175,7 +176,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, of which each rank reads only its shards, and the averages of weights of callbacks."""
+        """Load the weights, of which each rank reads only its shards, and the callbacks' averages of weights."""
         super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
             self._averages.load(checkpoint, strict, self.load_model_state_dict)

@@ -39,8 +39,8 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     well. The Trainer sets the other arguments.
 
     Raises:
-        ConfigurationError: `all_reduce`, `wire_dtype` or an option is unknown, or both an `all_reduce` and a hook are
-            given.
+        ConfigurationError: `all_reduce`, `wire_dtype` or an option is unknown, or `all_reduce` or `wire_dtype` is
+            given together with a hook.
     """
 
     strategy_name = "paral_ddp"
@@ -179,7 +179,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
     # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file; each rank writes an equal part of it.
+    # Checkpoint: `CheckpointMixin`. By default, one ordinary Lightning file; each rank writes an equal part of it.
 
     def teardown(self) -> None:
         """Unwrap the module, and release the threads and streams that reduced its gradients."""

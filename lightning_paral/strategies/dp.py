@@ -122,7 +122,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     # Model wrapping: none. `DPRun` runs the steps in replicas of the module.
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the module to the first device, and start a thread for each other one.
+        """Move the module to the first device, and start a thread for each of the other devices.
 
         Raises:
             ConfigurationError: the module cannot be replicated.
@@ -182,7 +182,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         check_draws_all(dataloader)
         return dataloader
 
-    # Checkpoint: `CheckpointMixin`. One ordinary Lightning file.
+    # Checkpoint: see `CheckpointMixin`. By default, one ordinary Lightning file.
 
     @property
     def _is_running(self) -> bool:

@@ -106,7 +106,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     @property
     def dims(self) -> ParallelDims:
-        """The arrangement of the ranks: `replicate` copies of the model, each sharded over world size / `replicate`."""
+        """The arrangement of the ranks: `replicate` copies of the model, each sharded over an equal number of ranks."""
         replicate = self._options.replicate
         return ParallelDims(rank=self.global_rank, replicate=replicate, shard=self.world_size // replicate)
 
@@ -159,7 +159,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         if not self._has_printed_units:
             run.print_units()
             self._has_printed_units = True
-        self._fsdp = run  # set before sharding, so that the teardown restores a module that is sharded halfway
+        self._fsdp = run  # set before sharding, so that the teardown restores a module that is partly sharded
         run.shard()
         self._deferred = None
 
@@ -205,7 +205,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     # Sampler injection: `ParalStrategy`.
 
-    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its shards, which are DTensors.
+    # Checkpoint: `CheckpointMixin`. By default, a folder to which each rank writes its shards, which are DTensors.
 
     @property
     def _sharded_state(self) -> ShardedState:

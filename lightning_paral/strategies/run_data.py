@@ -60,7 +60,7 @@ class RunData:
             self._injection.end()
 
     def loss_weight(self) -> float:
-        """Return the weight of this rank's mean loss in the mean over ranks; 1.0 if all ranks have the same number."""
+        """Return the weight of this rank's loss in the mean over ranks; 1.0 if all have the same number of samples."""
         return 1.0 if self._injection is None else self._injection.loss_weight()
 
     def with_position(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

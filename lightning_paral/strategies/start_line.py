@@ -28,7 +28,7 @@ def print_start_line(trainer: Trainer, strategy: Any) -> None:
 
 
 def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
-    """Return the line: `paral_zero2: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, global batch size 64`.
+    """Return the line, such as `paral_zero2: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, global batch size 64`.
 
     Args:
         trainer: the Trainer of the run.
@@ -62,7 +62,7 @@ def _batch_sizes(sizes: list[int | None], num_accumulated: int) -> str:
 
 
 def _global_batch_size(loader: Any, data_size: int) -> int | None:
-    """Return the number of samples that all ranks together draw in a step; `None` if it is unknown."""
+    """Return the number of samples that all ranks together draw for one micro-batch; `None` if it is unknown."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, RankBatchSampler):
         size = getattr(sampler.order.batches, "batch_size", None)

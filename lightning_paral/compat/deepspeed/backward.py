@@ -57,12 +57,12 @@ NAMES = (
 
 
 def begin_pass(optimizer: Any) -> None:
-    """Tell `optimizer` that a backward pass begins. `engine.forward` also does, but several passes may follow it."""
+    """Tell `optimizer` that a backward pass begins. `engine.forward` does so only for the first pass after it."""
     optimizer.clear_backward_seen_flag()
 
 
 def begin_shared_pass(engine: Any) -> None:
-    """Tell the engine that a backward pass begins that may reach its parameters."""
+    """Tell the engine that a shared backward pass begins, which may reach its parameters."""
     begin_pass(engine.optimizer)
     engine.optimizer.backward_prologue()
     engine.optimizer.enter_backward()

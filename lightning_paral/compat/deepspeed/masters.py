@@ -88,7 +88,7 @@ def relink_masters(optimizer: Any) -> None:
 def link_round_robin_masters(optimizer: Any) -> None:
     """Link parameters to their masters in the order of `round_robin_gradients`, if that option is on.
 
-    DeepSpeed uses this order only if there is padding.
+    DeepSpeed uses this order only if there is padding, so padding is declared while it links them.
     """
     if not optimizer.round_robin_gradients:
         return

@@ -85,7 +85,7 @@ _MAX_DEPTH = 10
 
 
 def _unpatch_closure(function: Any, patched_code: CodeType, depth: int = 0) -> None:
-    """In the closure of `function`, and of functions there, replace patched constructors with the original ones."""
+    """Replace patched constructors with the original ones in the closure of `function`, and of functions in it."""
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty
             inner = cell.cell_contents

@@ -19,7 +19,7 @@ NAMES = tuple(
 
 
 def writes_in_place(name: str) -> bool:
-    """Return whether torch's function `name` writes to tensors in place without incrementing their version counters."""
+    """Return whether torch's function `name` writes to DTensors in place without incrementing version counters."""
     return name.startswith("_foreach_") and name.endswith("_")
 
 

@@ -44,7 +44,7 @@ class UnscalingGradScaler(torch.amp.GradScaler):
         Args:
             optimizer: the optimizer whose gradients are unscaled.
             inv_scale: the factor, a 0-dimensional tensor.
-            found_inf: 0.0, of shape `[1]` or `[]`: the result for a device whose gradients are all finite.
+            found_inf: a tensor of shape `[1]` or `[]` with the value 0.0, which means that all gradients are finite.
 
         Returns:
             For each device, a tensor like `found_inf` that is not 0.0 if some gradient is not finite.

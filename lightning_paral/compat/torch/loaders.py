@@ -20,8 +20,8 @@ NAMES = (_ITERATOR,)
 def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a shallow copy of `loader` that starts its own workers, with `attributes` replaced.
 
-    `DataLoader.__setattr__` rejects changes of these attributes, and the constructor of a user's subclass may take
-    unknown arguments.
+    `DataLoader.__setattr__` rejects changes of attributes such as `batch_sampler`, and the constructor of a user's
+    subclass may take unknown arguments.
     """
     changed = copy.copy(loader)
     changed.__dict__.update(attributes)

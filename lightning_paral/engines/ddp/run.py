@@ -177,7 +177,7 @@ class DDPRun:
 def averaged_closure(optimizer: Optimizer, closure: Callable[[], Any], reduce: Callable[[Any], Any]) -> Any:
     """Return `closure`, or for LBFGS a closure that returns the mean loss of all ranks.
 
-    LBFGS uses the loss to choose its step size and to stop, so that different losses would make ranks diverge.
+    LBFGS uses the loss to choose its step size and to stop, so different losses would make the ranks diverge.
 
     Args:
         optimizer: the optimizer, whose step calls the closure.

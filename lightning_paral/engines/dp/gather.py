@@ -31,7 +31,7 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float], device: torch
 
 
 def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Return what `training_step` would return for the full batch: the weighted mean loss, the rest gathered.
+    """Return what `training_step` would return for the full batch: the weighted mean of the losses, the rest gathered.
 
     A replica that returns `None` skips the step, and is left out of the mean.
 

@@ -1,7 +1,7 @@
-"""Operations for which DTensors are gathered first, because torch refuses them, or computes with one rank's shard.
+"""Operations for which DTensors are gathered first, because torch refuses them, or runs them on one rank's shard.
 
 Code written for one process mixes DTensors with plain tensors, as in `average.lerp_(parameter, 0.1)`, and reads
-numbers, as in `float(parameter.norm())`. Outside steps, this gives the results of one process, and is *collective*.
+numbers, as in `float(parameter.norm())`. Outside steps, such code gives one process's results, and is *collective*.
 Inside a step, plain tensors may differ between ranks, so mixing them with DTensors remains an error.
 """
 
@@ -28,7 +28,7 @@ from lightning_paral.engines.fsdp.local_rows import (
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
 
-# The in-place operations among these are elementwise, so that each rank computes its own chunk.
+# The in-place operations among these are elementwise, so each rank can compute its own chunk.
 MIXED = (
     "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "pow", "pow_", "lerp", "lerp_",
     "addcmul", "addcmul_", "addcdiv", "addcdiv_", "maximum", "minimum", "fmax", "fmin", "clamp", "clamp_",
@@ -75,7 +75,7 @@ SUPPORTED_LATER = (
     "linalg_pinv.atol_rtol_tensor", "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", "rot90.default",
     "index_fill.int_Scalar", "index_fill.int_Tensor", "std_mean.correction",
 )  # fmt: skip
-"""Operations that DTensor supports since torch 2.12 or 2.13. Before that, they run on full tensors outside steps."""
+"""Operations that DTensor supports only from torch 2.12 or 2.13 on. Before, they run on full tensors outside steps."""
 
 WITHOUT_IDENTITY = (
     "max.default", "min.default", "amax.default", "amin.default", "aminmax.default", "linalg_vector_norm.default",
@@ -126,7 +126,7 @@ def _unbind(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def handle_empty_shards(otherwise: Handler) -> Handler:
-    """Return a handler for a reduction that fails on empty shards."""
+    """Return a handler that runs a reduction on full tensors if any rank has an empty shard, on which it would fail."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_identity = "norm" in str(operation) and abs(args[1] if len(args) > 1 else 2) != torch.inf
@@ -153,7 +153,7 @@ def accept_plain_targets(in_step: Callable[[], bool]) -> Callable[[Handler], Han
 
 
 def read_norm(by_default: Handler, in_step: Callable[[], bool]) -> Handler:
-    """Return a handler that returns the norm of a full tensor as a plain 0-dimensional tensor."""
+    """Return a handler that, outside steps, returns the norm of the full tensor as a plain 0-dimensional tensor."""
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         norm = by_default(operation, args, kwargs)

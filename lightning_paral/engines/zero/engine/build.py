@@ -73,7 +73,7 @@ def destroy(engine: Any) -> None:
     """Destroy `engine` now, and not again when it is garbage-collected.
 
     `DeepSpeedEngine.__del__` (0.19.8) calls `destroy` a second time. By then another engine may use the parameters, and
-    `destroy` would remove the attributes that it has set on them.
+    `destroy` would remove the attributes that this other engine has set on them.
     """
     engine.destroy()
     vars(engine)["destroy"] = lambda: None

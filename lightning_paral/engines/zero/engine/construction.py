@@ -70,7 +70,7 @@ def _for_any_layout(init: Any) -> Any:
 
 
 def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
-    """Pause `init` while `from_pretrained` loads a model, which it builds on the meta device as in one process.
+    """Pause `init` while `from_pretrained` loads a model: it builds the model on the meta device, as in one process.
 
     Otherwise `init` would allocate, initialize and partition the model before values are loaded from the files.
 
@@ -94,13 +94,14 @@ def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
         if is_stage3_parameter(parameter):
             continue
         if dist.get_rank() > 0:
-            # The parameter may be a private mapping of a file, in which received values would use memory until the end.
+            # The parameter may be a private mapping of a file. Values received into it would occupy memory until the
+            # file is unmapped.
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         zero_init.partition_full(init, parameter)
 
 
 def warn_about_different_draws(parameters: dict[str, Parameter], device: torch.device) -> None:
-    """Warn if `parameters` were initialized on CPU, where a run with one process would do so on `device`.
+    """Warn if `parameters` were initialized on CPU, although a run with one process would initialize them on `device`.
 
     `from_pretrained` initializes weights that are not in the folder, on the device of the context that it runs in. Here
     it runs outside of such a context, which would put the full model on the device.

@@ -34,7 +34,7 @@ class RootHooksOnce(ForwardRedirection):
     def __call__(
         self, wrapper_module: Module, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call `original_module.method_name` inside a call of `wrapper_module`."""
+        """Call the method `method_name` of `original_module` inside a call of `wrapper_module`."""
         method, forward = getattr(original_module, method_name), original_module.forward
 
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -75,13 +75,14 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 def precision_section(precision: str) -> dict[str, Any]:
     """Return the sections of DeepSpeed's configuration for `Trainer(precision=...)`.
 
-    Precisions that end in "-mixed" are autocast over fp32 weights; "bf16-true" and "16-true" are low-precision weights
-    with fp32 master weights.
+    Precisions that end in "-mixed" mean autocast over fp32 weights; "bf16-true" and "16-true" mean low-precision
+    weights with fp32 master weights.
     """
     if precision.endswith("-mixed"):
         dtype = "float16" if precision.startswith("16") else "bfloat16"
         # By default DeepSpeed gathers the parameters of linear layers, and averages and accumulates their gradients, in
-        # `dtype`, even where a tied parameter is used elsewhere. Without "safe" modules it does so in fp32, as DDP.
+        # `dtype`, even where a tied parameter is used elsewhere. With an empty list of modules that are safe in low
+        # precision, it does so in fp32, as DDP does.
         return {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}}
     if precision == "bf16-true":
         return {"bf16": {"enabled": True}}

@@ -132,7 +132,7 @@ def operator_folder(builder: Any) -> Path:
         *(os.environ.get(name) for name in _VARIABLES),
         *(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count() if on_cuda else 0)),
     ]
-    if is_for_cuda(builder):  # builders for CPU have the same names
+    if is_for_cuda(builder):  # an operator for the CPU can have the same name
         depends_on += ["cuda", _cuda_home(), os.environ.get("CC")]
     digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:12]
     given = os.environ.get("TORCH_EXTENSIONS_DIR")

@@ -40,7 +40,10 @@ class Partition:
     """
 
     place = 0
-    """0 in memory, a unique number on NVMe. There any read loads the full partition: read tensors place by place."""
+    """0 for a partition in memory, a unique number for one on NVMe.
+
+    Any read from NVMe loads the full partition, so tensors should be read place by place.
+    """
 
     def __init__(self, optimizer: Any, index: int, ranges: dict[int, FlatRange]) -> None:
         self._optimizer = optimizer
@@ -60,7 +63,7 @@ class Partition:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state. Its tensors of the length of `flat` are empty while `flat` is."""
+        """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
         state: dict[str, Any] = self._optimizer.optimizer.state[self.flat]
         return state
 
@@ -163,7 +166,7 @@ class Stage3Partition(Partition):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state. Its tensors of the length of `flat` are empty while `flat` is."""
+        """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
         state: dict[str, Any] = subgroups.stepping_optimizer(self._optimizer, self._index).state[self.flat]
         return state
 

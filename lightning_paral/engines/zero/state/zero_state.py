@@ -31,9 +31,9 @@ from lightning_paral.errors import ConfigurationError
 class ZeroState(TensorState):
     """Implements `ShardedState` for a module under ZeRO.
 
-    A parameter is stored in one of three ways. The engine that trains it stores an fp32 master copy of it if its dtype
-    is not fp32, and always at stage 3. Without such an engine, it is a partition of stage 3 or a plain tensor. Before
-    `start_training` there are no engines: this is then the state of an evaluation, or of a module between runs.
+    A parameter is stored in one of three ways: as an fp32 master copy in the engine that trains it (if its dtype is not
+    fp32, and always at stage 3), as a partition of stage 3, or as a plain tensor. Before `start_training` there are no
+    engines: this is then the state of an evaluation, or of a module between runs.
     """
 
     gradients: Gradients | None = None
@@ -110,7 +110,7 @@ class ZeroState(TensorState):
     # Values that change during a run
 
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy this rank's shards of full values, which every rank has, to where they are stored. No collective."""
+        """Copy this rank's shards of full values, which all ranks have, to where shards are stored. No collective."""
         for engine in self._engines:
             own = [(parameter, values) for parameter, values in written if engine.has(parameter)]
             if own:
@@ -118,7 +118,7 @@ class ZeroState(TensorState):
         write_partitions([pair for pair in written if self._engine_for_parameter(pair[0]) is None])
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new values of this rank's flat ranges, 1-dimensional, into the fp32 weights of trained parameters."""
+        """Copy new 1-dimensional values of this rank's flat ranges into the fp32 weights of trained parameters."""
         for engine in self._engines:
             engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
 
@@ -140,7 +140,7 @@ class ZeroState(TensorState):
     # Optimizer states
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
-        """Return the state of `optimizer`, with tensors of the full shape of which this rank has a flat range."""
+        """Return the state of `optimizer`. Its tensors have the full shape, and this rank has a flat range of each."""
         if not self._engines:
             return super().optimizer_state(optimizer)
         return self._engine_for_optimizer(optimizer).optimizer_state()

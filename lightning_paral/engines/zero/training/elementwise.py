@@ -101,7 +101,7 @@ def _run_trial(
     trial.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     parameters = [Parameter(each.clone()) for each in values]
     is_lr_zero = not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0
-    lr = {"lr": 0.01} if is_lr_zero else {}  # a warmup may start at 0, but the trial needs steps
+    lr = {"lr": 0.01} if is_lr_zero else {}  # a warmup may start at 0, where steps change nothing
     trial.__dict__.update(param_groups=[group | lr | {"params": parameters}], state=defaultdict(dict))
     trial.__dict__.update(step_hooks.no_hooks())
     if isinstance(optimizer, torch.optim.Adagrad):  # only this optimizer creates its state in its constructor

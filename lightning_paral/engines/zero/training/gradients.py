@@ -66,7 +66,7 @@ class PartitionedGradients:
 
     @property
     def per_optimizer(self) -> list["PartitionedGradients"]:
-        """The gradients of each optimizer: only these."""
+        """The gradients of each optimizer: a list of only this object."""
         return [self]
 
     def covers(self, parameter: Parameter) -> bool:

@@ -52,7 +52,7 @@ class JointGradients:
             gradients.after_shared_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all optimizers that no step has used yet."""
+        """Drop those gradients of all optimizers that no step has used yet."""
         for gradients in self._all:
             gradients.zero_grad(set_to_none)
 

@@ -13,7 +13,7 @@ from lightning_paral.errors import ConfigurationError
 
 
 class EvaluatedClosure:
-    """A closure that was evaluated before the step, because ZeRO reduces gradients before it.
+    """Stands in for a closure that was evaluated before the step, because ZeRO reduces gradients before a step.
 
     Args:
         result: the return value of the closure.
