@@ -31,7 +31,7 @@ class AnyModelCLI(CheckpointChoiceCLI):
     """LightningCLI for any model, which also resumes from checkpoints that were saved without LightningCLI."""
 
     def takes_hyper_parameters(self, path: str) -> bool:
-        """Return whether the hyper-parameters in the checkpoint at `path` name a class.
+        """Return whether the hyper-parameters in the checkpoint at `path` name a class, or if the path is not a file.
 
         A checkpoint that was saved without LightningCLI names no class, and Lightning's parser would fail on it. In
         this case, the model is built from the configuration alone.

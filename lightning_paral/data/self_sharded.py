@@ -18,7 +18,7 @@ _END = object()
 def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.ProcessGroup | None) -> Loader:
     """Return a copy of `loader` that yields the same number of batches on every rank. *Collective* over `group`.
 
-    Iterating over the copy is also *collective*, once per batch.
+    Iterating over the copy is also *collective*, once per batch. With one data rank, return `loader` itself.
     """
     if shard.data_size == 1:
         return loader

@@ -45,7 +45,7 @@ class CheckedLaunch(StrategyDescription):
         if self._default_form == "sharded" and type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigurationError(
                 f"{type(self.checkpoint_io).__name__} saves the state of one rank, and under {type(self).__name__} no "
-                "rank has the full state. Leave it out. To save in the background, use "
+                "rank has the full state. Remove it from the Trainer's plugins. To save in the background, use "
                 "CheckpointOptions(async_save=True)."
             )
 

@@ -48,7 +48,7 @@ NAMES = (
     ),
     PrivateName(
         name="deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._offload_boundary_param_ids",
-        purpose="to pass offloaded gradients to the optimizer that a window's last backward pass did not produce",
+        purpose="to pass the optimizer the offloaded gradients that a window's last backward pass did not produce",
         reason="DeepSpeed passes either those of the last pass only, or those of the whole window a second time",
         seen="deepspeed 0.19.8",
         on_instances=True,

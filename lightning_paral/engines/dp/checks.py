@@ -82,5 +82,5 @@ def check_one_process(
     if sync_batchnorm and len(devices) > 1:
         raise ConfigurationError(
             "Trainer(sync_batchnorm=True) needs a process per device. Leave it out, so that each replica "
-            "normalizes by its own samples, or use paral_ddp."
+            "normalizes with the statistics of its own samples, or use paral_ddp."
         )
