@@ -41,7 +41,7 @@ class AveragingCallbacks:
     """Adapts the callbacks that average weights, from before their `setup` until the run ends.
 
     Lightning's `setup` copies the module before it is sharded, and its other methods use full parameters. Until the
-    fit ends, these methods of the two classes are replaced by methods that use `ShardedAverages` instead of a copy.
+    fit ends, these methods of both callback classes are replaced. The replacements use `ShardedAverages`, not a copy.
 
     Args:
         trainer: the trainer whose callbacks are adapted.
@@ -193,7 +193,7 @@ class AveragingCallbacks:
             if not self._is_own_trainer(trainer):
                 set_up(callback, trainer, pl_module, stage)
             elif stage == "fit":
-                # Until the first update on the device of the shards, like Lightning's copy.
+                # Like Lightning's copy, the averages move to the callback's device at the first update.
                 set_averages(callback, ShardedSWAAverages(pl_module, self._save_frozen))
 
         def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:

@@ -41,7 +41,8 @@ class RunAverages:
 
         Args:
             make_shards: returns this rank's shards; called only if there are averaging callbacks.
-            buffers: broadcasts rank 0's averages of buffers, as it does its buffers; `None` if each rank keeps its own.
+            buffers: broadcasts rank 0's averages of buffers, as it does rank 0's buffers; `None` if each rank
+                keeps its own.
             load_weights: loads the weights of a checkpoint that was loaded before this call.
 
         Raises:
@@ -53,9 +54,10 @@ class RunAverages:
             self.load(*pending, load_weights)
 
     def load(self, checkpoint: Mapping[str, Any], strict: bool, load_weights: LoadWeights) -> None:
-        """Set the averages to the module's weights, which were just loaded from the averages in `checkpoint`.
+        """Set the averages to the module's weights, into which the `state_dict` of `checkpoint` has just been loaded.
 
-        Then load the weights, which the checkpoint holds under another key. Before `attach`, postpone this until then.
+        If that entry holds averages, the checkpoint holds the weights under another key: load these afterwards. A call
+        before `attach` is postponed until `attach`.
         """
         if self._is_loading_weights or not self._callbacks.are_in_state_dict:
             return

@@ -116,7 +116,7 @@ def write_file(checkpoint: dict[str, Any], out: Path, about: dict[str, Any], pro
 
 
 def items_of(checkpoint: dict[str, Any]) -> list[tuple[WriteItem, Tensor]]:
-    """Return the tensors of weights and optimizer states, each with its values. Tied tensors occur once."""
+    """Return a `WriteItem` and the values of each tensor of weights and optimizer states. Tied tensors occur once."""
     found: dict[Any, tuple[WriteItem, Tensor]] = {}
     large = {key: checkpoint[key] for key in (*WEIGHT_KEYS, "optimizer_states") if key in checkpoint}
     for path, value in _tensors_and_casts(large):

@@ -111,8 +111,9 @@ def read_flat_range(stored: Tensor, start: int, target: Tensor) -> None:
 def flat_slices(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
     """Yield all elements of `stored` in row-major order, as 1-dimensional tensors of at most `max_bytes` bytes.
 
-    If the chunks are flat ranges, as in checkpoints of this package, the slices are views of the mapped file. Otherwise
-    they are views of one buffer, and each is valid until the next one is requested.
+    If the chunks are flat ranges, as in checkpoints of this package, the slices are views of what `StoredChunk.read`
+    returns, such as a mapped file. Otherwise they are views of one buffer, and each is valid until the next one is
+    requested.
     """
     step = max(1, max_bytes // stored.dtype.itemsize)
     reads = _reads_in_order(stored)

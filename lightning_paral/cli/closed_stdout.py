@@ -32,7 +32,7 @@ def exiting_if_stdout_is_closed() -> Iterator[None]:
 
 
 def flush_or_discard_stdout() -> None:
-    """Flush stdout. If its reader has closed the pipe, discard the output; Python would report it at exit otherwise."""
+    """Flush stdout. If its reader has closed the pipe, discard the output, so that Python reports no error at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -53,7 +53,7 @@ class Reduction:
             self.flat.div_(self.world_size)
 
     def finish(self, summed: Tensor) -> None:
-        """Divide `summed` in place for an average, unless `prepare` has. Integer averages round towards zero."""
+        """Divide `summed` in place for an average, unless `prepare` did so. Integer averages round towards zero."""
         if not self.average or (self.narrow_wire and self.wire_dtype == torch.float16):
             return
         rounding_mode = None if summed.is_floating_point() else "trunc"

@@ -31,9 +31,9 @@ class PrivateName:
     parameters: tuple[str, ...] | None = None
     """The names of the parameters that our callers or replacements rely on; `None` if none are checked."""
     on_instances: bool = False
-    """Whether the last part is an attribute that only instances have: the class before it sets it on its instances, or
-    the function before it sets it on its argument. The check creates no instance, but searches the code of the class or
-    function for the attribute's name."""
+    """Whether the last part is an attribute that only instances have: the rest of the path names a class that sets it
+    on its instances, or a function that sets it on its argument. The check creates no instance, but searches the code
+    of the class or function for the attribute's name."""
     since: str = ""
     """The first version with which the name is used, such as "2.12"; empty if there is none."""
     before: str = ""
@@ -133,7 +133,10 @@ def is_named_by(owner: Any, attribute: str) -> bool:
 
 @cache
 def _names_in(owner: Any) -> frozenset[str]:
-    """Return the names and strings in the code of a function, or of a class without its bases, except parameters."""
+    """Return the names and strings in the code of a function, or of a class without its bases.
+
+    The names of parameters are not included.
+    """
     # Reading the source would take a hundred times longer, and would also find names in comments and parameters.
     codes = [
         code for member in (vars(owner).values() if isinstance(owner, type) else (owner,)) for code in _codes(member)

@@ -12,7 +12,7 @@ from lightning_paral.options import UnitChoice, check_unit_choice
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A submodule and its own parameters."""
+    """A submodule and the parameters that are unsharded with it."""
 
     name: str
     """The dotted name from the root; empty for the root."""
@@ -54,11 +54,11 @@ def choose_units(
 
     Args:
         root: the module to divide.
-        units: `"auto"` chooses repeated blocks: submodules of the same class in a `ModuleList` or `Sequential` that
-            have submodules or a matrix, and the classes in `_no_split_modules` of a `transformers` model. Otherwise,
-            classes or their names, including subclasses; or a function that takes a submodule's dotted name and the
-            submodule, and returns whether to choose it.
-        min_params: used in place of `units`: choose the smallest submodules that have at least this many parameters
+        units: `"auto"` chooses repeated blocks: submodules of the same class in a `ModuleList` or `Sequential`, if
+            they have submodules or a parameter with two or more dimensions; and the classes in `_no_split_modules` of a
+            `transformers` model. Otherwise, classes or their names, which include subclasses; or a function that takes
+            a submodule's dotted name and the submodule, and returns whether to choose it.
+        min_params: used instead of `units`: choose the smallest submodules that have at least this many parameters
             outside of smaller units.
         children: also choose each callable module that `root` holds directly, or in a list or dict.
 
@@ -277,7 +277,7 @@ def _size(unit: Unit) -> str:
 
 
 def explain_single_unit(units: Units) -> str:
-    """Return a warning that all parameters are in the root, which says what that costs and which classes to choose."""
+    """Return a warning that says that all parameters are in the root, what this costs, and which classes to choose."""
     root = units.root.module
     sizes: dict[str, int] = {}
     for module in root.modules():

@@ -40,7 +40,7 @@ class StrategyDescription(ParallelStrategy):
     """The option `units`: which submodules are sharded together."""
 
     _min_params: int | None = None
-    """The option `min_params`. Both are checked against the module before other processes are started."""
+    """The option `min_params`. It and `units` are checked against the module before other processes are started."""
 
     _activation_checkpointing: ActivationCheckpointing | None = None
     """The option `activation_checkpointing`; `None`: no unit recomputes its activations."""

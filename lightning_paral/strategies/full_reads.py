@@ -35,7 +35,7 @@ class FullTensorReaders(ParallelStrategy):
             optimizer: count only the gradients of the parameters of this optimizer; `None` counts all parameters.
 
         Raises:
-            GradientsNotReadyError: under ZeRO, outside the time from the last backward pass to the optimizer step.
+            GradientsNotReadyError: under ZeRO, unless called between the last backward pass and the optimizer step.
         """
         return self._sharded_state.gradient_norm(optimizer)
 
@@ -46,7 +46,7 @@ class FullTensorReaders(ParallelStrategy):
         gradients are sharded.
 
         Raises:
-            GradientsNotReadyError: under ZeRO, outside the time from the last backward pass to the optimizer step.
+            GradientsNotReadyError: under ZeRO, unless called between the last backward pass and the optimizer step.
         """
         return self._sharded_state.full_gradient(parameter)
 

@@ -13,7 +13,7 @@ class OneProcess(StrategyDescription):
 
     @property
     def global_rank(self) -> int:
-        """0."""
+        """0, the rank of the only process."""
         return 0
 
     local_rank = node_rank = global_rank

@@ -260,9 +260,9 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         with explain_errors(partial(explanation, stage=self.stage)):
             return super().backward(closure_loss, *args, **kwargs)
 
-    # Sampler injection: `ParalStrategy`.
+    # Sampler injection: see `ParalStrategy`.
 
-    # Checkpoint: `CheckpointMixin`. A folder to which each rank writes its shards, which are flat ranges of tensors.
+    # Checkpoint: see `CheckpointMixin`. It is a folder to which each rank writes its shards: flat ranges of tensors.
 
     _default_form = "sharded"
 

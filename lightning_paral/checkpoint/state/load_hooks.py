@@ -17,7 +17,7 @@ def has_load_hooks(module: Module) -> bool:
 
 
 def run_load_hooks(module: Module, state_dict: Mapping[str, Any], strict: bool) -> "OrderedDict[str, Any]":
-    """Run all hooks in the order of `Module.load_state_dict`, and return the changed copy of `state_dict`."""
+    """Run all hooks in the order of `Module.load_state_dict` on a copy of `state_dict`, and return the copy."""
     changed = OrderedDict(state_dict)
     about = versions_in(state_dict) or {}
     for name, part in module.named_modules(remove_duplicate=False):
@@ -35,11 +35,11 @@ def run_own_load_hooks(part: Module, state_dict: Mapping[str, Any], *about: Any)
 
 @contextmanager
 def without_load_hooks(module: Module, *, recurse: bool = True) -> Iterator[None]:
-    """Disable the hooks of `module` inside the context, after they have run.
+    """Disable the hooks of `module` inside the context, so that entries already converted are not converted again.
 
     Args:
         module: the module.
-        recurse: whether to disable also the hooks of its submodules.
+        recurse: whether to disable the hooks of its submodules as well.
     """
     hooks = [(part, load_hooks(part)) for part in (module.modules() if recurse else (module,))]
     try:

@@ -69,7 +69,7 @@ def use_backend(backend: Any) -> None:
 def use_new_names(backend: Any) -> None:
     """Make `backend` call single-tensor collectives under their current names in torch.
 
-    A filter could not ignore the warnings only for DeepSpeed, because torch attributes them to its own file.
+    A filter could not ignore these warnings only where DeepSpeed causes them: torch attributes them to its own file.
     """
     backend.all_gather_function = all_gather_single
     backend.reduce_scatter_function = reduce_scatter_single

@@ -25,5 +25,5 @@ NAMES = (
 
 
 def share_coordinator(gathering: Any, training: Any) -> None:
-    """Make the engine `training` use the coordinator of the engine `gathering`, which runs forward."""
+    """Make the engine `training` use the coordinator of the engine `gathering`, which runs the forward pass."""
     training.optimizer.parameter_offload.param_coordinator = gathering.optimizer.param_coordinator

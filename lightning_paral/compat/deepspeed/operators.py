@@ -86,7 +86,8 @@ def _without_cuda(builder: Any) -> Any:
     """Return the CPU builder in place of the CUDA builder of `async_io`, which compiles the same sources.
 
     The sources do not use CUDA, but the CUDA builder needs the CUDA toolkit: without it, for example with torch's
-    wheels, it fails with a TypeError. It also links the CUDA driver's library without the folder of the toolkit's stub.
+    wheels, it fails with a TypeError. It also links the CUDA driver's library, but does not search the
+    toolkit's folder of stubs.
     """
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 

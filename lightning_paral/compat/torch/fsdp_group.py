@@ -99,7 +99,7 @@ def _with_callback(before_reshard: Callable[[], None], group: Any, reshard: Call
 
 
 def await_writes(group: Any) -> None:
-    """Make the next all-gather of `group` wait for writes to the shards on the current stream."""
+    """Make the next all-gather of `group` wait for writes to the shards that are queued on the current stream."""
     event = group.device_handle.Event()
     event.record()
     group._wait_all_gather_streams_on_event(event)

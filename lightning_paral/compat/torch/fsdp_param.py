@@ -35,7 +35,7 @@ _ENTRIES = {
 }
 NAMES = tuple(_ENTRIES.values())
 
-SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails for them halfway
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails halfway on integer parameters
 
 name_of: Callable[[Any], str] = attrgetter("_param_fqn")
 """Return the name of the parameter of an `FSDPParam` in the root module."""
@@ -56,7 +56,7 @@ def is_param_of(value: object, param: Any) -> bool:
 
 
 def owners_of(param: Any) -> list[tuple[Module, str]]:
-    """Return the modules that own the parameter of an `FSDPParam`, with its name in each. Tied ones have several."""
+    """Return the modules that own the parameter of an `FSDPParam`, with its name in each: several if it is tied."""
     info = param._module_info
     modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
     return list(zip(modules, names, strict=True))

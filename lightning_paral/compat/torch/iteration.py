@@ -1,7 +1,8 @@
 """Begin an iteration of FSDP2, and reset its state after an error.
 
 In torch 2.11 to 2.13, an iteration begins only in `FSDPState._pre_forward`, a hook around the root's `forward`. No
-public function begins one for `training_step`. To reset it, `FSDPModule.reset_iter_state` is public in torch 2.13.
+public function begins one for `training_step`. The function that resets it, `FSDPModule.reset_iter_state`, is public
+in torch 2.13.
 """
 
 from typing import Any
@@ -58,7 +59,7 @@ NAMES = (
 def pre_forward(
     state: Any, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:
-    """Run FSDP2's hook before `forward` of a sharded module.
+    """Run the hook that FSDP2 runs before `forward` of a sharded module.
 
     Without arguments, the root's hook raises an IndexError on CUDA in torch 2.11 and 2.12, because it takes the first
     element of an empty list (`torch.distributed.utils._to_kwargs`). It therefore gets `None` as an argument.

@@ -23,7 +23,7 @@ def default_store() -> Store:
 
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:
-    """Return whether `group` exists: it has been destroyed neither itself nor with the default group."""
+    """Return whether `group` exists: it has not been destroyed, neither alone nor with the default group."""
     if group is None or not dist.is_initialized():
         return False
     try:

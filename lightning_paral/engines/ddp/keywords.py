@@ -16,17 +16,19 @@ class DDPKeywords(DDPOptions, total=False):
     Args:
         all_reduce: the algorithm that averages gradients: `"native"` is the backend's all-reduce; `"ring"`,
             `"reduce_broadcast"` and `"all_to_all"` are those of `lightning_paral.comm`, for any backend. `"auto"` is
-            `"native"`, which was never slower than the ring in our measurements (docs/measurements.md), except on gloo
-            with a `wire_dtype`. There it is `"ring"`, because gloo cannot sum low-precision data in fp32.
+            `"ring"` on gloo with a `wire_dtype`, because gloo cannot sum low-precision data in fp32. Otherwise it is
+            `"native"`, which was never slower than the ring in our measurements (docs/measurements.md).
         wire_dtype: the dtype in which gradients travel, `"bf16"` or `"fp16"`; they are summed in their own dtype.
-            Halves the traffic of fp32 gradients, except on NCCL between nodes of more than four GPUs each: there, the
-            fp32 sum needs an all-to-all, which sends more data between nodes than NCCL's rings. `None`: their own.
+            It halves the traffic of fp32 gradients, except on NCCL between nodes of more than four GPUs each: there,
+            the fp32 sum needs an all-to-all, which sends more data between nodes than NCCL's rings. `None`: their own
+            dtype.
         gradient_as_bucket_view: make `.grad` a view into the communication bucket, which saves the memory of a copy of
             all gradients. Code that assigns new memory to a gradient (`p.grad.data = ...`) then trains incorrectly,
             because torch's reducer does not notice.
-        start_method: how local ranks are started: `"popen"` runs the script again; `"spawn"`, `"fork"`, `"forkserver"`.
+        start_method: how local ranks are started: `"popen"` runs the script again; `"spawn"`, `"fork"` and
+            `"forkserver"` are start methods of `multiprocessing`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: your own communication hook, as in Lightning's `DDPStrategy`,
-            but also used on CPU. Excludes `all_reduce` and `wire_dtype`.
+            but also used on CPU. Cannot be combined with `all_reduce` or `wire_dtype`.
         model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
     """
 
@@ -51,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
     "model_averaging_period": None,
 }
 takes_ddp_options = takes_options(DDPKeywords, _DEFAULTS)
-"""Decorate a constructor that takes `**keywords: Unpack[DDPKeywords]`: its signature lists each of our own by name."""
+"""Decorate a constructor that takes `**keywords: Unpack[DDPKeywords]`: its signature lists our own keywords by name."""
 
 
 def pop_own_keywords(keywords: Any) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class ReducedParameters:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a training step inside the block. Backward passes count as averaged under automatic optimization."""
+        """Run a training step inside the block. Under automatic optimization, DDP averages its gradients."""
         guard = None if self._is_manual else self._guard
         with nullcontext() if guard is None else guard.reduced():
             yield

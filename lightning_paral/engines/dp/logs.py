@@ -30,7 +30,7 @@ class LogRecord:
     """Records what one replica logs during a step.
 
     Args:
-        num_samples: size of the replica's sub-batch.
+        num_samples: the size of the replica's sub-batch.
         original_of: maps a replica's copy of a metric to the master's metric.
     """
 

@@ -71,11 +71,11 @@ class ManualOptimization:
 
     Args:
         master: the module whose parameters the optimizers hold.
-        replica: index of the replica.
+        replica: the index of the replica.
         rendezvous: the rendezvous of all replicas of the step.
-        replicas: copies of the master; updated when its parameters change.
-        sizes: numbers of samples of the replicas.
-        device: device of the master.
+        replicas: the copies of the master; they are updated when its parameters change.
+        sizes: the number of samples of each replica.
+        device: the device of the master.
         permit: allows the backward pass of all replicas together.
     """
 
@@ -113,7 +113,7 @@ class ManualOptimization:
         self._rendezvous.run_once(self._replica, "self.manual_backward", loss, backward)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizers. A call of `step` in all replicas steps an optimizer once."""
+        """Return the optimizers. If all replicas call `step` of one, it steps once."""
         found = self._own["optimizers"](use_pl_optimizer)
         if isinstance(found, list):
             return [_Optimizer(optimizer, self, index) for index, optimizer in enumerate(found)]
@@ -130,7 +130,7 @@ class ManualOptimization:
         return [group | {"params": [own.get(id(param), param) for param in group["params"]]} for group in groups]
 
     def lr_schedulers(self) -> Any:
-        """Return the schedulers. A call of `step` in all replicas steps a scheduler once."""
+        """Return the schedulers. If all replicas call `step` of one, it steps once."""
         found = self._own["lr_schedulers"]()
         if isinstance(found, list):
             return [_Scheduler(scheduler, self, index) for index, scheduler in enumerate(found)]

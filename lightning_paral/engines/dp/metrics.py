@@ -1,4 +1,7 @@
-"""torchmetrics in replicas: updates of a replica's copy of a metric are repeated on the master's metric."""
+"""torchmetrics in replicas: updates of a replica's copy of a metric are repeated on the master's metric.
+
+The master is the module that the user passed to the Trainer.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -22,7 +25,7 @@ def is_metric(module: object) -> bool:
 class MetricCopies:
     """Copies of the master's metrics for one replica. They are reset before each step, and record their updates.
 
-    The states of copies cannot be merged for every metric: some states can be joined only by `compute`, and cannot be
+    The states of the copies of a metric cannot always be merged: some can be joined only by `compute`, and cannot be
     updated afterwards. Updating the master's metric with the same arguments, replica by replica, always works.
     """
 

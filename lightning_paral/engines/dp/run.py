@@ -24,7 +24,7 @@ class DPRun:
 
     Args:
         module: the module, on the first of `devices`; it is replica 0.
-        devices: devices of the replicas.
+        devices: the devices of the replicas.
     """
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:

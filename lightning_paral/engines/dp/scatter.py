@@ -18,8 +18,7 @@ def scatter(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], lis
     - Tensors are divided along their first dimension into parts whose sizes differ by at most one; 0-dimensional
       tensors are copied to every device.
     - Packed sequences are divided by sample.
-    - A list without tensors, or a tuple of strings, with as many items as the batch has samples is divided like a
-      tensor.
+    - A list without tensors, or a tuple of strings, is divided like a tensor if it has one item per sample.
     - Mappings, dataclasses, other lists, other tuples and named tuples are divided item by item.
     - All sub-batches share objects of any other type.
 

@@ -20,8 +20,8 @@ def recording(
 
     Args:
         module: the module that gets the tensors. `None`, as in `trainer.init_module()`, defers nothing.
-        device: device of this rank.
-        precision: precision plugin of the run.
+        device: the device of this rank.
+        precision: the precision plugin of the run.
 
     Yields:
         DeferredConstruction | None: computes the values, once the block has ended. `None` if `module` is `None`.

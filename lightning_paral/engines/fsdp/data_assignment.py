@@ -1,4 +1,4 @@
-"""Make `parameter.data = value` change shards; torch (2.13) accepts it without effect."""
+"""Make `parameter.data = value` change shards. In torch (2.13), the assignment is accepted but has no effect."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def check_assigned(name: str, current: Any, value: Any) -> None:
     """Raise a `ConfigurationError` unless `value` has the shape, dtype and device type of `current`.
 
     Args:
-        name: name of the parameter, for the message.
+        name: the name of the parameter, for the message.
         current: the parameter.
         value: the tensor that was assigned to `data`.
     """
@@ -75,7 +75,7 @@ def _assign(param: Any, value: Any) -> None:
 
 
 def _rebind(param: Any, value: Any) -> None:
-    """Make `param` use the memory of `value`, as assignment to a plain tensor does, and FSDP2 all-gather from it."""
+    """Make `param` use the memory of `value`, as assignment to a plain tensor does, and let FSDP2 gather from it."""
     local = local_of(value)
     if local.numel() == 0:
         return

@@ -63,8 +63,8 @@ def gather_at_end(mesh: DeviceMesh, num_bytes: int, num_local_ranks: int) -> Gat
 
     Args:
         mesh: the device mesh of the run; the model is sharded over its last dimension.
-        num_bytes: size of all parameters, unsharded, in bytes.
-        num_local_ranks: number of ranks per node, each of which gathers all parameters.
+        num_bytes: the size of all parameters, unsharded, in bytes.
+        num_local_ranks: the number of ranks per node. Each of them gathers all parameters.
     """
     shortage = host_memory_shortage(num_bytes, num_local_ranks)
     if shortage is not None:

@@ -12,9 +12,9 @@ class FSDPKeywords(RankOptions, total=False):
     """The keywords of `ParalFSDPStrategy`: those of FSDP, and those of `RankOptions`.
 
     Args:
-        units: the submodules to shard and unshard one at a time: `"auto"` finds repeated blocks; or classes, their
-            names, or a predicate of a submodule's dotted name and the submodule. All other parameters belong to the
-            root, which stays unsharded during a step.
+        units: the submodules to shard and unshard one at a time: `"auto"`, which finds repeated blocks; classes or
+            their names; or a function that takes a submodule's dotted name and the submodule, and returns whether to
+            choose it. All other parameters belong to the root, which stays unsharded during a step.
         min_params: instead of `units`, the smallest submodules with at least this number of parameters.
         replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
         reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the

@@ -18,7 +18,7 @@ _UNSUPPORTED = {
     "Adafactor": "it updates means over rows in place",
 }
 _NO_KERNEL = {"fused": ("SGD", "Adagrad"), "foreach": ("Rprop",)}
-"""Optimizers for which torch (2.13) has no such kernel for DTensors, by option."""
+"""By option, the optimizers for which torch (2.13) has no fused or foreach kernel that takes DTensors."""
 
 
 def check_optimizers(

@@ -22,7 +22,7 @@ class ParameterHooks:
 
     Args:
         originals: the parameter that each `FSDPParam` was created from.
-        lost: names and parameters that user code could access before sharding, and that have been replaced since.
+        lost: the names and parameters that user code could access before sharding, and that have been replaced since.
     """
 
     def __init__(self, originals: dict[Any, Parameter], lost: Iterable[tuple[str, Parameter]]) -> None:

@@ -61,12 +61,12 @@ def allow_dtensor_assignment(parameters: Iterable[Parameter]) -> Callable[[], No
 class AveragedGradients:
     """Averages the gradients of replicated parameters over the data ranks at the end of each backward pass.
 
-    It uses one all-reduce per dtype and device. Steps that only accumulate gradients average as well, because averaging
-    equal values again changes nothing.
+    It uses one all-reduce per dtype and device. Backward passes that only accumulate are averaged as well: averaging
+    equal values again, in a later pass, changes nothing.
 
     Args:
-        parameters: parameters that are replicated on the data ranks.
-        group: process group of the data ranks; `None` for the world.
+        parameters: the parameters that are replicated on the data ranks.
+        group: the process group of the data ranks; `None` for the world.
     """
 
     def __init__(self, parameters: list[Parameter], group: dist.ProcessGroup | None = None) -> None:
@@ -108,7 +108,7 @@ def _register_gradient_hook(parameter: Parameter, hook: object) -> torch.utils.h
 def broadcast_on(device: torch.device, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Broadcast a unit's `tensors` from the first rank of `group` on `device`, before the unit is sharded there.
 
-    This communicates over the network of the devices, and needs no more memory there than FSDP2 needs for the unit.
+    This communicates over the network of the devices, and needs no more device memory than FSDP2 needs for the unit.
 
     *Collective* over `group`; `None` is the world.
     """
@@ -122,7 +122,7 @@ def move_or_allocate(device: torch.device, tensors: Iterable[Tensor], *, is_sour
     """Move `tensors` to `device` if this rank is the source. Otherwise only allocate memory there for their values.
 
     Parameters are reallocated on the other ranks even if `device` is the CPU, because `from_pretrained` may have mapped
-    them privately from a file. Pages of such a mapping that are written to stay in memory as long as the file is
+    them privately from a file. A page of such a mapping, once written to, stays in memory as long as the file is
     mapped, so that each rank would end up with the full model in memory.
     """
     for tensor in tensors:

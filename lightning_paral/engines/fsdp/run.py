@@ -74,7 +74,7 @@ class FSDPRun:
         self.mesh = mesh
         self.device = device
         self._options = options
-        # In manual optimization, one step may call several networks, with backward passes in between: each is a unit.
+        # In manual optimization, one step may call several networks, with backward passes in between. Each is a unit.
         children = not module.automatic_optimization
         self.units = choose_units(module, options.units, options.min_params, children=children)
         sharding = Sharding(

@@ -256,7 +256,7 @@ def _move_metrics(root: Module, device: torch.device) -> None:
 
 
 def _own_parts(module: Module) -> list[Module]:
-    """Return `module` and its submodules, except those that are already sharded, and their submodules."""
+    """Return `module` and its submodules, except those that are already sharded and everything inside them."""
     parts: dict[Module, None] = {}
 
     def visit(part: Module) -> None:

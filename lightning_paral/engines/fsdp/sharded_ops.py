@@ -127,7 +127,7 @@ def _write_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor with a number. Of a partial sum, one rank gets the number and the others 0.
+    """Fill a tensor with a number. If it is a partial sum, one rank gets the number and the others get 0.
 
     torch (2.13) gives each rank the number, so that the sum is a multiple of it.
     """

@@ -159,7 +159,7 @@ class RootUnshard:
         self.awaits_backward = False
 
     def after_backward(self) -> None:
-        """In a manual step, unshard the root's parameters again, which the backward pass resharded."""
+        """In a manual step, unshard the root's parameters again, because the backward pass resharded them."""
         if self._in_manual_step:
             self._root.unshard()
 

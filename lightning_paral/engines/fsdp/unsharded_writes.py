@@ -1,4 +1,4 @@
-"""Copy writes to unsharded parameters to the shards, before the parameters are resharded."""
+"""Copy values written to unsharded parameters into the shards, before the parameters are resharded."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,8 @@ _GRAD: Any = Tensor.grad
 class UnshardedParameter(Parameter):
     """An unsharded parameter that detects writes to its values.
 
-    In-place operations increment its version. Those on a tensor that `data` returned increment that tensor's version.
+    In-place operations increment its version. In-place operations on a tensor that `data` returned increment
+    the version of that tensor.
     """
 
     _name: str
@@ -64,7 +65,7 @@ class UnshardedParameter(Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; between a step and its backward pass the shard's gradient, which is from the previous step."""
+        """The gradient. Between a step and its backward pass, it is that of the shard, from the previous step."""
         own: Tensor | None = _GRAD.__get__(self)
         sharded = self._sharded()
         return own if own is not None or sharded is None else sharded.grad
@@ -112,7 +113,7 @@ class UnshardedParameter(Parameter):
 
 
 class WatchedGroup:
-    """Copies writes to the unsharded parameters of a unit to its shards, whenever the unit is resharded.
+    """Copies values written to the unsharded parameters of a unit into its shards, whenever the unit is resharded.
 
     Args:
         group: the `FSDPParamGroup` of the unit.
@@ -175,7 +176,7 @@ class WatchedGroup:
             written = unsharded.was_written
             try:
                 if param.param_dtype is None:
-                    # Even if `data` was only read: writes through `data` of `data` increment no version.
+                    # Copy even if `data` was only read: writes through `parameter.data.data` increment no version.
                     _copy_own_shard(param, unsharded)
                     changed = True
                 elif written:

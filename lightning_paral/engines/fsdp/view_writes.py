@@ -1,4 +1,4 @@
-"""Write changes to views of sharded tensors back to the shards.
+"""Write changes that were made to views of sharded tensors back to the shards.
 
 Some of these views are copies that torch gathers, so `p.data[0].zero_()` would silently change only the copy.
 """

@@ -13,7 +13,7 @@ class ZeROKeywords(RankOptions, total=False):
     """The keywords of `ParalZeROStrategy`: those of ZeRO, and those of `RankOptions`.
 
     Args:
-        stage: what is sharded: 1 the optimizer state, 2 also gradients, 3 also parameters.
+        stage: what is sharded: 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
         offload_optimizer: keep the optimizer state and the fp32 parameters in host memory or on NVMe, and run the
             optimizer on the CPU. torch's Adam and AdamW are replaced by `DeepSpeedCPUAdam` with the same
             hyper-parameters. `"cpu"` is short for `Offload("cpu")`; `"nvme"` is short for an `Offload` to the folder in
@@ -21,7 +21,7 @@ class ZeROKeywords(RankOptions, total=False):
         offload_parameters: at stage 3, keep parameters in host memory or on NVMe while they are not in use.
         trust_optimizer: accept an optimizer even if a trial step shows that it is not elementwise, or cannot tell. ZeRO
             passes flattened shards of the parameters to the optimizer.
-        find_unused_parameters: in every step, let the ranks agree which parameters have no gradient, as in
+        find_unused_parameters: in every step, let the ranks agree on the parameters that have no gradient, as in
             `DistributedDataParallel`; these keep their values. Otherwise the first step determines which parameters
             never have one, and gradients that later arrive in a different order are an error, because ranks reduce them
             by position.
@@ -29,8 +29,8 @@ class ZeROKeywords(RankOptions, total=False):
             ranks. Has no effect on CPU.
         reduce_bucket_numel: the number of gradient elements that are reduced at a time. `None`: 50 million, or all if
             there are fewer.
-        gather_bucket_numel: the number of parameter elements that are gathered at a time; at stage 3, ahead of use.
-            `None`: at most 50 million, depending on the size of the model.
+        gather_bucket_numel: the number of parameter elements that are gathered at a time; at stage 3, they are gathered
+            ahead of use. `None`: at most 50 million, depending on the size of the model.
         deepspeed_config: further settings of DeepSpeed's configuration, as a dict or the path of a JSON file.
         broadcast_buffers: broadcast rank 0's buffers to all ranks, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
@@ -71,7 +71,7 @@ def as_zero_options(given: dict[str, Any]) -> ZeROOptions:
     """Return the options that `given` keywords of ZeRO stand for.
 
     Raises:
-        ConfigurationError: they contradict each other, or the DeepSpeed configuration among them.
+        ConfigurationError: they contradict each other, or contradict the `deepspeed_config` that is one of them.
     """
     keywords = _DEFAULTS | given
     users_config = load_config(keywords.pop("deepspeed_config"))

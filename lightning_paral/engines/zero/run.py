@@ -77,7 +77,7 @@ def check_run(options: ZeROOptions, precision: str, device: torch.device) -> Non
 
 
 class ZeroRun(ZeroState):
-    """The state of a module during one run. `train` or `evaluate` builds engines around it, `restore` removes them.
+    """The state of a module during one run. `train` or `evaluate` builds engines around it; `restore` removes them.
 
     Args:
         module: the LightningModule. Its parameters are full or partitioned.

@@ -1,4 +1,4 @@
-"""A log of operations on meta tensors, from which any of them can be materialized."""
+"""A log of operations on meta tensors, from which any of these tensors can be materialized."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ class MetaDisguise(TorchFunctionMode):
             return False
         if func is _DEVICE:
             return self._log.device_of(tensor)
-        if func is Tensor.__deepcopy__:  # torch's own copies the storage, which the recorder does not see
+        if func is Tensor.__deepcopy__:  # torch's own method copies the storage, which the recorder does not see
             copied = tensor.detach().clone()
             args[1][id(tensor)] = copied = (
                 Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied

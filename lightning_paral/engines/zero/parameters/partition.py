@@ -47,7 +47,7 @@ def count_trained(parameters: Iterable[Parameter]) -> int:
 
 
 def local_flat_range(parameter: Any) -> tuple[int, int]:
-    """Return start and length of this rank's shard of a flattened parameter of stage 3, without padding."""
+    """Return the start and length of this rank's shard of a flattened parameter of stage 3, without padding."""
     padded_numel = parameter.ds_tensor.ds_numel
     start = min(parameter.ds_numel, padded_numel * parameter.ds_zero_partition_rank)
     return start, min(padded_numel, parameter.ds_numel - start)
@@ -132,7 +132,7 @@ def show_full_shapes(module: Module) -> Iterator[None]:
 
 
 class _ScalarsAsBytes(TorchFunctionMode):
-    """Allows a byte view of a 0-dimensional tensor, which torch refuses, and DeepSpeed uses to broadcast parameters."""
+    """Allows byte views of 0-dimensional tensors: torch refuses them, but DeepSpeed broadcasts parameters as bytes."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -169,7 +169,7 @@ def rejoin(module: Module) -> None:
     Forward passes that a failure of the earlier run interrupted are marked as ended.
 
     Raises:
-        ConfigurationError: the earlier run had another number of ranks, or this process had another rank in it.
+        ConfigurationError: the earlier run had a different number of ranks, or this process had a different rank in it.
     """
     from deepspeed.comm import get_rank, get_world_group, get_world_size
 

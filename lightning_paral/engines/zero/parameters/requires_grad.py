@@ -17,7 +17,7 @@ class FixedParameters:
 
     Args:
         module: the module at the beginning of training.
-        undo: the stack of callbacks to which the one that stops watching is added.
+        undo: a stack; closing it ends the watching.
     """
 
     def __init__(self, module: Module, undo: ExitStack) -> None:

@@ -21,8 +21,8 @@ from lightning_paral.engines.zero.parameters.partition import (
 class ModuleSnapshot:
     """Records the attributes and hooks of all submodules and parameters, and removes those that DeepSpeed adds.
 
-    DeepSpeed leaves hooks, methods and references on every module and parameter. They would keep its buffers alive and
-    break the next engine.
+    DeepSpeed leaves hooks, methods and references on every module and parameter. They would keep DeepSpeed's buffers
+    alive and break the next engine.
 
     Args:
         module: the module before DeepSpeed gets it.

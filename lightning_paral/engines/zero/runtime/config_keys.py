@@ -1,4 +1,7 @@
-"""Check the keys of a DeepSpeed configuration against DeepSpeed's source: importing it would fix its accelerator."""
+"""Check the keys of a DeepSpeed configuration against DeepSpeed's source, without importing DeepSpeed.
+
+When DeepSpeed is imported, it chooses its accelerator for the rest of the process.
+"""
 
 import ast
 import importlib.util

@@ -82,7 +82,7 @@ def _current_accelerator() -> str | None:
         return None
     from deepspeed.accelerator import get_accelerator
 
-    return str(get_accelerator().device_name())  # fixed when DeepSpeed is imported
+    return str(get_accelerator().device_name())  # chosen once, when DeepSpeed is imported
 
 
 @contextmanager

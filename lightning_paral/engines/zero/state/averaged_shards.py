@@ -1,7 +1,7 @@
 """Averages of weights under ZeRO: each rank averages its flat ranges of the parameters.
 
 At stages 1 and 2 every rank computes with full weights, but averages only the ranges that it updates. The ranks
-all-gather the averages before an evaluation with them, and when they become the weights.
+all-gather the averages before an evaluation that uses them, and when the averages become the weights.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class ZeroWeightShards(WeightShards):
         dist.all_gather_object(self._ranges_by_rank, self._ranges)
 
     def prepare(self) -> None:
-        """Copy values that user code wrote to parameters to where DeepSpeed stores them."""
+        """Copy the values that user code wrote to parameters into DeepSpeed's own copies of them."""
         self._writes.collect()
 
     def current(self) -> list[Tensor]:
@@ -118,7 +118,7 @@ class ZeroWeightShards(WeightShards):
         self._state.write_flat_ranges(list(zip(self._parameters, self.current(), strict=True)))
 
     def as_saved(self, number: int, average: Tensor) -> Tensor:
-        """Return the average of parameter `number` for a checkpoint: of the full shape, as a `FlatShard` if sharded."""
+        """Return the average of parameter `number` for a checkpoint: full, or as a `FlatShard` if it is sharded."""
         parameter = self._parameters[number]
         start, numel = self._ranges[number]
         shape = full_shape(parameter)

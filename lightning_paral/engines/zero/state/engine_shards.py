@@ -67,7 +67,7 @@ class EngineShards:
         return self._stage == 3 or parameter.dtype != torch.float32
 
     def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
-        """Return start and length of the range of flattened `parameter` that this rank updates."""
+        """Return the start and length of the range of the flattened `parameter` that this rank updates."""
         flat_range = self._partition_by_id[id(parameter)].ranges[id(parameter)]
         return flat_range.start, flat_range.numel
 
@@ -75,8 +75,8 @@ class EngineShards:
         """Set `stored` as the new fp32 weight of `parameter`. `write_masters` reads this rank's shard of it.
 
         Returns:
-            bool: whether nothing else must be set: `False` at stages 1 and 2, where the caller sets the full weight
-                that forward passes use.
+            bool: `True` at stage 3, where nothing else must be set; `False` at stages 1 and 2, where the caller sets
+                the full weight that forward passes use.
         """
         partition = self._partition_by_id[id(parameter)]
         self._stored.setdefault(partition, []).append((partition.ranges[id(parameter)], stored))
@@ -96,7 +96,7 @@ class EngineShards:
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
         """Copy this rank's shards of full values, which every rank has, into the fp32 weights.
 
-        An element of a master copy changes only if the new value differs from it in the dtype of the parameter.
+        An element of a master copy stays as it is if, cast to the dtype of the parameter, it equals the new value.
         """
         by_partition: _Writes = {}
         for parameter, values in written:
@@ -175,7 +175,7 @@ class EngineShards:
         return found
 
     def _flat_shard(self, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
-        """Return the fp32 weight of `parameter`, or its optimizer state `key`. It is read only when it is needed."""
+        """Return this rank's shard of the fp32 weight of `parameter`, or of its state `key`. It is read when needed."""
         partition = self._partition_by_id[id(parameter)]
         flat_range = partition.ranges[id(parameter)]
         return FlatShard(

@@ -1,4 +1,4 @@
-"""The user's optimizer, which keeps the module's own parameters, and its twin, which DeepSpeed steps with.
+"""The user's optimizer, which keeps the module's own parameters, and its twin, whose `step` DeepSpeed calls.
 
 DeepSpeed replaces the parameters in the groups of its optimizer by flat tensors. User code, schedulers and callbacks
 would find these in `optimizer.param_groups`. DeepSpeed therefore gets a twin of the user's optimizer, to which
@@ -152,7 +152,7 @@ def optimizer_index(optimizer: Any, optimizers: Sequence[Any]) -> int:
 
 
 def make_engine_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> Optimizer:
-    """Return the twin for DeepSpeed, which shares only parameters with the user's optimizer.
+    """Return the twin for DeepSpeed. It shares only parameters with the user's optimizer.
 
     Args:
         users: the user's optimizer.
