@@ -87,7 +87,7 @@ class CheckpointMixin(CheckpointSaving):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers returned "
+                f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned "
                 f"{len(self.optimizers)}. Return the same number, or pass CheckpointOptions(restore_optimizer=False)."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):

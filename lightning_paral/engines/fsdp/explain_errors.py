@@ -38,7 +38,7 @@ def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | N
     if all(part in message for part in _IN_PLACE):
         return (
             f"A unit changes one of its inputs in place (units: {listed}). FSDP passes inputs that need gradients "
-            "through a function of its own, whose results cannot be changed in place. Write x = x + y in place of "
+            "through a function of its own, whose results cannot be changed in place. Write x = x + y instead of "
             "x += y, or choose units=[...] that do not change their inputs."
         )
     if _TWICE in message:

@@ -179,8 +179,8 @@ def rejoin(module: Module) -> None:
     for parameter in partitioned:
         if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
             raise ConfigurationError(
-                f"{type(module).__name__} was partitioned by a run with {parameter.ds_zero_partition_world_size} ranks "
-                f"and is now used with {get_world_size()}. Use the same number of ranks, or load a checkpoint into a "
-                "new module."
+                f"{type(module).__name__} was partitioned as rank {parameter.ds_zero_partition_rank} of "
+                f"{parameter.ds_zero_partition_world_size} ranks, and is now used as rank {get_rank()} of "
+                f"{get_world_size()}. Use the same ranks, or load a checkpoint into a new module."
             )
         join_group(parameter, get_world_group())
