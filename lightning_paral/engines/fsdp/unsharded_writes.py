@@ -200,7 +200,7 @@ def _explain_lost_precision(param: Any) -> str:
     dtype = str(param.param_dtype).removeprefix("torch.")
     return (
         f"{fsdp_param.name_of(param)} was changed while it was unsharded, in a step or in a method of its unit. An "
-        f"unsharded parameter is a copy in {dtype}, which is less precise than {str(param.orig_dtype).removeprefix('torch.')}. "
-        "Change it in a hook such as on_train_batch_end or on_before_zero_grad, where parameters are sharded and "
-        "exact, or train with precision='32-true' or 'bf16-true'."
+        f"unsharded parameter is a copy in {dtype}, which is less precise than "
+        f"{str(param.orig_dtype).removeprefix('torch.')}. Change it in a hook such as on_train_batch_end or "
+        "on_before_zero_grad, where parameters are sharded and exact, or train with precision='32-true' or 'bf16-true'."
     )
