@@ -269,7 +269,7 @@ class ZeroRun(ZeroState):
         if failed:
             if any(is_partitioned(parameter) for parameter in self.module.parameters()):
                 warnings.warn(
-                    f"{name} stays partitioned, because the run failed: its parameters are empty on every rank, also "
+                    f"{name} stays partitioned, because the run failed: its parameters are empty on every rank, even "
                     "in state_dict() and in copies. Load a checkpoint into a new module, or fit this one again under "
                     "ZeRO stage 3, which can use it as it is.",
                     stacklevel=2,

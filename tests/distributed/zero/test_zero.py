@@ -407,7 +407,7 @@ def test_module_without_weights_after_a_failure_is_reported(on_ranks) -> None:
 
 def restores_after_setup_of_fsdp() -> bool:
     module = FailingBetweenSteps()
-    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, as the run failed"):
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, because the run failed"):
         quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
     strategy = quiet_trainer(devices=2, strategy="paral_fsdp").strategy
     strategy.connect(module)
