@@ -4,6 +4,7 @@ The workers are started once per test session and reused. To Lightning they look
 Trainer in a worker starts no processes, and a fit takes hundredths of a second.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -142,11 +143,12 @@ def _serve(connection: Connection) -> None:
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call `function(*args)`, and restore the environment variables and the current folder afterwards."""
-    environment, folder = dict(os.environ), os.getcwd()
+    """Call `function(*args)`, and restore environment variables, current folder and log level afterwards."""
+    environment, folder, level = dict(os.environ), os.getcwd(), logging.root.level
     try:
         return function(*args)
     finally:
+        logging.root.setLevel(level)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_paral.data.batch_slices import num_samples_in
 from lightning_paral.data.global_order import GlobalOrder
 from lightning_paral.data.order_rng import States
@@ -57,6 +59,7 @@ class RankBatchSampler:
         """Steps of the current iteration in which some rank draws a padding batch."""
         self.loss_weights: dict[int, float] = {}
         """With `split="global"`, the weight of this rank's mean loss in the mean over ranks, by step; 1 if missing."""
+        self._has_warned = False
         self._epoch = 0
         self._repetition = 0
         self._skip = 0, 0  # samples and steps that the next iteration skips
@@ -159,10 +162,21 @@ class RankBatchSampler:
         self.loss_weights[step] = len(local) * self.shard.data_size / len(batch)
         if len(batch) < self.shard.data_size:
             self.uneven_steps.add(step)
+            if self.shard.remainder != "pad":
+                self._warn_about_repeated_sample(len(batch))
         if local:
             return local
         self.padding_steps.add(step)
         return batch[:1]
+
+    def _warn_about_repeated_sample(self, num_samples: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"A batch has {num_samples} samples for {self.shard.data_size} ranks, so a rank without a sample runs "
+                "one of another rank. That sample has no part in the gradient, but counts in metrics and in values "
+                "that training_step logs. Set drop_last=True in the loader to leave such batches out."
+            )
 
     def position(self, num_steps: int) -> dict[str, Any]:
         """Return the position in the order after `num_steps` steps of this epoch, independent of the world size."""

@@ -67,9 +67,10 @@ def restore_states(states: list[dict[str, Any]], ranks: RankGroup, devices: Sequ
         devices: the devices of this rank. A device without a saved state, as after a run on CPU, keeps its current one.
     """
     if len(states) != ranks.world_size:
-        held = f"the random states of {len(states)} ranks" if states else "no random states"
+        held = f"random states for a different number of ranks ({len(states)})" if states else "no random states"
         rank_zero_info(
-            f"The checkpoint holds {held}, but this run has {ranks.world_size} ranks: random states are not restored."
+            f"The checkpoint has {held}, so they are not restored: dropout masks and other random numbers differ from "
+            "those of the uninterrupted run."
         )
         return
     local = states[ranks.rank]

@@ -1,6 +1,7 @@
 """Each rank draws its batches of a global order. The samplers of all ranks are in one process."""
 
 import random
+import warnings
 from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
@@ -251,3 +252,15 @@ def test_sampling_options_are_checked() -> None:
         Sampling(remainder="pad")
     with pytest.raises(ConfigurationError, match="shard_iterable='no'"):
         Sampling(shard_iterable="no")
+
+
+def test_batch_with_fewer_samples_than_ranks_is_reported_once_in_training() -> None:
+    training = sampler_of(1, 4, "global", "wrap", BatchSampler(SequentialSampler(range(10)), 4, drop_last=False))
+    with pytest.warns(UserWarning, match="A batch has 2 samples for 4 ranks.*Set drop_last=True") as warned:
+        assert [list(training), list(training)] == [[[1], [5], [9]]] * 2
+    assert len(warned) == 1
+
+    evaluation = sampler_of(1, 4, "global", "pad", BatchSampler(SequentialSampler(range(10)), 4, drop_last=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(evaluation)
