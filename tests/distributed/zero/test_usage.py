@@ -142,11 +142,11 @@ def refusals_of_divergence(find_unused: bool) -> list[str]:
     return said
 
 
-ONLY_SOME = "on some ranks only, for first.weight, first.bias, second.weight, second.bias"
+ONLY_SOME = "Only some ranks got gradients for first.weight, first.bias, second.weight, second.bias"
 DIVERGENCES = {
     ("order", 1, False): "",  # gradients are reduced after the backward pass, in the order of parameters
-    ("order", 1, True): "in another order on some ranks",
-    ("order", 2, None): "in another order on some ranks",
+    ("order", 1, True): "in a different order on some ranks",
+    ("order", 2, None): "in a different order on some ranks",
     ("use", 1, False): ONLY_SOME,
     ("use", 1, True): ONLY_SOME,
     ("use", 2, None): ONLY_SOME,
