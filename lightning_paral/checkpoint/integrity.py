@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.formats.dispatch import open_checkpoint
 from lightning_paral.checkpoint.io.files import FileRecord
-from lightning_paral.checkpoint.io.storage import Folder, folder_at, is_remote
+from lightning_paral.checkpoint.io.storage import Folder, folder_at
+from lightning_paral.checkpoint.io.urls import is_remote
 from lightning_paral.checkpoint.layout import coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
 from lightning_paral.checkpoint.manifest import Manifest

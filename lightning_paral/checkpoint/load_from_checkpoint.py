@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_paral.checkpoint.io.storage import file_system, is_remote
+from lightning_paral.checkpoint.io.urls import file_system, is_remote
 from lightning_paral.compat.torch.pytree import tree_map_only
 
 

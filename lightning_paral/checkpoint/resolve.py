@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_paral.checkpoint.io.atomic import resolve
-from lightning_paral.checkpoint.io.storage import (
-    COPY_NAME,
-    FsspecStorage,
-    LocalStorage,
-    folder_at,
-    get_file,
-    is_remote,
-    without_scheme,
-)
+from lightning_paral.checkpoint.io.storage import FsspecStorage, LocalStorage, folder_at
+from lightning_paral.checkpoint.io.urls import COPY_NAME, get_file, is_remote, without_scheme
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.distributed.agreement import RankGroup

@@ -34,7 +34,8 @@ from lightning_paral.checkpoint.formats.sharded import (
 from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
-from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
+from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage
+from lightning_paral.checkpoint.io.urls import file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lightning_paral.checkpoint.io.storage import without_scheme
+from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_plugin
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY, load_weights
 from lightning_paral.distributed.agreement import all_ranks

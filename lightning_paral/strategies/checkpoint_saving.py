@@ -12,7 +12,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
-from lightning_paral.checkpoint.io.storage import remove_at, without_scheme
+from lightning_paral.checkpoint.io.storage import remove_at
+from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.hyper_parameters import unshard_hyper_parameters
 from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp

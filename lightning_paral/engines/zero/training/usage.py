@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition
 from lightning_paral.errors import UnusedParametersError
+from lightning_paral.model.requires_grad import first_names
 
 NamedParameters = Sequence[tuple[str, Parameter]]
 
@@ -203,7 +204,7 @@ class Usage:
         names = [name for (name, _), *both in zip(self._parameters, by_some, not_by_some, strict=True) if all(both)]
         if names or highest != -lowest:
             what = (
-                f"Only some ranks got gradients for {_format_names(names)}"
+                f"Only some ranks got gradients for {first_names(names)}"
                 if names
                 else "Gradients came in a different order on some ranks"
             )
@@ -222,7 +223,7 @@ class Usage:
         if left_out or new:
             what = "got no gradient in this step" if left_out else "without a gradient in the first step got one now"
             raise UnusedParametersError(
-                f"Parameters {what}: {_format_names(left_out or new)}. torch's optimizers skip parameters without a "
+                f"Parameters {what}: {first_names(left_out or new)}. torch's optimizers skip parameters without a "
                 "gradient. ZeRO can skip them only if all ranks know which ones they are. Set "
                 "ParalZeROStrategy(find_unused_parameters=True) to let ranks compare them in every step; make the loss "
                 "depend on them; or freeze them with requires_grad_(False)."
@@ -288,10 +289,6 @@ def _num_ranks() -> int:
 
 def _select_in_order(numbers: set[int], order: list[int]) -> list[int]:
     return [number for number in order if number in numbers]
-
-
-def _format_names(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
 def _shards_in(partition: Partition, flat_range: FlatRange) -> dict[str | None, Tensor]:
