@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
+from lightning_paral.model.recomputed_buffers import RecomputedBuffers
 from lightning_paral.model.units import Unit, choose_units
 from lightning_paral.options import ActivationCheckpointing
 
@@ -71,8 +72,11 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        # Compiled code cannot trace these contexts.
+        has_buffers = next(module.buffers(), None) is not None and not torch.compiler.is_compiling()
+        context_fn = RecomputedBuffers(module).contexts if has_buffers else noop_context_fn
         # These hooks see only the unit's inputs: `checkpoint` has its own hooks for tensors saved inside the unit.
         with nullcontext() if offloaded is None else offloaded.saving_inputs():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     module.forward = recomputed

@@ -1,11 +1,14 @@
 """Activation checkpointing gives the same gradients under every strategy, and recomputes each block once."""
 
+import copy
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_paral import ActivationCheckpointing
+from lightning_paral.model.activation_checkpointing import checkpoint_units
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.blocks import Tied
 from tests.models.tokens import fit
@@ -56,3 +59,42 @@ def test_training_equals_one_process_and_blocks_compute_twice(on_ranks, label: s
     assert_same_fit([fitted for fitted, _ in ranks], fit_in_one_process())
     for _, num_forwards in ranks:
         assert num_forwards == 2 * 4 * NUM_BATCHES
+
+
+class Statistics(torch.nn.Module):
+    """Has buffers that its forward pass changes in place, replaces, and changes through `data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("largest", torch.zeros(4))
+        self.register_buffer("large", torch.zeros(2**20 + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.average = 0.9 * self.average + x.detach().mean(dim=0)
+        self.largest.data.copy_(self.largest + x.detach().amax(dim=0))
+        self.large[0] += 1
+        return self.norm(self.linear(x)).relu()
+
+
+def test_buffers_are_updated_once_although_units_are_recomputed() -> None:
+    torch.manual_seed(0)
+    root = torch.nn.Sequential(Statistics(), Statistics())
+    plain, batch = copy.deepcopy(root), torch.randn(6, 4)
+    undo = checkpoint_units(root, ActivationCheckpointing(units=["Statistics"]))
+    for _ in range(2):
+        for module in (root, plain):
+            loss = module(batch).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    undo()
+
+    assert plain[0].calls == 2
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(root.get_buffer(name), buffer), name
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(root.get_parameter(name).grad, parameter.grad), name
