@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
@@ -72,11 +72,12 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Compiled code cannot trace these contexts.
-        has_buffers = next(module.buffers(), None) is not None and not torch.compiler.is_compiling()
-        context_fn = RecomputedBuffers(module).contexts if has_buffers else noop_context_fn
         # These hooks see only the unit's inputs: `checkpoint` has its own hooks for tensors saved inside the unit.
         with nullcontext() if offloaded is None else offloaded.saving_inputs():
+            # torch.compile does not trace a `context_fn`, and updates buffers once by itself.
+            if torch.compiler.is_compiling() or next(module.buffers(), None) is None:
+                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            context_fn = RecomputedBuffers(module).contexts
             return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     module.forward = recomputed
