@@ -16,6 +16,7 @@ from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
+from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
@@ -36,6 +37,8 @@ class Collectives(StrategyDescription):
     timeout: timedelta
     """How long ranks wait for each other when they join, and in every collective."""
     _watch: TimeoutWatch | None = None
+    _watcher: RankWatcher | None = None
+    """During a run with several ranks, the thread that exchanges messages with the other ranks."""
     _is_reported: bool = False
 
     def _begin_run(self) -> None:
@@ -44,12 +47,17 @@ class Collectives(StrategyDescription):
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
         self._run = self.broadcast(new_run_name())
+        if self._watcher is None and self.world_size > 1:
+            self._watcher = RankWatcher(self._run)
         assert self.lightning_module is not None
         replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
 
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
         self._end_watch()
+        if self._watcher is not None:
+            self._watcher.end()
+            self._watcher = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)

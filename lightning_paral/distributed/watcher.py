@@ -1,0 +1,92 @@
+"""A thread of each rank that talks to the other ranks while the main thread computes or waits in a collective."""
+
+import logging
+import threading
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lightning_paral.compat.torch.process_groups import default_store
+
+POLL_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Topic(Protocol):
+    """Something that the watchers of all ranks exchange messages about, such as a failure or a request to stop."""
+
+    def poll(self, store: Store) -> None:
+        """Read and write messages. The watcher calls this in its thread, twice per second; it must not wait long.
+
+        Args:
+            store: a store with a connection of its own, in a namespace of the run.
+
+        Raises:
+            RuntimeError: the store cannot be reached, because the process that serves it has ended.
+        """
+
+
+class RankWatcher:
+    """Polls the store of the default process group in a daemon thread during a run.
+
+    Messages between watchers need no collective, so they arrive while the main thread of a rank is in a collective, in
+    user code, or stopped, and they cost nothing in a training step.
+
+    Args:
+        run: the name of the run, equal on all ranks.
+        poll_seconds: the number of seconds between two polls.
+    """
+
+    def __init__(self, run: str, poll_seconds: float = POLL_SECONDS) -> None:
+        self.run = run
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.main_thread = threading.get_ident()
+        """The identifier of the thread that trains."""
+        store: Any = default_store()  # torch's stubs lack `clone`
+        # A clone, because a store serves one call at a time: the main thread may wait in another call.
+        self._store = PrefixStore(f"lightning_paral/run/{run}", store.clone())
+        self._poll_seconds = poll_seconds
+        self._topics: list[Topic] = []
+        self._wake = threading.Event()
+        self._is_ended = False
+        self._thread = threading.Thread(target=self._poll, name="lightning_paral_watcher", daemon=True)
+        self._thread.start()
+
+    def add(self, topic: Topic) -> None:
+        """Poll `topic` from now on."""
+        self._topics = [*self._topics, topic]
+        self.wake()
+
+    def remove(self, topic: Topic) -> None:
+        """Stop polling `topic`."""
+        self._topics = [each for each in self._topics if each is not topic]
+
+    def wake(self) -> None:
+        """Poll now instead of at the end of the current interval."""
+        self._wake.set()
+
+    def end(self) -> None:
+        """Stop polling. If a poll is in progress, wait for it for a second at most."""
+        self._is_ended = True
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as `None`, because a thread belongs to one process."""
+        return type(None), ()
+
+    def _poll(self) -> None:
+        while not self._is_ended:
+            for topic in self._topics:
+                try:
+                    topic.poll(self._store)
+                except (dist.DistError, RuntimeError) as error:
+                    log.debug("The watcher cannot reach the store: %s", error)
+                except Exception:
+                    log.exception("%s failed", type(topic).__name__)
+                    self.remove(topic)
+            self._wake.wait(self._poll_seconds)
+            self._wake.clear()
