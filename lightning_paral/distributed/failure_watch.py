@@ -68,7 +68,7 @@ class FailureWatch:
         store: Any = default_store()
         self.first = FirstFailure(PrefixStore(f"lightning_paral/run/{run}", store.clone()), self.rank)
         self._main_port = main_port
-        self._exit_status = exit_status or (lambda rank: None)
+        self._exit_status = exit_status
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._liveness = liveness
         self._liveness.on_death = self._on_death
@@ -112,10 +112,10 @@ class FailureWatch:
         If all ranks call `sys.exit(0)`, leave it as it is.
         """
         try:
-            self.first.vote("exit", isinstance(error, SystemExit) and not error.code)
-            if isinstance(error, SystemExit) and not error.code:
-                if self.first.all_vote("exit", self.world_size, CONSEQUENCE_SECONDS):
-                    return error
+            is_regular = isinstance(error, SystemExit) and not error.code
+            self.first.vote("exit", is_regular)
+            if is_regular and self.first.all_vote("exit", self.world_size, CONSEQUENCE_SECONDS):
+                return error
         except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has ended
             pass
         if isinstance(error, Exception):
@@ -177,10 +177,9 @@ class FailureWatch:
 
     def _on_death(self, rank: int) -> None:
         if self.first.known is None:
-            deadline = time.monotonic() + 0.5
-            status = self._exit_status(rank)
-            while status is None and time.monotonic() < deadline:  # the launcher may learn it a moment later
-                time.sleep(0.05)
+            deadline, status = time.monotonic() + 0.5, None
+            while self._exit_status is not None and status is None and time.monotonic() < deadline:
+                time.sleep(0.05)  # the launcher may learn it a moment later
                 status = self._exit_status(rank)
             self.first.report(self._death(rank, status or "its process ended without an exception"))
 

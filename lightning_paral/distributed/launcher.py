@@ -120,7 +120,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
                 return  # this rank has failed as well, or its watcher notices the end of the other one
             time.sleep(0.1)
         sys.stderr.write(
-            f"Rank {rank} ended outside of a run: {describe_status(status)}. Its error is above. Ending all ranks.\n"
+            f"Rank {rank} ended outside of a run: {describe_status(status)}. All ranks end.\n"
         )
         sys.stderr.flush()
         assert self._children is not None

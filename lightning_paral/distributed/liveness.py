@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol
 
-_GOODBYE = b"goodbye"
+_WELCOME, _GOODBYE = b"welcome", b"goodbye"
 _HELLO_BYTES = 64
 
 OnDeath = Callable[[int], None]
@@ -70,6 +70,7 @@ class LivenessOfRankZero:
         self._address = json.loads(address)
         self.port: int = self._address["port"]
         self._connection: socket.socket | None = None
+        self._is_accepted = False
         self._is_done = False
 
     def poll(self) -> None:
@@ -80,9 +81,12 @@ class LivenessOfRankZero:
             self._connect()
             return
         received = _receive(self._connection)
+        if received == _WELCOME:
+            self._is_accepted = True
+            received = _receive(self._connection)
         if received is not None:
             self._close()
-            if received != _GOODBYE:
+            if received != _GOODBYE and self._is_accepted:  # else rank 0 had ended the run before
                 self.on_death(0)
 
     def end(self) -> None:
@@ -167,6 +171,8 @@ class LivenessOfOthers:
         token, _, rank = hello.decode(errors="replace").partition(" ")
         if secrets.compare_digest(token.encode(), self._token.encode()) and rank.strip().isdecimal():
             self._ranks[int(rank)] = connection
+            with suppress(OSError):
+                connection.sendall(_WELCOME)
         else:
             connection.close()
 
