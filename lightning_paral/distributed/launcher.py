@@ -119,9 +119,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             if self._has_failed or self._is_in_run:
                 return  # this rank has failed as well, or its watcher notices the end of the other one
             time.sleep(0.1)
-        sys.stderr.write(
-            f"Rank {rank} ended outside of a run: {describe_status(status)}. All ranks end.\n"
-        )
+        sys.stderr.write(f"Rank {rank} ended outside of a run: {describe_status(status)}. All ranks end.\n")
         sys.stderr.flush()
         assert self._children is not None
         self._children.end(0.0)
