@@ -20,10 +20,7 @@ from lightning_paral.compat.lightning.evaluation import (
     replace_evaluation_step,
     replace_predict_step,
     set_results,
-    set_results_of_fit,
 )
-from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.data.logged_keys import CheckedResults
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
 from lightning_paral.data.uneven_results import UnevenResults
 from lightning_paral.distributed.mesh import ParallelDims
@@ -47,19 +44,6 @@ class ExactEvaluationLoops:
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
-        self._check_training_keys(trainer, undo)
-
-    def _check_training_keys(self, trainer: Trainer, undo: ExitStack) -> None:
-        """Check at the end of each training epoch that the ranks logged the same keys."""
-        loop, end_epoch = trainer.fit_loop, trainer.fit_loop.on_advance_end
-        results = CheckedResults(self._dims)
-        set_results_of_fit(trainer, results)
-
-        def check_and_end_epoch() -> None:
-            results.check_keys()
-            end_epoch()
-
-        shadow_method(loop, "on_advance_end", check_and_end_epoch, undo)
 
     def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
         results = UnevenResults(self._dims)

@@ -12,8 +12,8 @@ from lightning_paral.compat.torch.loaders import copy_without_workers
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.loader import Loader, with_iteration
 from lightning_paral.data.order_rng import SeededRNG, derive_seed
-from lightning_paral.data.padding import CollatePadding, PaddingBatch, mark_maybe_uneven
-from lightning_paral.data.sampler import ShardSpec, too_few_batches
+from lightning_paral.data.padding import CollatePadding, CollateUneven, PaddingBatch, UnevenBatch, mark_maybe_uneven
+from lightning_paral.data.sampler import ShardSpec, reject_or_warn_about_repeated_sample, too_few_batches
 from lightning_paral.errors import ConfigurationError
 
 
@@ -60,8 +60,11 @@ def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
         changes["batch_sampler"] = BatchSampler(forwarder, stream.local_batch_size, drop_last=False)  # type: ignore[arg-type]
     if stream.shard.may_need_padding:
         changes["collate_fn"] = CollatePadding(loader.collate_fn)
-    changed = copy_without_workers(loader, **changes)
-    return with_iteration(changed, mark_maybe_uneven) if stream.shard.may_need_padding else changed
+        return with_iteration(copy_without_workers(loader, **changes), mark_maybe_uneven)
+    if stream.shard.split == "global" and stream.shard.data_size > 1:
+        changes["collate_fn"] = CollateUneven(loader.collate_fn)
+        return with_iteration(copy_without_workers(loader, **changes), stream.record_uneven)
+    return copy_without_workers(loader, **changes)
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -88,6 +91,15 @@ class ShardedIterable(IterableDataset[Any]):
         self.shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.loss_weights: dict[int, float] = {}
+        """With `split="global"`, the weight of this rank's mean loss in the mean over ranks, by step; 1 if missing."""
+        self.shares: dict[int, tuple[int, int]] = {}
+        """By step, what says how a batch is unequally divided, equal on all ranks: its size and its first data rank."""
+        self.rejects_repeated_samples = False
+        """Whether a training batch with fewer samples than ranks is an error."""
+        self.has_warned = False
+        """Whether a warning about a repeated sample was given."""
+        self._num_finished_steps = 0  # of iterations of this epoch that have ended
         self._seed = seed
         self._loader_index = loader_index
         self._epoch = 0
@@ -97,13 +109,36 @@ class ShardedIterable(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the epoch of the next iteration."""
         if epoch != self._epoch:
-            self._epoch, self._skip = epoch, 0
+            self._epoch, self._skip, self._num_finished_steps = epoch, 0, 0
+            self.loss_weights.clear()
+            self.shares.clear()
         self._num_iterations = 0
 
     def resume(self, epoch: int, num_samples: int) -> None:
         """Make the next iteration an iteration of `epoch` that skips the first `num_samples` of the stream."""
         self.set_epoch(epoch)
         self._skip = num_samples
+
+    def record_uneven(self, batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+        """Yield `batches` without marks. Record how those of uneven steps are divided among the ranks."""
+        data_rank, data_size = self.shard.data_rank, self.shard.data_size
+        step = self._num_finished_steps or self._skip // self.global_batch_size
+        for batch in batches:
+            if isinstance(batch, UnevenBatch):
+                size = batch.num_samples
+                self.shares[step] = size, 0
+                self.loss_weights[step] = len(range(data_rank, size, data_size)) * data_size / size
+                if size < data_size:
+                    reject_or_warn_about_repeated_sample(self, size, data_size)
+                batch = batch.batch
+            step += 1
+            yield batch
+        self._num_finished_steps = step
+
+    @property
+    def had_larger_batches(self) -> bool:
+        """Whether the batches before the last one had more samples than there are data ranks."""
+        return self.global_batch_size > self.shard.data_size
 
     @property
     def global_batch_size(self) -> int:
@@ -179,8 +214,8 @@ class ShardedIterable(IterableDataset[Any]):
         if self.shard.remainder == "pad":
             return local or [PaddingBatch(sample) for sample in first[: self.local_batch_size]]
         if self.shard.split == "global":
-            missing = -(-size // self.shard.data_size) - len(local)
-            return local + beginning[:missing]
+            uneven = local or first[:1]  # a rank without a sample runs one of another rank
+            return [UnevenBatch(sample, size) for sample in uneven] if size % self.shard.data_size else uneven
         if self.shard.remainder == "wrap":
             return local or beginning
         if not step and not self._skip:

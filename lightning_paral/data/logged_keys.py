@@ -36,6 +36,9 @@ class CheckedReduce:
 
     def __init__(self, key: str, reduce: Callable[..., Any], dims: ParallelDims) -> None:
         self.key = key
+        self.weight = 1.0
+        """The weight of this rank's value in means, because ranks may have different numbers of samples in a step. All
+        ranks have the weight 1.0, or none has. The mean of the weights of all data ranks is 1."""
         self._dims = dims
         self._reduce = reduce
         self._fingerprints: dict[tuple[Any, ...], Tensor] = {}
@@ -50,6 +53,8 @@ class CheckedReduce:
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
+        if self.weight != 1.0 and reduce_op == "mean":
+            value = self._weighted(value, group)
         fingerprints = self._fingerprints_for(value, reduce_op, group)
         try:
             reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
@@ -64,6 +69,11 @@ class CheckedReduce:
         else:
             self._wrong = wrong if self._wrong is None else self._wrong | wrong
         return reduced[:-2].reshape(value.shape)
+
+    def _weighted(self, value: Tensor, group: Any) -> Tensor:
+        """Return this rank's part of the weighted mean over `group`. *Collective* if a group is given."""
+        weight = value.new_tensor(self.weight)
+        return value * weight if group is None else value * weight / self._reduce(weight.clone(), group=group)
 
     def check(self, *, wait: bool) -> None:
         """Raise the `ConfigurationError` of earlier calls whose result was still on the device.

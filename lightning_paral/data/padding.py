@@ -33,6 +33,15 @@ class MaybeUneven:
     batch: Any
 
 
+@dataclass(frozen=True)
+class UnevenBatch:
+    """A training batch, or a sample of one, of a step in which ranks have different numbers of samples."""
+
+    batch: Any
+    num_samples: int
+    """The number of samples of all ranks in this step."""
+
+
 class CollatePadding:
     """Wraps a `collate_fn` so that padding samples become a padding batch."""
 
@@ -45,6 +54,19 @@ class CollatePadding:
             return PaddingBatch(self.collate(samples.batch))
         if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
             return PaddingBatch(self.collate([sample.batch for sample in samples]))
+        return self.collate(samples)
+
+
+class CollateUneven:
+    """Wraps a `collate_fn` so that samples of an uneven step become an uneven batch."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of `samples`."""
+        if isinstance(samples, list) and samples and isinstance(samples[0], UnevenBatch):
+            return UnevenBatch(self.collate([sample.batch for sample in samples]), samples[0].num_samples)
         return self.collate(samples)
 
 

@@ -60,7 +60,7 @@ class UnevenResults(CheckedResults):
     def exchange(self, module: LightningModule) -> None:
         """Reduce the values logged per epoch over all data ranks. *Collective* over the data ranks."""
         entries = [_make_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
-        states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
+        states = {name: list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
         gathered = self.dims.data_rank_group().gather((entries, states))
         _set_type_of_empty_states(module, [rank_states for _, rank_states in gathered])
         by_rank = [{entry.key: entry for entry in rank_entries} for rank_entries, _ in gathered]
@@ -131,7 +131,7 @@ def _reduce(entries: list[_Entry]) -> Tensor:
     return total.to(values.dtype)
 
 
-def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype of an item, and its shape without the first dimension, of each list state that has items."""
     filled = {name: state[0] for name, state in metric.metric_state.items() if isinstance(state, list) and state}
     return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}

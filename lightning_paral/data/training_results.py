@@ -1,0 +1,186 @@
+"""Values logged in training that equal those of one process, even if ranks have different numbers of samples."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_paral.compat.lightning.results import ResultMetric
+from lightning_paral.data.logged_keys import CheckedReduce, CheckedResults
+from lightning_paral.data.uneven_metrics import change_updates, find_metrics
+from lightning_paral.distributed.mesh import ParallelDims
+
+_OUTSIDE_OF_STEPS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
+_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}
+
+
+class Division(Protocol):
+    """How the batch of the current training step is divided among the data ranks."""
+
+    def loss_weight(self) -> float:
+        """Return this rank's number of samples, divided by the mean number; 1.0 on all ranks or on none."""
+        ...
+
+    def repeats_a_sample(self) -> bool:
+        """Return whether the batch has fewer samples than there are data ranks."""
+        ...
+
+    def had_larger_batches(self) -> bool:
+        """Return whether earlier batches had more samples than there are data ranks."""
+        ...
+
+
+class TrainingResults(CheckedResults):
+    """Lightning's results of training, in which each sample counts once.
+
+    In an *uneven step* the ranks have different numbers of samples. Values that are synchronized are then weighted by
+    these numbers. The repeated sample that a rank runs if it has none of its own counts nowhere. In other steps, and
+    for values that stay local, results are those of `CheckedResults`.
+
+    Args:
+        trainer: the Trainer.
+        dims: the parallel dimensions.
+        division: how batches are divided among the data ranks.
+    """
+
+    def __init__(self, trainer: Trainer, dims: ParallelDims, division: Division) -> None:
+        self._trainer = trainer
+        self._division = division
+        self._batch: Any = None
+        self._step: ExitStack | None = None
+        self._num_uneven_steps = 0  # in this epoch
+        self._metrics: list[Any] | None = None  # found in this epoch
+        self._batch_sizes: dict[str, _BatchSizes] = {}
+        super().__init__(dims)
+
+    @property
+    def batch(self) -> Any:
+        """The current batch. Lightning sets it when a batch begins, and to `None` when its last hook has ended."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Any) -> None:
+        self._batch = batch
+        if self._step is not None:
+            self.end_step()
+        if batch is not None and (weight := self._division.loss_weight()) != 1.0:
+            self._begin_uneven_step(weight)
+
+    def _begin_uneven_step(self, weight: float) -> None:
+        self._num_uneven_steps += 1
+        if self._metrics is None or not weight:
+            self._metrics = find_metrics((self._trainer.lightning_module, *vars(self._trainer)["callbacks"]))
+        self._step = ExitStack()
+        change_updates(self._metrics, weight, self._step)
+
+    def end_step(self) -> None:
+        """End an uneven step: metrics count what they are updated with."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Add a value to those logged under `key`, weighted in an uneven step."""
+        metric = self[key]
+        sync = metric.meta.sync
+        weight = 1.0 if metric.meta.fx in _OUTSIDE_OF_STEPS else self._division.loss_weight()
+        if weight == 1.0 or not metric.is_tensor or not sync.should or sync.rank_zero_only:
+            super().update_metrics(key, value, batch_size)
+            return
+        if not value.is_floating_point():
+            value = value.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+        if metric.meta.on_epoch and metric.meta.is_mean_reduction:
+            self._batch_sizes.setdefault(key, _BatchSizes()).add(
+                value, batch_size, weight, self._division.repeats_a_sample()
+            )
+        if not weight:
+            value, batch_size = torch.full_like(value, _NEUTRAL[metric.meta.reduce_fx.__name__]), 0
+        reduce = sync.fn
+        assert isinstance(reduce, CheckedReduce)
+        reduce.weight = weight
+        try:
+            super().update_metrics(key, value, batch_size)
+        finally:
+            reduce.weight = 1.0
+
+    def check_keys(self) -> None:
+        """Check that all data ranks log the same keys, and complete their means. *Collective* over the data ranks."""
+        self.end_step()
+        super().check_keys()
+        num_uneven_steps, self._num_uneven_steps, self._metrics = self._num_uneven_steps, 0, None
+        if num_uneven_steps:
+            self._complete_means()
+
+    def _complete_means(self) -> None:
+        """Weight the means of values that were logged with a constant batch size."""
+        ours = {key: sizes.summary(self[key]) for key, sizes in self._batch_sizes.items() if key in self}
+        by_rank = self.dims.data_rank_group().gather(ours)
+        for key in ours:
+            summaries = [summaries[key] for summaries in by_rank if key in summaries]
+            if len(summaries) == len(by_rank) and _are_constant(summaries, self._division.had_larger_batches()):
+                self._batch_sizes[key].add_to(self[key])
+        self._batch_sizes.clear()
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What a rank knows about the batch sizes with which it logged a key in an epoch."""
+
+    constant: float | None
+    """The batch size, if it was the same in all steps."""
+    only_repeats: bool
+    """Whether a sample was repeated in each uneven step, so that every rank ran one sample."""
+
+
+class _BatchSizes:
+    """Batch sizes with which a key was logged in uneven steps, and what its mean lacks if they are a constant.
+
+    A batch size that the user passes to `self.log` may be the number of this rank's samples or tokens: over all ranks
+    these numbers add up to that of one process. Or it may be a constant, such as the batch size of the loader, which
+    one process passes as well: it has to be divided among the ranks like the samples. Only a comparison of what the
+    ranks have logged tells which of both it is.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: set[float] = set()  # at most two
+        self._only_repeats = True
+        self._num_without_sample = 0
+        self._missing_value: Tensor | float = 0.0
+        self._missing_size: Tensor | float = 0.0
+
+    def add(self, value: Tensor, batch_size: int, weight: float, repeats_a_sample: bool) -> None:
+        """Add a value logged in an uneven step."""
+        size = float(batch_size)
+        if len(self._sizes) < 2:
+            self._sizes.add(size)
+        self._only_repeats &= repeats_a_sample
+        if weight:
+            missing = size * weight - size
+            self._missing_value = self._missing_value + value * missing
+            self._missing_size = self._missing_size + missing
+        else:
+            self._num_without_sample += 1
+
+    def summary(self, metric: ResultMetric) -> _Summary:
+        """Return what other ranks need to know. `metric` has all values that were logged in the epoch."""
+        num_counted = metric.update_count - self._num_without_sample
+        size = max(self._sizes)
+        is_constant = len(self._sizes) == 1 and float(metric.cumulated_batch_size) == size * num_counted
+        return _Summary(size if is_constant else None, self._only_repeats)
+
+    def add_to(self, metric: ResultMetric) -> None:
+        """Change the mean of `metric` to that of batch sizes which are divided among the ranks like the samples."""
+        metric.value = metric.value + self._missing_value
+        metric.cumulated_batch_size = metric.cumulated_batch_size + self._missing_size
+
+
+def _are_constant(summaries: list[_Summary], had_larger_batches: bool) -> bool:
+    """Return whether all ranks logged with the same batch size, which is not their number of samples."""
+    constant = summaries[0].constant
+    if constant is None or any(each.constant != constant for each in summaries):
+        return False
+    # If every rank ran one sample in each uneven step, only other steps show whether 1 is the number of samples.
+    return constant != 1.0 or had_larger_batches or not all(each.only_repeats for each in summaries)
