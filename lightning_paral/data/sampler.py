@@ -224,17 +224,17 @@ def reject_or_warn_about_repeated_sample(source: _Source, num_samples: int, data
     Raises:
         ConfigurationError: `source` rejects repeated samples.
     """
-    problem = f"A batch has {num_samples} samples for {data_size} ranks"
+    problem = f"A batch has fewer samples than there are ranks, {num_samples} for {data_size}"
     if source.rejects_repeated_samples:
         raise ConfigurationError(
             f"{problem}, and training_step takes a `dataloader_iter` and draws its batches itself. A sample that a "
-            "rank repeats because it has none of its own would count twice. Set drop_last=True in the loader, or let "
+            "rank repeats, because it has none of its own, would count twice. Set drop_last=True in the loader, or let "
             "training_step take `batch, batch_idx`."
         )
     if not source.has_warned:
         source.has_warned = True
         rank_zero_warn(
-            f"{problem}: a rank without one runs a sample of another rank. It has no part in the gradient, in "
+            f"{problem}. A rank without one runs a sample of another rank. It has no part in the gradient, in "
             "torchmetrics, and in values logged with sync_dist=True. It counts in what else the step does on that "
             "rank: values logged without sync_dist, items that it adds to lists, self.all_gather, and BatchNorm's "
             "statistics. Set drop_last=True in the loader to leave such batches out."

@@ -94,7 +94,7 @@ class TrainingResults(CheckedResults):
             value = value.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         if metric.meta.on_epoch and metric.meta.is_mean_reduction:
             self._batch_sizes.setdefault(key, _BatchSizes()).add(
-                value, batch_size, weight, self._division.repeats_a_sample()
+                value.detach(), batch_size, weight, self._division.repeats_a_sample()
             )
         if not weight:
             value, batch_size = torch.full_like(value, _NEUTRAL[metric.meta.reduce_fx.__name__]), 0
