@@ -92,9 +92,7 @@ def rollback_side_effects(module: Module) -> Iterator[None]:
     """
     host_states = global_states()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    attributes = [
-        (each.__dict__, _user_attributes(each), _snapshot(_user_attributes(each))) for each in module.modules()
-    ]
+    attributes = [(each.__dict__, user_attributes(each), _snapshot(user_attributes(each))) for each in module.modules()]
     module_buffers = [own_buffers(each) for each in module.modules()]
     buffers = [(current, dict(current), _snapshot(current)) for current in module_buffers]
     try:
@@ -114,7 +112,8 @@ def rollback_side_effects(module: Module) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda_state)
 
 
-def _user_attributes(module: Module) -> dict[str, Any]:
+def user_attributes(module: Module) -> dict[str, Any]:
+    """Return the attributes of `module` except for those of torch and of engines, such as `_parameters`."""
     return {name: module.__dict__[name] for name in _names(module.__dict__)}
 
 

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.nn import Module, SyncBatchNorm
 
 from lightning_paral.compat.lightning.results import ResultMetric
 from lightning_paral.data.logged_keys import CheckedReduce, CheckedResults
 from lightning_paral.data.uneven_metrics import change_updates, find_metrics
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.errors import ConfigurationError
 
 _OUTSIDE_OF_STEPS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}
@@ -71,8 +73,11 @@ class TrainingResults(CheckedResults):
 
     def _begin_uneven_step(self, weight: float) -> None:
         self._num_uneven_steps += 1
+        module = self._trainer.lightning_module
+        if self._division.repeats_a_sample():
+            _reject_sync_batch_norm(module)
         if self._metrics is None or not weight:
-            self._metrics = find_metrics((self._trainer.lightning_module, *vars(self._trainer)["callbacks"]))
+            self._metrics = find_metrics((module, *vars(self._trainer)["callbacks"]))
         self._step = ExitStack()
         change_updates(self._metrics, weight, self._step)
 
@@ -123,6 +128,17 @@ class TrainingResults(CheckedResults):
             if len(summaries) == len(by_rank) and _are_constant(summaries, self._division.had_larger_batches()):
                 self._batch_sizes[key].add_to(self[key])
         self._batch_sizes.clear()
+
+
+def _reject_sync_batch_norm(module: Module) -> None:
+    """Raise a `ConfigurationError` if the repeated sample would change the activations of other ranks."""
+    name = next((name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)), None)
+    if name is not None:
+        raise ConfigurationError(
+            f"A batch has fewer samples than there are ranks, and {name} is a SyncBatchNorm. A sample that a rank "
+            "repeats, because it has none of its own, would change the statistics of all ranks, and with them the "
+            "gradient. Set drop_last=True in the loader, or leave out sync_batchnorm=True."
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.nn import Module
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_paral.compat.lightning.metrics import set_computed, set_value_of_step
-from lightning_paral.data.padding import rollback_side_effects
+from lightning_paral.data.padding import rollback_side_effects, user_attributes
 from lightning_paral.data.uneven_results import list_states
 
 _Metric = Metric | MetricCollection
@@ -50,7 +50,8 @@ def _metrics_in(root: object) -> Iterator[_Metric]:
     for part in root.modules() if isinstance(root, Module) else (root,):
         if isinstance(part, _Metric):
             yield part
-        for value in list(vars(part).values()):
+        # Reading an item of `_parameters` would gather it under ZeRO-3.
+        for value in list((user_attributes(part) if isinstance(part, Module) else vars(part)).values()):
             for item in _items(value):
                 if isinstance(item, _Metric):
                     yield from (each for each in item.modules() if isinstance(each, _Metric))

@@ -266,6 +266,22 @@ def test_a_step_that_draws_its_batches_rejects_a_batch_with_fewer_samples_than_r
         assert "fewer samples than there are ranks, 1 for 3, and training_step takes a `dataloader_iter`" in message
 
 
+class Synchronized(Recording):
+    def on_train_epoch_start(self) -> None:
+        self.norm = nn.SyncBatchNorm(3, affine=False)  # torch refuses to wrap one on the CPU
+
+
+def synchronized_norm() -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        fit(Synchronized(), DataLoader(samples(5), 4))
+    return str(raised.value)
+
+
+def test_sync_batch_norm_rejects_a_batch_with_fewer_samples_than_ranks(on_ranks) -> None:
+    for message in on_ranks(RANKS, synchronized_norm):
+        assert "fewer samples than there are ranks, and norm is a SyncBatchNorm" in message
+
+
 def unequal_loaders() -> list[str]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
