@@ -1,7 +1,8 @@
 """Check that all ranks reduce the same key in `self.log(..., sync_dist=True)`."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.compat.lightning.results import ResultCollection
+from lightning_paral.compat.lightning.results import ResultCollection, Sync
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.distributed.mesh import ParallelDims
@@ -128,6 +129,18 @@ _EVERY_RANK = (
 def can_be_read_at_once(value: Tensor) -> bool:
     """Return whether a result computed from `value` can be read without waiting for a device."""
     return value.device.type == "cpu"
+
+
+@contextmanager
+def weighted(sync: Sync, weight: float) -> Iterator[None]:
+    """Give this rank's values a weight in means that `sync` computes in this context."""
+    reduce = sync.fn
+    assert isinstance(reduce, CheckedReduce)
+    reduce.weight = weight
+    try:
+        yield
+    finally:
+        reduce.weight = 1.0
 
 
 class CheckedResults(ResultCollection):

@@ -28,33 +28,24 @@ class PaddingBatch:
 
 @dataclass(frozen=True)
 class MaybeUneven:
-    """A batch of a step in which another rank may have a padding batch."""
+    """A batch of a step in which ranks have, or may have, different numbers of samples."""
 
     batch: Any
+    some_have_none: bool = True
+    """Whether another rank may have a padding batch."""
+    weight: float = 1.0
+    """The number of this rank's samples, divided by the mean number of all data ranks; 1.0 if that is not known."""
+    shows_constants: bool = False
+    """Whether this or an earlier step had more samples than there are data ranks."""
 
 
 @dataclass(frozen=True)
 class UnevenBatch:
-    """A training batch, or a sample of one, of a step in which ranks have different numbers of samples."""
+    """A batch of a stream, or a sample of one, of a step in which ranks have different numbers of samples."""
 
     batch: Any
     num_samples: int
     """The number of samples of all ranks in this step."""
-
-
-class CollatePadding:
-    """Wraps a `collate_fn` so that padding samples become a padding batch."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch of `samples`, which is a single sample with `batch_size=None`."""
-        if isinstance(samples, PaddingBatch):
-            return PaddingBatch(self.collate(samples.batch))
-        if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
-            return PaddingBatch(self.collate([sample.batch for sample in samples]))
-        return self.collate(samples)
 
 
 class CollateUneven:
@@ -68,6 +59,18 @@ class CollateUneven:
         if isinstance(samples, list) and samples and isinstance(samples[0], UnevenBatch):
             return UnevenBatch(self.collate([sample.batch for sample in samples]), samples[0].num_samples)
         return self.collate(samples)
+
+
+class CollatePadding(CollateUneven):
+    """Wraps a `collate_fn` so that padding samples become a padding batch as well."""
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of `samples`, which is a single sample with `batch_size=None`."""
+        if isinstance(samples, PaddingBatch):
+            return PaddingBatch(self.collate(samples.batch))
+        if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
+            return PaddingBatch(self.collate([sample.batch for sample in samples]))
+        return super().__call__(samples)
 
 
 def mark_maybe_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:

@@ -1,16 +1,14 @@
 """Values logged in training that equal those of one process, even if ranks have different numbers of samples."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 
-from lightning_paral.compat.lightning.results import ResultMetric
-from lightning_paral.data.logged_keys import CheckedReduce, CheckedResults
+from lightning_paral.data.batch_sizes import BatchSizes, are_constant
+from lightning_paral.data.logged_keys import CheckedResults, weighted
 from lightning_paral.data.uneven_metrics import change_updates, find_metrics
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
@@ -55,7 +53,7 @@ class TrainingResults(CheckedResults):
         self._step: ExitStack | None = None
         self._num_uneven_steps = 0  # in this epoch
         self._metrics: list[Any] | None = None  # found in this epoch
-        self._batch_sizes: dict[str, _BatchSizes] = {}
+        self._batch_sizes: dict[str, BatchSizes] = {}
         super().__init__(dims)
 
     @property
@@ -98,18 +96,12 @@ class TrainingResults(CheckedResults):
         if not value.is_floating_point():
             value = value.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         if metric.meta.on_epoch and metric.meta.is_mean_reduction:
-            self._batch_sizes.setdefault(key, _BatchSizes()).add(
-                value.detach(), batch_size, weight, self._division.repeats_a_sample()
-            )
+            shows_constants = not self._division.repeats_a_sample() or self._division.had_larger_batches()
+            self._batch_sizes.setdefault(key, BatchSizes()).add(value, batch_size, weight, shows_constants)
         if not weight:
             value, batch_size = torch.full_like(value, _NEUTRAL[metric.meta.reduce_fx.__name__]), 0
-        reduce = sync.fn
-        assert isinstance(reduce, CheckedReduce)
-        reduce.weight = weight
-        try:
+        with weighted(sync, weight):
             super().update_metrics(key, value, batch_size)
-        finally:
-            reduce.weight = 1.0
 
     def check_keys(self) -> None:
         """Check that all data ranks log the same keys, and complete their means. *Collective* over the data ranks."""
@@ -125,8 +117,10 @@ class TrainingResults(CheckedResults):
         by_rank = self.dims.data_rank_group().gather(ours)
         for key in ours:
             summaries = [summaries[key] for summaries in by_rank if key in summaries]
-            if len(summaries) == len(by_rank) and _are_constant(summaries, self._division.had_larger_batches()):
-                self._batch_sizes[key].add_to(self[key])
+            if len(summaries) == len(by_rank) and are_constant(summaries):
+                metric, missing = self[key], self._batch_sizes[key]
+                metric.value = metric.value + missing.value
+                metric.cumulated_batch_size = metric.cumulated_batch_size + missing.size
         self._batch_sizes.clear()
 
 
@@ -139,64 +133,3 @@ def _reject_sync_batch_norm(module: Module) -> None:
             "repeats, because it has none of its own, would change the statistics of all ranks, and with them the "
             "gradient. Set drop_last=True in the loader, or leave out sync_batchnorm=True."
         )
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """What a rank knows about the batch sizes with which it logged a key in an epoch."""
-
-    constant: float | None
-    """The batch size, if it was the same in all steps."""
-    only_repeats: bool
-    """Whether a sample was repeated in each uneven step, so that every rank ran one sample."""
-
-
-class _BatchSizes:
-    """Batch sizes with which a key was logged in uneven steps, and what its mean lacks if they are a constant.
-
-    A batch size that the user passes to `self.log` may be the number of this rank's samples or tokens: over all ranks
-    these numbers add up to that of one process. Or it may be a constant, such as the batch size of the loader, which
-    one process passes as well: it has to be divided among the ranks like the samples. Only a comparison of what the
-    ranks have logged tells which of both it is.
-    """
-
-    def __init__(self) -> None:
-        self._sizes: set[float] = set()  # at most two
-        self._only_repeats = True
-        self._num_without_sample = 0
-        self._missing_value: Tensor | float = 0.0
-        self._missing_size: Tensor | float = 0.0
-
-    def add(self, value: Tensor, batch_size: int, weight: float, repeats_a_sample: bool) -> None:
-        """Add a value logged in an uneven step."""
-        size = float(batch_size)
-        if len(self._sizes) < 2:
-            self._sizes.add(size)
-        self._only_repeats &= repeats_a_sample
-        if weight:
-            missing = size * weight - size
-            self._missing_value = self._missing_value + value * missing
-            self._missing_size = self._missing_size + missing
-        else:
-            self._num_without_sample += 1
-
-    def summary(self, metric: ResultMetric) -> _Summary:
-        """Return what other ranks need to know. `metric` has all values that were logged in the epoch."""
-        num_counted = metric.update_count - self._num_without_sample
-        size = max(self._sizes)
-        is_constant = len(self._sizes) == 1 and float(metric.cumulated_batch_size) == size * num_counted
-        return _Summary(size if is_constant else None, self._only_repeats)
-
-    def add_to(self, metric: ResultMetric) -> None:
-        """Change the mean of `metric` to that of batch sizes which are divided among the ranks like the samples."""
-        metric.value = metric.value + self._missing_value
-        metric.cumulated_batch_size = metric.cumulated_batch_size + self._missing_size
-
-
-def _are_constant(summaries: list[_Summary], had_larger_batches: bool) -> bool:
-    """Return whether all ranks logged with the same batch size, which is not their number of samples."""
-    constant = summaries[0].constant
-    if constant is None or any(each.constant != constant for each in summaries):
-        return False
-    # If every rank ran one sample in each uneven step, only other steps show whether 1 is the number of samples.
-    return constant != 1.0 or had_larger_batches or not all(each.only_repeats for each in summaries)

@@ -14,6 +14,8 @@ from torchmetrics.classification import BinaryAUROC
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.data import training_results
+from tests.contract.cases import strategy_of
+from tests.models.logging_everything import Stream
 from tests.running import SaveAt, quiet_trainer
 
 RANKS = 3
@@ -292,3 +294,58 @@ def unequal_loaders() -> list[str]:
 def test_loaders_that_are_divided_differently_are_reported(on_ranks) -> None:
     said = on_ranks(RANKS, unequal_loaders)
     assert sum("The training loaders divide their batches differently" in message for message in said[0]) == 1
+
+
+# Evaluation
+
+
+class Evaluated(Recording):
+    """Logs what depends on how a batch is divided: means of batches, and means of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = batch.mean()
+        self.mean(loss)
+        self.log("metric", self.mean)
+        self.log("one", loss, batch_size=1, sync_dist=True)
+        self.log("eight", loss, batch_size=8, sync_dist=True)
+        self.log("found", loss, sync_dist=True)
+        self.log("given", loss, batch_size=len(batch), sync_dist=True)
+        self.log("sum", batch.sum(), reduce_fx="sum", sync_dist=True)
+        self.log("step", loss, on_step=True, on_epoch=False, sync_dist=True)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps.append(float(trainer.logged_metrics["step"]))
+
+
+def evaluated(num: int, batch_size: int, label: str, split: str, stream: bool, devices: int) -> Any:
+    strategy = strategy_of(label, **({} if devices == 1 else {"split": split}))
+    seen = Seen()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, callbacks=[seen])
+    dataset: Any = Stream(samples(num)) if stream else samples(num)
+    return trainer.validate(Evaluated(), DataLoader(dataset, batch_size), verbose=False)[0], seen.steps
+
+
+@pytest.mark.parametrize("split", ["batch", "global"])
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
+@pytest.mark.parametrize("sizes", [(13, 4), (11, 5), (10, 6), (7, 6), (2, 6), (4, 3), (12, 6)])
+def test_evaluation_equals_one_process_however_its_means_are_taken(
+    on_ranks, sizes: tuple[int, int], label: str, split: str
+) -> None:
+    for stream in (False, True):
+        expected, steps = evaluated(*sizes, "auto", split, stream, 1)
+        for found, found_steps in on_ranks(RANKS, evaluated, *sizes, label, split, stream, RANKS):
+            if split == "global" and sizes[1] == RANKS:  # a rank always has one sample, so 1 is taken for their number
+                assert found.pop("one") == expected["found"] != expected["one"]
+                found["one"] = expected["one"]
+            assert found == pytest.approx(expected)
+            if split == "global" and not stream and sizes[0] % sizes[1] not in (1, 2):
+                assert found_steps == pytest.approx(steps)
