@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
+from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
@@ -40,12 +42,15 @@ class Collectives(StrategyDescription):
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
     _is_reported: bool = False
+    _undo_timeout: Callable[[], None] | None = None
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
+        if self._undo_timeout is None:
+            self._undo_timeout = use_default_timeout(self.timeout)
         self._run = self.broadcast(new_run_name())
         if self._watcher is None and self.world_size > 1:
             self._watcher = RankWatcher(self._run)
@@ -58,6 +63,9 @@ class Collectives(StrategyDescription):
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
+        if self._undo_timeout is not None:
+            self._undo_timeout()
+            self._undo_timeout = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)
