@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import groupby
 from types import CodeType, FrameType
 
+from lightning_paral.compat.torch.fsdp_names import unit_name
 from lightning_paral.distributed.user_frames import library_of
 
 _INNER_LIBRARY_FRAMES = 2
@@ -18,7 +19,7 @@ class Position:
     """Where a thread is."""
 
     what: str
-    """What it waits for, such as `` `all_reduce` ``; empty if it does not wait for other ranks or for data."""
+    """What it waits for, such as ``in `all_reduce` ``; empty if it does not wait for other ranks or for data."""
     where: str
     """The function of the user, such as `` `training_step` (train.py:41) ``."""
     waits_for_ranks: bool
@@ -69,33 +70,33 @@ def wait_of(code: CodeType) -> _Wait | None:
     """Return what a call of this function waits for; `None` if it does not wait, or if that is not known."""
     path, name = code.co_filename.replace(os.sep, "/"), code.co_name
     if path.endswith("torch/distributed/distributed_c10d.py"):
-        return None if name.startswith("_") else _Wait(2, f"`{name}`")
+        return None if name.startswith("_") else _Wait(2, f"in `{name}`")
     if "/fsdp/_fully_shard/" in path and name in _FSDP:
         return _Wait(3, _FSDP[name])
     if path.endswith("lightning_paral/engines/zero/runtime/gloo.py"):
-        return _Wait(1, f"`{name}`")
+        return _Wait(1, f"in `{name}`")
     if path.endswith("lightning_paral/distributed/store_exchange.py"):
-        return _Wait(1, "an exchange between all ranks")
+        return _Wait(1, "in an exchange between all ranks")
     if path.endswith("lightning_paral/checkpoint/async_save.py"):
-        return _Wait(1, "a background save")
+        return _Wait(1, "for a background save")
     if path.endswith("torch/autograd/graph.py") and name == "_engine_run_backward":
-        return _Wait(0, "the backward pass")
+        return _Wait(0, "in the backward pass")
     if path.endswith("torch/utils/data/dataloader.py") and name == "__next__":
-        return _Wait(0, "a batch of its loader", for_ranks=False)
+        return _Wait(0, "for a batch of its loader", for_ranks=False)
     return None
 
 
 _FSDP = {
-    "unshard": "the all-gather of an FSDP unit",
-    "wait_for_unshard": "the all-gather of an FSDP unit",
-    "post_backward": "the reduce-scatter of an FSDP unit",
+    "unshard": "in the all-gather of an FSDP unit",
+    "wait_for_unshard": "in the all-gather of an FSDP unit",
+    "post_backward": "in the reduce-scatter of an FSDP unit",
 }
 
 
 def _with_name(wait: _Wait, frame: FrameType) -> _Wait:
     """Return `wait` with the name of the FSDP unit, if the frame knows it."""
     if wait.rank == 3:
-        unit = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+        unit = unit_name(frame.f_locals.get("self"))
         if unit:
             return _Wait(wait.rank, f"{wait.what.replace('an FSDP unit', 'FSDP unit')} `{unit}`")
     return wait

@@ -17,10 +17,12 @@ from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
+from lightning_paral.distributed.stacks import StackRequests
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.strategies.hangs import hang_requests
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class Collectives(StrategyDescription):
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
     _is_reported: bool = False
+    _stacks: StackRequests | None = None
+    """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
 
     def _begin_run(self) -> None:
@@ -54,6 +58,7 @@ class Collectives(StrategyDescription):
         self._run = self.broadcast(new_run_name())
         if self._watcher is None and self.world_size > 1:
             self._watcher = RankWatcher(self._run)
+            self._begin_naming_hangs(self._watcher)
         assert self.lightning_module is not None
         replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
 
@@ -63,6 +68,9 @@ class Collectives(StrategyDescription):
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
+        if self._stacks is not None:
+            self._stacks.end()
+            self._stacks = None
         if self._undo_timeout is not None:
             self._undo_timeout()
             self._undo_timeout = None
@@ -72,6 +80,12 @@ class Collectives(StrategyDescription):
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
         self._run, self._reached = "", None
+
+    def _begin_naming_hangs(self, watcher: RankWatcher) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._stacks = hang_requests(trainer, self.timeout, self._timeout_option, self.cluster_environment)
+        watcher.add(self._stacks)
 
     @property
     def _is_failing(self) -> bool:
@@ -196,8 +210,9 @@ class Collectives(StrategyDescription):
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
         super().on_exception(exception)
-        explain_timeout(exception, self.timeout, self._timeout_option)
         self._report(exception)
+        if explain_timeout(exception, self.timeout, self._timeout_option) and self._stacks is not None:
+            self._stacks.name_timeout()
         if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # it would report the errors of aborted communicators
             abort_nccl()  # otherwise device work in the teardown waits for the other ranks
@@ -218,6 +233,8 @@ class Collectives(StrategyDescription):
 
     def _report(self, exception: BaseException) -> None:
         """Log an exception now: the teardown runs before it is raised, and may hang or be killed by a launcher."""
+        if self._stacks is not None:
+            self._stacks.freeze()
         if self._may_hang and not self._is_reported and isinstance(exception, Exception):
             self._is_reported = True
             log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)
