@@ -17,6 +17,8 @@ class Sample:
     """Where the main thread was when it was last looked at. Times are those of `time.monotonic`."""
 
     position: Position
+    taken: float
+    """When it was last seen there."""
     since: float
     """When it was first seen in this line of the user's code, in the same batch."""
     still_since: float
@@ -67,7 +69,7 @@ class PositionSampler:
         since = before.since if before is not None and key == self._key else now
         still_since = before.still_since if before is not None and stack == self._stack else now
         self._key, self._stack = key, stack
-        self.sample = Sample(position, since, still_since)
+        self.sample = Sample(position, now, since, still_since)
 
 
 def _calls(frame: FrameType | None) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +65,8 @@ class StackRequests:
         self._summarized = threading.Event()
         self._summarized.set()
         self._num_polls = 0
+        self._is_lost = False
+        """Whether the process that serves the store has ended."""
         self._guard = StoreGuard(lambda: self._num_polls, self._patience, self._describe)
 
     def ask(self, reason: str) -> None:
@@ -89,6 +92,8 @@ class StackRequests:
         """Release the signal and the thread."""
         self._guard.end()
         self._sampler.end()
+        if self._sampler.is_frozen:
+            self._guard.end_stopped_launcher()
         if self._signal is not None:
             self._signal.release()
 
@@ -107,23 +112,35 @@ class StackRequests:
 
     def _describe(self) -> str:
         """Return where this rank is, for the message of the guard."""
-        where = Answer.of(self._sampler.sample, time.monotonic()).sentence(1)
+        where = Answer.of(self._sampler.sample).sentence(1)
         return f"Rank {self._rank} of {self._world_size}, which ends now, {where} ({self._describe_timeout()})."
 
     # Called by the watcher's thread
 
     def poll(self, store: Store) -> None:
         """Ask if there is a reason, answer requests, and log the summary of the last one."""
-        if self._num_polls == 0:
-            self._introduce(store)
-        self._find_reason()
-        asked = int(store.add("stacks/asked", 0))  # type: ignore[attr-defined]
+        if self._is_lost:
+            return
+        try:
+            if self._num_polls == 0:
+                self._introduce(store)
+            self._exchange(store)
+        except (dist.DistError, RuntimeError):
+            # The connection is closed: no later call would succeed, and torch would print a long warning at each one.
+            self._is_lost = True
+            self._guard.end()
+            self._summarized.set()
+            raise
         self._num_polls += 1
+
+    def _exchange(self, store: Any) -> None:
+        self._find_reason()
+        asked = int(store.add("stacks/asked", 0))
         if self._reason:
             reason, self._reason = self._reason, ""
             if asked == self._round:
                 self._post_request(store, asked, reason)
-            asked = int(store.add("stacks/asked", 0))  # type: ignore[attr-defined]
+            asked = int(store.add("stacks/asked", 0))
         if asked > self._round:
             self._answer(store, asked)
         if not self._summarized.is_set():
@@ -133,11 +150,12 @@ class StackRequests:
         """Find out whether rank 0 started this process."""
         if self._rank == 0:
             store.set("stacks/rank 0", f"{os.getpid()} on {socket.gethostname()}")
-        elif store.check(["stacks/rank 0"]):
-            if store.get("stacks/rank 0").decode() == f"{os.getppid()} on {socket.gethostname()}":
-                self._guard.launcher = os.getppid()
-        else:
-            self._num_polls = -1  # introduce again at the next poll
+            return
+        parent = os.getppid()
+        with suppress(dist.DistStoreError):  # rank 0 takes longer
+            store.wait(["stacks/rank 0"], timedelta(seconds=5))
+            if store.get("stacks/rank 0").decode() == f"{parent} on {socket.gethostname()}":
+                self._guard.launcher = parent
 
     def _find_reason(self) -> None:
         if self._signal is not None and self._signal.has_arrived():
@@ -164,8 +182,7 @@ class StackRequests:
     def _answer(self, store: Any, asked: int) -> None:
         self._round, self._answered_at = asked, time.monotonic()
         self._summarized.clear()
-        sample = self._sampler.sample
-        answer = Answer.of(sample, self._answered_at)
+        answer = Answer.of(self._sampler.sample)
         store.set(f"stacks/{asked}/{self._rank}", answer.as_text())
         frame = sys._current_frames().get(self._sampler.thread)
         if frame is not None and not self._sampler.is_frozen:

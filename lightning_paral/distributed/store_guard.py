@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 class StoreGuard:
     """Ends this process if no call of the watcher to the store returns for too long.
 
-    A call to the store has no timeout of its own: while the process that serves the store is stopped, or its node cannot
-    be reached, every call blocks, and so does everything that ends a run after a failure. The guard counts seconds in
-    which this process runs, so that ranks continue after their node was suspended.
+    A call to the store has no timeout of its own. While the process that serves the store is stopped, or its node
+    cannot be reached, every call blocks, and so does everything that ends a run after a failure. The guard counts
+    seconds in which this process runs, so that ranks continue after their node was suspended.
 
     Args:
         num_polls: returns how often the watcher has reached the store.
@@ -68,10 +68,15 @@ class StoreGuard:
             f"stopped, or its node cannot be reached. {self._describe()}\n"
         )
         sys.stderr.flush()
+        self.end_stopped_launcher()
+        os._exit(1)
+
+    def end_stopped_launcher(self) -> None:
+        """Kill the process that started this one if a signal has stopped it. Call this only if the run has failed."""
         if self.launcher is not None and is_stopped(self.launcher):
+            log.error("Rank 0 (process %d) is stopped, and the run has failed: killing it.", self.launcher)
             with suppress(OSError):
                 os.kill(self.launcher, signal.SIGKILL)
-        os._exit(1)
 
 
 def is_stopped(process: int) -> bool:

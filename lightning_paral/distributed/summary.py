@@ -18,12 +18,12 @@ class Answer:
     """For how long it has been there."""
 
     @classmethod
-    def of(cls, sample: Sample | None, now: float) -> "Answer":
-        """Return the answer of a rank whose main thread was last seen in `sample`; `now` is a monotonic time."""
+    def of(cls, sample: Sample | None) -> "Answer":
+        """Return the answer of a rank whose main thread was last seen in `sample`."""
         if sample is None:
-            return cls("", "Lightning's setup", waits_for_ranks=False, seconds=0.0)
+            return cls("", "the beginning of the run", waits_for_ranks=False, seconds=0.0)
         position = sample.position
-        return cls(position.what, position.where, position.waits_for_ranks, now - sample.since)
+        return cls(position.what, position.where, position.waits_for_ranks, sample.taken - sample.since)
 
     @classmethod
     def from_text(cls, text: str) -> "Answer":
