@@ -23,6 +23,8 @@ from lightning_paral.distributed.summary import Answer, summarize
 ANSWER_SECONDS = 3.0
 """How long the ranks that print the summary wait for the answers of the others."""
 
+_SUMMARY_SECONDS = 1.5
+"""How long a rank whose collective timed out waits for the summary before it tells the others that it failed."""
 _SAME_HANG_SECONDS = 10.0
 """After a request, how long a rank does not ask by itself: several ranks wait for the same one."""
 
@@ -74,15 +76,15 @@ class StackRequests:
         self._reason = reason
 
     def name_timeout(self) -> None:
-        """Let the ranks answer where they were before an error, and ask if that did not happen yet.
+        """Ask where the ranks were before a collective failed, if they have not just answered, and wait for the summary.
 
-        Waits until the summary is logged, but not much longer than the time in which ranks must answer.
+        The wait is short, because the other ranks still have to learn of the failure.
         """
         self._sampler.freeze()
         if not self._has_just_answered:
             self._summarized.clear()
             self.ask(f"A collective of rank {self._rank} did not finish within {self._describe_timeout()}.")
-        self._summarized.wait(ANSWER_SECONDS + 2.0)
+        self._summarized.wait(_SUMMARY_SECONDS)
 
     def freeze(self) -> None:
         """Let this rank answer from now on where it was until now, because an error ends its part in the run."""
