@@ -69,12 +69,16 @@ def fold_stack(frame: FrameType) -> str:
 def wait_of(code: CodeType) -> _Wait | None:
     """Return what a call of this function waits for; `None` if it does not wait, or if that is not known."""
     path, name = code.co_filename.replace(os.sep, "/"), code.co_name
-    if path.endswith("torch/distributed/distributed_c10d.py"):
+    if path.endswith(("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")):
         return None if name.startswith("_") else _Wait(2, f"in `{name}`")
+    if path.endswith("torch/distributed/utils.py") and name in _OF_DDP:
+        return _Wait(2, _OF_DDP[name])
     if "/fsdp/_fully_shard/" in path and name in _FSDP:
         return _Wait(3, _FSDP[name])
     if path.endswith("lightning_paral/engines/zero/runtime/gloo.py"):
         return _Wait(1, f"in `{name}`")
+    if "/deepspeed/runtime/zero/" in path and name in _ZERO_3:
+        return _Wait(1, "in the all-gather of ZeRO-3 parameters")
     if path.endswith("lightning_paral/distributed/store_exchange.py"):
         return _Wait(1, "in an exchange between all ranks")
     if path.endswith("lightning_paral/checkpoint/async_save.py"):
@@ -90,6 +94,11 @@ _FSDP = {
     "unshard": "in the all-gather of an FSDP unit",
     "wait_for_unshard": "in the all-gather of an FSDP unit",
     "post_backward": "in the reduce-scatter of an FSDP unit",
+}
+_ZERO_3 = ("fetch_sub_module", "all_gather", "all_gather_coalesced", "wait")
+_OF_DDP = {
+    "_verify_param_shape_across_processes": "in DDP's comparison of the parameters",
+    "_sync_module_states": "in DDP's broadcast of the module",
 }
 
 

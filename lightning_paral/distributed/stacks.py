@@ -76,9 +76,9 @@ class StackRequests:
         self._reason = reason
 
     def name_timeout(self) -> None:
-        """Ask where the ranks were before a collective failed, if they have not just answered, and wait for the summary.
+        """Ask where the ranks were before a collective failed, unless they have just answered.
 
-        The wait is short, because the other ranks still have to learn of the failure.
+        Waits for the summary, for a short time, because the other ranks still have to learn of the failure.
         """
         self._sampler.freeze()
         if not self._has_just_answered:

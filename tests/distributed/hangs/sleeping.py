@@ -50,9 +50,6 @@ class Sleeper(Regression):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.sleep_at("on_save_checkpoint")
 
-    def teardown(self, stage: str) -> None:
-        self.sleep_at("teardown")
-
 
 class Logged(logging.Handler):
     """Keeps the messages of this package, and creates a file once one of them contains `sign`."""
