@@ -95,6 +95,7 @@ _FSDP = {
     "wait_for_unshard": "in the all-gather of an FSDP unit",
     "post_backward": "in the reduce-scatter of an FSDP unit",
 }
+_LIGHTNING = ("lightning", "pytorch_lightning")
 _ZERO_3 = ("fetch_sub_module", "all_gather", "all_gather_coalesced", "wait")
 _OF_DDP = {
     "_verify_param_shape_across_processes": "in DDP's comparison of the parameters",
@@ -140,7 +141,7 @@ def _where(frames: list[FrameType], own: int) -> str:
 def _hook_of(frame: FrameType) -> str:
     """Return the name of the hook that this frame of Lightning calls; empty if it calls none."""
     code = frame.f_code
-    if "hook_name" not in code.co_varnames[: code.co_argcount] or not library_of(code.co_filename):
+    if "hook_name" not in code.co_varnames[: code.co_argcount] or library_of(code.co_filename) not in _LIGHTNING:
         return ""
     return str(frame.f_locals.get("hook_name", ""))
 

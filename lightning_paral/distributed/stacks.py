@@ -21,7 +21,7 @@ from lightning_paral.distributed.store_guard import StoreGuard
 from lightning_paral.distributed.summary import Answer, summarize
 
 ANSWER_SECONDS = 3.0
-"""How long the ranks that print the summary wait for the answers of the others."""
+"""How long the ranks that log the summary wait at most for the answers of the others."""
 
 _SUMMARY_SECONDS = 1.5
 """How long a rank whose collective timed out waits for the summary before it tells the others that it failed."""
@@ -55,7 +55,9 @@ class StackRequests:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._timeout, self._option = timeout, option
         seconds = timeout.total_seconds()
-        self._ask_after = seconds - min(5.0, 0.4 * seconds)
+        before = min(5.0, 0.4 * seconds)
+        self._ask_after = seconds - before
+        self._patience = min(ANSWER_SECONDS, max(1.5, before - 1.0))
         self._signal = StackSignal() if takes_signal else None
         self._sampler = PositionSampler(progress)
         self._reason = ""
@@ -69,7 +71,7 @@ class StackRequests:
         self._num_polls = 0
         self._is_lost = False
         """Whether the process that serves the store has ended."""
-        self._guard = StoreGuard(lambda: self._num_polls, self._patience, self._describe)
+        self._guard = StoreGuard(lambda: self._num_polls, self._patience_of_guard, self._describe)
 
     def ask(self, reason: str) -> None:
         """Ask all ranks at the next poll. `reason` is the first line of the summary."""
@@ -107,7 +109,7 @@ class StackRequests:
     def _has_just_answered(self) -> bool:
         return self._round > 0 and time.monotonic() - self._answered_at < _SAME_HANG_SECONDS
 
-    def _patience(self) -> float:
+    def _patience_of_guard(self) -> float:
         """Return for how many seconds the store may be silent."""
         # After an error the main thread needs the store to end the run. Before, the collective may still time out.
         return 0.0 if self._sampler.is_frozen else self._timeout.total_seconds() + 5.0
@@ -198,9 +200,9 @@ class StackRequests:
         prefix = f"stacks/{self._round}"
         waited = time.monotonic() - self._answered_at
         present = [rank for rank in range(self._world_size) if store.check([f"{prefix}/{rank}"])]
-        if len(present) < self._world_size and waited < ANSWER_SECONDS:
+        if len(present) < self._world_size and waited < self._patience:
             return
-        if self._rank != min(present, default=self._rank) and waited < ANSWER_SECONDS + 1.0:
+        if self._rank != min(present, default=self._rank) and waited < self._patience + 1.0:
             if store.check([f"{prefix}/logged"]):
                 self._summarized.set()
             return

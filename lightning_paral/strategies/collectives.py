@@ -58,7 +58,7 @@ class Collectives(StrategyDescription):
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
-            self._watch = TimeoutWatch(self.timeout, self._timeout_option)
+            self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
         if self._undo_timeout is None:
             self._undo_timeout = use_default_timeout(self.timeout)
         if self.world_size > 1:
