@@ -24,6 +24,7 @@ from lightning_paral.distributed.failure import (
     CONSEQUENCE_SECONDS,
     Failure,
     FirstFailure,
+    InterruptedByFailure,
     failure_of,
     is_interruption,
     remember_first,
@@ -31,9 +32,9 @@ from lightning_paral.distributed.failure import (
 from lightning_paral.distributed.liveness import Liveness
 from lightning_paral.errors import RankFailedError
 
-_INTERRUPT_AFTER = 0.7
+_INTERRUPT_AFTER = 0.5
 """Seconds after this rank learned of the failure at which Python code in its main thread is interrupted."""
-_END_AFTER = 3.0
+_END_AFTER = 2.5
 """Seconds after which the process is ended if its main thread has not left the run."""
 _CLOSE_FOR = 2.0
 """For how many seconds connections are looked for and closed. Ranks learn of the failure one after the other."""
@@ -76,7 +77,6 @@ class FailureWatch:
         self._is_leaving = False
         self._left_at = 0.0
         self._published = ""
-        self._is_interrupted = False
         self._main_thread = threading.get_ident()
         self._interrupt = _Interrupt()
 
@@ -102,7 +102,7 @@ class FailureWatch:
             consequence.__cause__ = error
             error = consequence
         elif first.rank == self.rank:
-            _tell_torchrun(error)
+            tell_torchrun(error)
         remember_first(error, self.first)
         return self._explain_exit(error, where)
 
@@ -170,8 +170,7 @@ class FailureWatch:
                 self._end_process()
         elif now - self._learned_at > _END_AFTER:
             self._end_process()
-        elif now - self._learned_at > _INTERRUPT_AFTER and not self._is_interrupted:
-            self._is_interrupted = True
+        elif now - self._learned_at > _INTERRUPT_AFTER:
             assert self.first.known is not None
             self._interrupt.send(self._main_thread, f"Rank {self.rank} ended because {self.first.known}")
 
@@ -221,15 +220,20 @@ def end_children() -> None:
             child.kill()
 
 
-def _tell_torchrun(error: BaseException) -> None:
-    """Write the error being handled to the file from which torchrun reads it, to show it in its summary."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE") and isinstance(error, Exception):
-        with suppress(OSError):
-            get_error_handler().record_exception(error)
+def tell_torchrun(error: BaseException) -> None:
+    """Write `error` to the file from which torchrun reads it, to show its traceback in the summary. Do so only once."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and isinstance(error, Exception) and not os.path.exists(path):
+        trace = error.__traceback__
+        try:
+            raise error  # `record_exception` formats the exception that is being handled
+        except Exception:
+            with suppress(OSError):
+                get_error_handler().record_exception(error.with_traceback(trace))
 
 
 class _Interrupt:
-    """A real-time signal that raises a `RankFailedError` in the main thread, also while it sleeps or waits."""
+    """A real-time signal that raises an `InterruptedByFailure` in the main thread, also while it sleeps or waits."""
 
     def __init__(self) -> None:
         self._message = ""
@@ -255,4 +259,4 @@ class _Interrupt:
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         if self._message:
             message, self._message = self._message, ""
-            raise RankFailedError(message)
+            raise InterruptedByFailure(message)
