@@ -8,6 +8,7 @@ from itertools import groupby
 from types import CodeType, FrameType
 
 from lightning_paral.compat.torch.fsdp_names import unit_name
+from lightning_paral.compat.torch.waits import BACKWARD, OF_DDP
 from lightning_paral.distributed.user_frames import library_of
 
 _INNER_LIBRARY_FRAMES = 2
@@ -71,8 +72,8 @@ def wait_of(code: CodeType) -> _Wait | None:
     path, name = code.co_filename.replace(os.sep, "/"), code.co_name
     if path.endswith(("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")):
         return None if name.startswith("_") else _Wait(2, f"in `{name}`")
-    if path.endswith("torch/distributed/utils.py") and name in _OF_DDP:
-        return _Wait(2, _OF_DDP[name])
+    if path.endswith("torch/distributed/utils.py") and name in OF_DDP:
+        return _Wait(2, OF_DDP[name])
     if "/fsdp/_fully_shard/" in path and name in _FSDP:
         return _Wait(3, _FSDP[name])
     if path.endswith("lightning_paral/engines/zero/runtime/gloo.py"):
@@ -83,7 +84,7 @@ def wait_of(code: CodeType) -> _Wait | None:
         return _Wait(1, "in an exchange between all ranks")
     if path.endswith("lightning_paral/checkpoint/async_save.py"):
         return _Wait(1, "for a background save")
-    if path.endswith("torch/autograd/graph.py") and name == "_engine_run_backward":
+    if path.endswith("torch/autograd/graph.py") and name == BACKWARD:
         return _Wait(0, "in the backward pass")
     if path.endswith("torch/utils/data/dataloader.py") and name == "__next__":
         return _Wait(0, "for a batch of its loader", for_ranks=False)
@@ -97,10 +98,6 @@ _FSDP = {
 }
 _LIGHTNING = ("lightning", "pytorch_lightning")
 _ZERO_3 = ("fetch_sub_module", "all_gather", "all_gather_coalesced", "wait")
-_OF_DDP = {
-    "_verify_param_shape_across_processes": "in DDP's comparison of the parameters",
-    "_sync_module_states": "in DDP's broadcast of the module",
-}
 
 
 def _with_name(wait: _Wait, frame: FrameType) -> _Wait:

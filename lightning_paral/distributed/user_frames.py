@@ -19,8 +19,6 @@ LIBRARIES = (
     "jsonargparse",
     "numpy",
     "tqdm",
-    "_pytest",
-    "pluggy",
 )
 """Packages whose frames are not the user's. Other packages, such as a library of models, count as user code."""
 
