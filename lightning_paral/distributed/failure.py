@@ -193,12 +193,12 @@ class FirstFailure:
 
 def remember_first(error: BaseException, first: FirstFailure) -> None:
     """Attach `first` to the error that ends this rank, for the function that prints uncaught errors."""
-    error.__dict__["_paral_first_failure"] = first
+    error.__dict__["paral_first_failure"] = first
 
 
 def first_failure_of(error: BaseException) -> FirstFailure | None:
     """Return the first failure of the run that `error` ended on this rank; `None` if `error` ended no run."""
-    first = getattr(error, "_paral_first_failure", None)
+    first = getattr(error, "paral_first_failure", None)
     return first if isinstance(first, FirstFailure) else None
 
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_paral.compat.torch.aborting import abort_nccl
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.distributed.connections import as_text, close_connections, from_text, own_connections
+from lightning_paral.distributed.connections import Endpoints, as_text, close_connections, from_text, own_connections
 from lightning_paral.distributed.failure import (
     CONSEQUENCE_SECONDS,
     Failure,
@@ -36,8 +36,6 @@ _INTERRUPT_AFTER = 0.5
 """Seconds after this rank learned of the failure at which Python code in its main thread is interrupted."""
 _END_AFTER = 2.5
 """Seconds after which the process is ended if its main thread has not left the run."""
-_CLOSE_FOR = 2.0
-"""For how many seconds connections are looked for and closed. Ranks learn of the failure one after the other."""
 _TEARDOWN_SECONDS = 60.0
 """How long the teardown may take, once the main thread has left the run."""
 
@@ -76,7 +74,9 @@ class FailureWatch:
         self._learned_at: float | None = None
         self._is_leaving = False
         self._left_at = 0.0
-        self._published = ""
+        self._lock = threading.Lock()
+        self._connections: list[Endpoints] | None = None
+        self._open_ranks = set(range(self.world_size)) - {self.rank}
         self._main_thread = threading.get_ident()
         self._interrupt = _Interrupt()
 
@@ -187,18 +187,20 @@ class FailureWatch:
 
     def _close_connections(self) -> None:
         """Close the connections to other ranks. They are known from what both ends say of them."""
-        if self._learned_at is not None and time.monotonic() - self._learned_at > _CLOSE_FOR:
-            return
         self._publish_connections()
-        for other in range(self.world_size):
-            if other != self.rank and self.first.store.check([f"connections/{other}"]):
-                close_connections(from_text(self.first.store.get(f"connections/{other}").decode()))
+        assert self._connections is not None
+        for other in self._open_ranks:
+            if self.first.store.check([f"connections/{other}"]):
+                close_connections(self._connections, from_text(self.first.store.get(f"connections/{other}").decode()))
+                self._open_ranks = self._open_ranks - {other}
 
     def _publish_connections(self) -> None:
-        text = as_text(own_connections([self._main_port, self._liveness.port]))
-        if text != self._published:
-            self.first.store.set(f"connections/{self.rank}", text)
-            self._published = text
+        """Publish the present connections, once: ranks that failed together connect anew to save."""
+        with self._lock:
+            if self._connections is None:
+                connections = own_connections([self._main_port, self._liveness.port])
+                self.first.store.set(f"connections/{self.rank}", as_text(connections))
+                self._connections = connections
 
     def _end_process(self) -> None:
         """End this process without a teardown, which its main thread does not reach."""

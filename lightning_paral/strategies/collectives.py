@@ -49,14 +49,13 @@ class Collectives(StrategyDescription):
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
     _failures: FailureWatch | None = None
     """During a run with several ranks, what ends this rank after another one has failed."""
-    _is_reported: bool = False
     _stacks: StackRequests | None = None
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
-        self._reached, self._is_reported = None, False
+        self._reached = None
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
         if self._undo_timeout is None:
@@ -165,7 +164,6 @@ class Collectives(StrategyDescription):
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
     ) -> None:
         """Let `callback` save if all ranks failed. If saving fails, warn, so that the error of the run is raised."""
-        self._report(exception)
         try:
             if self._reachable_ranks().all_reachable:
                 type(callback).on_exception(callback, trainer, module, exception)
@@ -259,8 +257,6 @@ class Collectives(StrategyDescription):
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
         super().on_exception(exception)
-        self._report(exception)
-        explain_timeout(exception, self.timeout, self._timeout_option)
         if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # it would report the errors of aborted communicators
             abort_nccl()  # otherwise device work in the teardown waits for the other ranks
@@ -278,9 +274,3 @@ class Collectives(StrategyDescription):
     def _may_hang(self) -> bool:
         """Whether ranks may wait for each other on a device, where no exception interrupts them."""
         return self.world_size > 1 and bool(nccl_backends())
-
-    def _report(self, exception: BaseException) -> None:
-        """Log an exception now: the teardown runs before it is raised, and may hang or be killed by a launcher."""
-        if self._may_hang and not self._is_reported and isinstance(exception, Exception):
-            self._is_reported = True
-            log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)
