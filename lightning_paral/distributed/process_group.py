@@ -22,7 +22,13 @@ from lightning_paral.distributed.forked import protect_inherited_objects
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
 _PORT_IN_USE = ("EADDRINUSE", "address already in use")
-_TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective operation timeout")
+_TIMED_OUT = (
+    "Timed out waiting",
+    "timed out after",
+    "wait timeout after",
+    "Application timeout caused pair closure",
+    "Watchdog caught collective operation timeout",
+)
 
 log = logging.getLogger(__name__)
 
@@ -226,15 +232,21 @@ def is_first_to_report(message: str) -> bool:
         return True
 
 
-def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
-    """If `error` says that a collective timed out, add the timeout, and the option that sets it, to its message."""
+def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> bool:
+    """If `error` says that a collective timed out, add the timeout, and the option that sets it, to its message.
+
+    Returns:
+        bool: whether a collective timed out.
+    """
     message = str(error)
-    if error.args and any(sign in message for sign in _TIMED_OUT) and option not in message:
+    timed_out = any(sign in message for sign in _TIMED_OUT)
+    if error.args and timed_out and option not in message:
         error.args = (
             f"{message}\nA collective did not finish within timeout={timeout}, set by `{option}`: some rank failed, "
             "hangs, or is slow. Look for the first error among all ranks. If a rank is only slow, raise the timeout.",
             *error.args[1:],
         )
+    return timed_out
 
 
 def _check_ranks_match(rank: int, world_size: int) -> None:

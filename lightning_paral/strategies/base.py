@@ -68,7 +68,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         self.sampling = Sampling(
             split=options["split"], remainder=options["remainder"], shard_iterable=options["shard_iterable"]
         )
-        self.timeout = as_timeout(options["timeout"])
+        self.timeout = self._async_timeout = as_timeout(options["timeout"])
         self._checkpoint_options = as_checkpoint_options(options["checkpoint"])
         self._activation_checkpointing = options["activation_checkpointing"]
         self._data = RunData()

@@ -38,6 +38,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
 
     _checkpoint_options: CheckpointOptions
     _async_timeout: timedelta = DEFAULT_TIMEOUT
+    """How long ranks wait for each other in a background save."""
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
     _rng_states_of_fit: dict[str, Any] | None = None

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,16 +13,19 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
+from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure_watch import FailureWatch
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.reachable import ReachableRanks, new_run_name, wait_for_all_ranks
+from lightning_paral.distributed.stacks import StackRequests
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.strategies.hangs import hang_requests
 from lightning_paral.strategies.position import describe_position
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
@@ -45,12 +49,17 @@ class Collectives(StrategyDescription):
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
     _failures: FailureWatch | None = None
     """During a run with several ranks, what ends this rank after another one has failed."""
+    _stacks: StackRequests | None = None
+    """During a run with several ranks, the requests by which ranks tell each other where they are."""
+    _undo_timeout: Callable[[], None] | None = None
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached = None
         if self._watch is None and nccl_backends():
-            self._watch = TimeoutWatch(self.timeout, self._timeout_option)
+            self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
+        if self._undo_timeout is None:
+            self._undo_timeout = use_default_timeout(self.timeout)
         if self.world_size > 1:
             self._begin_watching()
         else:
@@ -70,6 +79,7 @@ class Collectives(StrategyDescription):
         self._failures = FailureWatch(self._run, main_port, liveness, how)
         self._watcher = RankWatcher(self._run)
         self._watcher.add(self._failures)
+        self._begin_naming_hangs(self._watcher)
 
     def report_failure(self, error: BaseException) -> BaseException:
         """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
@@ -79,8 +89,10 @@ class Collectives(StrategyDescription):
         trainer = trainer_of(self.lightning_module)
         if self._failures is None or trainer is None:
             return error
-        if isinstance(error, Exception):
-            explain_timeout(error, self.timeout, self._timeout_option)
+        if self._stacks is not None:
+            self._stacks.freeze()
+        if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):
+            self._name_hang()
         return self._failures.report(error, describe_position(trainer, error))
 
     def _end_run(self) -> None:
@@ -89,6 +101,12 @@ class Collectives(StrategyDescription):
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
+        if self._stacks is not None:
+            self._stacks.end()
+            self._stacks = None
+        if self._undo_timeout is not None:
+            self._undo_timeout()
+            self._undo_timeout = None
         if self._failures is not None:
             self._failures.end()
             self._failures = None
@@ -98,6 +116,17 @@ class Collectives(StrategyDescription):
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
         self._run, self._reached = "", None
+
+    def _name_hang(self) -> None:
+        """Log where all ranks are, unless they have just done so."""
+        if self._stacks is not None:
+            self._stacks.name_timeout()
+
+    def _begin_naming_hangs(self, watcher: RankWatcher) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._stacks = hang_requests(trainer, self.timeout, self._timeout_option, self.cluster_environment)
+        watcher.add(self._stacks)
 
     @property
     def _is_failing(self) -> bool:
