@@ -35,7 +35,7 @@ def connect(address: str, port: int, rank: int, world_size: int, timeout: timede
     Raises:
         RuntimeError: the store cannot be reached within `timeout`, or the port is in use.
     """
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
         host_name=address,
         port=port,
         world_size=world_size,
