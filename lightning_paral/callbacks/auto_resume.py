@@ -143,11 +143,12 @@ def describe(candidate: Candidate, progress: Progress | None, trainer: Trainer) 
     age = _duration(time.time() - candidate.saved_at)
     parts = [f"resuming from {candidate.path}: step {candidate.global_step}, saved {age} ago."]
     if progress is not None and progress.global_step >= candidate.global_step:
-        num_repeated = progress.global_step - candidate.global_step
-        before = _duration(max(0.0, progress.time - candidate.saved_at))
+        count = progress.global_step - candidate.global_step
+        repeated = f"at least {count} {'step is' if count == 1 else 'steps are'}" if count else "no step is"
+        later = _duration(max(0.0, progress.time - candidate.saved_at))
         parts.append(
-            f"The run before it reached step {progress.global_step}, {before} after this save: "
-            + (f"{num_repeated} steps are trained again." if num_repeated else "no step is trained again.")
+            f"The previous run was last seen at step {progress.global_step}, {later} after this save: {repeated} "
+            "trained again."
         )
     if candidate.world_size not in (None, trainer.world_size):
         split: Any = getattr(getattr(trainer.strategy, "sampling", None), "split", "global")

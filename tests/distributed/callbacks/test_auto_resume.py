@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.callbacks.progress_note import FILE_NAME
+from lightning_paral.callbacks.progress_note import FILE_NAME, ProgressNote, read_progress
 from lightning_paral.checkpoint.candidates import find_candidates
 from tests.models.witnessed import Witnessed, numbered_loader
 from tests.running import quiet_trainer
@@ -175,7 +176,7 @@ def test_message_says_what_is_repeated(on_ranks, folder: Path) -> None:
 
     (message,) = rank["messages"]
     assert f"resuming from {folder}/step=8.ckpt: step 8, saved " in message
-    assert "reached step 10, 42 s after this save: 2 steps are trained again." in message
+    assert "was last seen at step 10, 42 s after this save: at least 2 steps are trained again." in message
     assert other["messages"] == []
     assert json.loads((folder / FILE_NAME).read_text())["global_step"] == NUM_STEPS
 
@@ -275,3 +276,17 @@ def test_candidates_are_listed_once_and_newest_first(folder: Path) -> None:
 
     assert names == ["step=8.ckpt", "step=4.ckpt", "broken.ckpt"]
     assert find_candidates(folder / "missing") == []
+
+
+def test_two_runs_that_save_to_the_same_folder_are_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    steps = iter(range(100))
+    first = ProgressNote(tmp_path, lambda: next(steps))
+    deadline = time.monotonic() + 30
+    while read_progress(tmp_path) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    ProgressNote(tmp_path, lambda: 7).end()
+    first.end()
+
+    assert f"Another start of this run saves to {tmp_path} at the same time, at step 7." in caplog.text
+    assert read_progress(tmp_path).global_step == 7

@@ -70,7 +70,8 @@ class Job:
 
     def start_node(self, max_restarts: int, nodes: str = "1:2", ranks: int = 2) -> "subprocess.Popen[str]":
         """Start an agent with `ranks` ranks that finds the other agents by c10d's rendezvous."""
-        rendezvous = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+        # With less patience, an agent on a busy machine counts as dead, and the agents train apart from each other.
+        rendezvous = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10"
         return self.start_agent(
             *("--nnodes", nodes, "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "elastic"),
@@ -146,7 +147,7 @@ class Job:
                 self.kill_node(agent)
 
     def timeline(self) -> dict[int, dict[str, Any]]:
-        """Return, by step, the epoch, the samples and the mean loss of all ranks, in the last run that took the step."""
+        """Return, by step, the epoch, the samples and the mean loss of all ranks, in the last run to take it."""
         by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for line in self.lines():
             by_step[line["step"]].append(line)
