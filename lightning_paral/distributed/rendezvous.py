@@ -10,7 +10,6 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,10 +18,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_paral.errors import ProcessGroupError
 
 _CURRENT = "current"
-_FIRST_WAIT, _LONGEST_WAIT = timedelta(milliseconds=20), timedelta(milliseconds=500)
-"""How long a rank waits for an answer before it reads again which start is the current one."""
-_REMINDER = timedelta(seconds=60)
-"""How often rank 0 logs which ranks it is waiting for."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2
+"""Seconds between two looks at the store."""
+_REMINDER = 60.0
+"""After how many seconds rank 0 logs which ranks it is waiting for."""
 
 log = logging.getLogger(__name__)
 
@@ -90,45 +89,60 @@ def _answer(store: Store, rank: int, world_size: int, deadline: float) -> str:
     """Answer rank 0 under the current name until rank 0 confirms, and return the name."""
     own = uuid.uuid4().hex
     confirmation = _confirmation_key(own)
-    answered, wait = "", _FIRST_WAIT
-    with suppress(dist.DistError, RuntimeError):
-        store.wait([_CURRENT], _until(deadline))
-    while store.check([_CURRENT]):
-        current = store.get(_CURRENT).decode()
+    answered, polls = "", _Polls(deadline)
+    while polls.sleep():
+        current = store.get(_CURRENT).decode() if store.check([_CURRENT]) else ""
         if current != answered:
             store.set(_answer_key(current, rank), own)
             answered = current
-        with suppress(dist.DistError, RuntimeError):
-            store.wait([confirmation], min(wait, _until(deadline)))
+            polls.restart()
         if store.check([confirmation]):
             verdict = json.loads(store.get(confirmation))
             if verdict["missing"]:
                 raise _error(verdict["missing"], world_size)
             return str(verdict["name"])
-        if time.monotonic() > deadline:
-            silent = [other for other in range(1, world_size) if not store.check([_answer_key(answered, other)])]
-            raise _error(silent or [0], world_size)
-        wait = min(wait * 2, _LONGEST_WAIT)
-    raise _error([0], world_size)
+    others = range(1, world_size) if answered else ()
+    silent = [other for other in others if not store.check([_answer_key(answered, other)])]
+    raise _error(silent or [0], world_size)
 
 
 def _wait_for(store: Store, keys: Mapping[int, str], deadline: float) -> list[int]:
     """Wait until `store` has all `keys`, and return the ranks whose keys are missing at the deadline."""
-    missing, started = list(keys), time.monotonic()
-    while missing:
-        with suppress(dist.DistError, RuntimeError):
-            store.wait([keys[rank] for rank in missing], min(_REMINDER, _until(deadline)))
-        missing = [rank for rank in missing if not store.check([keys[rank]])]
-        if time.monotonic() > deadline:
-            break
-        if missing:
-            waited = time.monotonic() - started
-            log.warning("Rank 0 has waited for %.0f s: %s", waited, _have_not_joined(missing, len(keys) + 1))
-    return missing
+    started = reminded = time.monotonic()
+    polls = _Polls(deadline)
+    while keys and not store.check(list(keys.values())) and polls.sleep():
+        if time.monotonic() > reminded + _REMINDER:
+            reminded = time.monotonic()
+            missing = _have_not_joined(_missing(store, keys), len(keys) + 1)
+            log.warning("Rank 0 has waited for %.0f s: %s", reminded - started, missing)
+    return _missing(store, keys) if time.monotonic() > deadline else []
 
 
-def _until(deadline: float) -> timedelta:
-    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+def _missing(store: Store, keys: Mapping[int, str]) -> list[int]:
+    return [rank for rank, key in keys.items() if not store.check([key])]
+
+
+class _Polls:
+    """Pauses between two looks at the store, which get longer, until a deadline.
+
+    `Store.wait` with a short timeout is not used, because torch prints a warning whenever one passes.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._seconds = 0.0
+
+    def restart(self) -> None:
+        """Make the next pauses short again."""
+        self._seconds = _FIRST_PAUSE
+
+    def sleep(self) -> bool:
+        """Pause; return `False` without a pause if the deadline has passed. The first call does not pause."""
+        if time.monotonic() > self._deadline:
+            return False
+        time.sleep(self._seconds)
+        self._seconds = min(max(self._seconds * 1.5, _FIRST_PAUSE), _LONGEST_PAUSE)
+        return True
 
 
 def _answer_key(name: str, rank: int) -> str:

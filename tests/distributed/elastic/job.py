@@ -51,7 +51,7 @@ class Job:
         self.agents: list[subprocess.Popen[str]] = []
         folder.mkdir(parents=True, exist_ok=True)
 
-    def start_agent(self, *options: str) -> "subprocess.Popen[str]":
+    def start_agent(self, *options: str, **environment: str) -> "subprocess.Popen[str]":
         """Start an agent in a process group of its own; its output goes to `agent-N.log`."""
         inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
         command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *options, *self.script]
@@ -59,7 +59,7 @@ class Job:
             agent = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -76,6 +76,9 @@ class Job:
             *("--nnodes", nodes, "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "elastic"),
             *("--rdzv-conf", rendezvous, "--local-addr", "127.0.0.1"),
+            # Otherwise a node that joins later waits for MASTER_ADDR, which the first agent has set in the first round
+            # only (torch 2.11 to 2.13).
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )
 
     def output(self) -> str:
