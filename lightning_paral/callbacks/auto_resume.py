@@ -66,7 +66,6 @@ class AutoResume(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to note the progress of the run."""
         if trainer.is_global_zero and self._note is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
             self._note = ProgressNote(self._folder, lambda: trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -144,11 +143,12 @@ def describe(candidate: Candidate, progress: Progress | None, trainer: Trainer) 
     parts = [f"resuming from {candidate.path}: step {candidate.global_step}, saved {age} ago."]
     if progress is not None and progress.global_step >= candidate.global_step:
         count = progress.global_step - candidate.global_step
-        repeated = f"at least {count} {'step is' if count == 1 else 'steps are'}" if count else "no step is"
         later = _duration(max(0.0, progress.time - candidate.saved_at))
         parts.append(
-            f"The previous run was last seen at step {progress.global_step}, {later} after this save: {repeated} "
-            "trained again."
+            f"The previous run was last seen at step {progress.global_step}, {later} after this save: at least {count} "
+            f"{'step is' if count == 1 else 'steps are'} trained again."
+            if count
+            else "The previous run was last seen at this step."
         )
     if candidate.world_size not in (None, trainer.world_size):
         split: Any = getattr(getattr(trainer.strategy, "sampling", None), "split", "global")

@@ -35,7 +35,7 @@ class ProgressNote:
     logged.
 
     Args:
-        folder: an existing folder.
+        folder: the folder; it is created if it does not exist.
         read_step: returns the global step; called in the thread.
     """
 
@@ -74,6 +74,7 @@ class ProgressNote:
                 return
             draft = self._path.with_suffix(f".{os.getpid()}")
             try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 draft.write_text(json.dumps(asdict(Progress(step, time.time(), self._start))))
                 os.replace(draft, self._path)
             except OSError as error:  # the note is a convenience; saving checkpoints reports a full disk
