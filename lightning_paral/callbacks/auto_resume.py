@@ -12,8 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_paral.callbacks.progress_note import Progress, ProgressNote, read_progress
 from lightning_paral.checkpoint.candidates import Candidate, find_candidates
 from lightning_paral.checkpoint.io.urls import is_remote, without_scheme
+from lightning_paral.checkpoint.record_checksums import verify_records
 from lightning_paral.compat.lightning.resuming import choose_checkpoint
-from lightning_paral.distributed.agreement import all_ranks, explain
+from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 
@@ -97,7 +98,7 @@ class AutoResume(Callback):
         )
         faults = [f"{each.path}: {each.fault}" for each in candidates if each.fault]
         for candidate in (each for each in candidates if not each.fault):
-            fault = next(filter(None, ranks.gather(_try(load, candidate.path))), "")
+            fault = next(filter(None, ranks.gather(_try(load, candidate, ranks))), "")
             if not fault:
                 _warn_of_faults(faults, f"resuming from {candidate.path} instead")
                 rank_zero_info(f"AutoResume: {describe(candidate, progress, trainer)}")
@@ -117,10 +118,12 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     return found
 
 
-def _try(load: Callable[[str], None], path: str) -> str:
-    """Load the checkpoint at `path`; return why it cannot be loaded, or an empty string."""
+def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) -> str:
+    """Verify and load a checkpoint; return why it cannot be loaded, or an empty string. *Collective*."""
     try:
-        load(path)
+        if candidate.is_archive:
+            verify_records(candidate.path, ranks)  # `load` verifies checkpoints of this package
+        load(candidate.path)
     except Exception as error:
         return explain(error)
     return ""

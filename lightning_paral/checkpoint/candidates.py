@@ -27,6 +27,8 @@ class Candidate:
     """The time of its last change, in seconds since 1970."""
     world_size: int | None = None
     """The number of ranks that saved it; `None` if another tool saved it."""
+    is_archive: bool = False
+    """Whether it is a file that another tool saved with `torch.save`."""
     fault: str = ""
     """Why it cannot be read, if it is damaged; its step is then unknown, and -1."""
 
@@ -77,4 +79,4 @@ def _describe(path: Path, saved_at: float) -> Candidate:
     _, checkpoint = peek(path)
     with explain_read_errors(path):
         step, epoch = int(checkpoint["global_step"]), int(checkpoint["epoch"])
-    return Candidate(path=str(path), global_step=step, epoch=epoch, saved_at=saved_at)
+    return Candidate(path=str(path), global_step=step, epoch=epoch, saved_at=saved_at, is_archive=path.is_file())

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher

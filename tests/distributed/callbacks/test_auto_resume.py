@@ -237,14 +237,43 @@ def test_explicit_path_has_priority(folder: Path, undisturbed) -> None:
     assert outcome["messages"] == []
 
 
-def test_lightnings_own_strategy_and_checkpoints(tmp_path: Path, undisturbed) -> None:
-    train(str(tmp_path), None, fail_at=10)
-    truncate(tmp_path / "step=8.ckpt")
+def save_with_lightning(folder: str) -> None:
+    """Save checkpoints of steps 4 and 8 with Lightning's own strategy, and fail in step 10."""
+    train(folder, None, fail_at=10, devices=1)
+
+
+@pytest.mark.parametrize("spoil", [damage, truncate])
+@pytest.mark.parametrize("strategy", [None, "ddp"])
+def test_damaged_checkpoint_of_lightning_is_skipped(
+    tmp_path: Path, strategy: str | None, spoil: Callable[[Path], None]
+) -> None:
+    save_with_lightning(str(tmp_path))
+    spoil(tmp_path / "step=8.ckpt")
+
+    outcome = train(str(tmp_path), strategy)
+
+    assert f"{tmp_path}/step=8.ckpt" in "\n".join(outcome["messages"])
+    assert min(step for _, step, _, _ in outcome["seen"]) == 4
+
+
+def test_ranks_share_the_verification_of_a_checkpoint_of_lightning(on_ranks, tmp_path: Path) -> None:
+    save_with_lightning(str(tmp_path))
+    damage(tmp_path / "step=8.ckpt")
+
+    for rank in on_ranks(2, train, str(tmp_path)):
+        assert min(step for _, step, _, _ in rank["seen"]) == 4
+
+
+def test_checkpoint_of_lightning_without_checksums_is_taken(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_with_lightning(str(tmp_path))
+    finally:
+        torch.serialization.set_crc32_options(True)
 
     outcome = train(str(tmp_path), None)
 
-    assert "step=8.ckpt: " in "\n".join(outcome["messages"])
-    assert min(step for _, step, _, _ in outcome["seen"]) == 4
+    assert f"resuming from {tmp_path}/step=8.ckpt: step 8" in outcome["messages"][0]
 
 
 def test_one_process_resumes_from_lightnings_checkpoint(tmp_path: Path) -> None:
