@@ -1,9 +1,11 @@
 """Check a strategy when its Trainer is created, and its module before other processes are started."""
 
+import os
 from functools import partial
 from typing import Any, cast
 
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import LightningSubprocessLauncher
@@ -28,12 +30,15 @@ class CheckedLaunch(StrategyDescription):
         """Check the Trainer's settings, then set this process's rank in the environment and in Lightning's logging.
 
         The Trainer calls this in every process, at the end of its construction, before it starts other processes.
+        Under torchrun, the number of nodes is that of torchrun: with `--nnodes 1:2` it may change at each restart.
 
         Raises:
             ConfigurationError: the Trainer's settings do not fit the strategy.
             PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
         """
         check_names("torch", "lightning")
+        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+            self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.num_nodes))
         self._check_configured()
         super().set_world_ranks()  # type: ignore[misc]
 

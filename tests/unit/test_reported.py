@@ -24,7 +24,7 @@ class BrokenStore:
 
 
 def test_same_error_is_logged_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_stores", {("localhost", 1, 0, 2): (HashStore(), 1)})
+    monkeypatch.setattr(process_group, "_stores", {("localhost", 1, 0, 2): HashStore()})
     assert is_first_to_report("failed on rank 0 of 2")
     assert is_first_to_report("failed on rank 0 of 2")
     another = os.getpid() + 1
