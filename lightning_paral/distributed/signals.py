@@ -54,7 +54,8 @@ class _Handler:
 
     def restore(self) -> None:
         """Set the previous handler, unless someone has replaced this one."""
-        if signal.getsignal(self.signum) is self:
+        current: object = signal.getsignal(self.signum)
+        if current is self:
             signal.signal(self.signum, signal.SIG_DFL if self.previous is None else self.previous)
 
 
@@ -70,11 +71,11 @@ class _Routes:
     def add(self, signum: int, call: Callable[[], None], previous: Handler) -> Callable[[], None]:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
-        handler = self._handlers.get(signum)
-        if handler is None or signal.getsignal(signum) is not handler:
-            calls = [] if handler is None else handler.calls
-            handler = self._handlers[signum] = _Handler(signum, previous)
-            handler.calls = calls
+        known, current = self._handlers.get(signum), signal.getsignal(signum)
+        handler = _Handler(signum, previous) if known is None or current != known else known
+        if handler is not known:
+            handler.calls = [] if known is None else known.calls
+            self._handlers[signum] = handler
             signal.signal(signum, handler)
         handler.calls.append(call)
 
