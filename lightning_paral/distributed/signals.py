@@ -72,10 +72,11 @@ class _Routes:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
         known, current = self._handlers.get(signum), signal.getsignal(signum)
-        handler = _Handler(signum, previous) if known is None or current != known else known
-        if handler is not known:
+        if known is not None and current == known:
+            handler = known
+        else:  # also if someone has replaced our handler
+            handler = self._handlers[signum] = _Handler(signum, previous)
             handler.calls = [] if known is None else known.calls
-            self._handlers[signum] = handler
             signal.signal(signum, handler)
         handler.calls.append(call)
 
