@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_paral.callbacks import slurm
@@ -143,18 +144,17 @@ class Preemption(Callback):
         """Give the signals back at the end of a run. If it was preempted, requeue the job and exit."""
         agreement, self._agreement = self._agreement, None
         self._undo.close()
-        if agreement is None:
+        if agreement is None or trainer.state.status == TrainerStatus.INTERRUPTED:
             return
         if not self.was_preempted:
             if self._signum == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 rank_zero_info("The fit ended before it could be preempted. SIGTERM now ends the process.")
                 os.kill(os.getpid(), signal.SIGTERM)
             return
-        must_requeue = slurm.requeues(trainer) and self.requeue and agreement.reason not in _REASONS_TO_END
-        where = f"{agreement.reason}. Training can be resumed from {self.checkpoint_path}"
-        if must_requeue and trainer.is_global_zero:
+        rank_zero_info(f"{agreement.reason}. Training can be resumed from {self.checkpoint_path}.")
+        is_cancelled = agreement.reason == _reason(signal.SIGTERM)  # by `scancel`, or SLURM requeues the job itself
+        if self.requeue and slurm.requeues(trainer) and not is_cancelled and trainer.is_global_zero:
             slurm.requeue_job()
-        rank_zero_info(f"{where}.")
         if self.exit_status == "return":
             return
         for callback in trainer.checkpoint_callbacks:
@@ -206,10 +206,6 @@ class Preemption(Callback):
 
 def _reason(signum: int) -> str:
     return f"The job received {signal.Signals(signum).name}"
-
-
-_REASONS_TO_END = (_reason(signal.SIGTERM),)
-"""Reasons for which the scheduler does not expect that the job requeues itself, such as `scancel`."""
 
 
 def _exit_now(message: str, status: int) -> None:
