@@ -11,6 +11,7 @@ from lightning.pytorch.core import saving
 from lightning_paral import tested_versions as tested_versions  # warns of untested versions
 from lightning_paral._version import __version__
 from lightning_paral.callbacks.auto_resume import AutoResume
+from lightning_paral.callbacks.preemption import Preemption
 from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
 from lightning_paral.data import GatherPredictions
@@ -44,6 +45,7 @@ __all__ = [
     "ParalError",
     "ParalFSDPStrategy",
     "ParalZeROStrategy",
+    "Preemption",
     "ProcessGroupError",
     "RankFailedError",
     "UnusedParametersError",

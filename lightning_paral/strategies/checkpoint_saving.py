@@ -132,6 +132,15 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         ranks.run_on_all(f"Saving {path}", lambda: save.stage(staging))
         self._saver.start(save.write)
 
+    def finish_saving(self) -> None:
+        """Wait until a save in the background has finished.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
     def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
         """Return the ranks that save `checkpoint`; `None` if this rank is not one of them.
 

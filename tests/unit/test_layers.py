@@ -39,6 +39,7 @@ MAY_READ_THE_WORLD = {
     "strategies/zero.py": "makes the dimensions of a run, and tells DeepSpeed about all ranks",
     "strategies/collectives.py": "whether ranks fail alone or together concerns all of them",
     "callbacks/auto_resume.py": "tells the user if the number of ranks has changed",
+    "callbacks/preemption.py": "several ranks have to agree, whatever they hold",
     "checkpoint/state/ended_optimizers.py": "the process group may be another one than that of the run that ended",
     "data/exact_evaluation.py": "names a rank in an error",
     "data/logged_keys.py": "names a rank in an error",
