@@ -8,27 +8,27 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
+from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_ranks
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
+from lightning_paral.distributed.survivors import name_ranks, wait_for_savers
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
+from lightning_paral.strategies.step_boundary import StepBoundary
 
 log = logging.getLogger(__name__)
 
 
-class Collectives(StrategyDescription):
+class Collectives(StepBoundary):
     """Mixin, placed before the Lightning base: barrier, broadcast and reduction, during a run and after an exception.
 
-    The first collective after an exception finds out whether all ranks failed. If so, they continue in a new process
-    group, and callbacks can save. If not, no rank waits for another, and nothing is written.
+    The first collective after an exception finds out which ranks failed as well. Those at the same step continue in a
+    new process group, in which callbacks can save. No rank waits for ranks that died.
     """
 
     _run: str = ""
@@ -51,10 +51,15 @@ class Collectives(StrategyDescription):
             self._watcher = RankWatcher(self._run)
         assert self.lightning_module is not None
         replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
+        if self._is_fit:
+            self._begin_tracking(self.lightning_module.trainer)
 
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
         self._end_watch()
+        self._end_tracking()
+        if self._reached is not None and self._reached.savers is not None and dist.is_initialized():
+            wait_for_savers(self._run, self.global_rank, self._reached.savers.ranks, self.world_size)
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
@@ -79,12 +84,30 @@ class Collectives(StrategyDescription):
         if not self._is_failing or not dist.is_initialized():
             return ReachableRanks(all_reachable=True)
         if self._reached is None:
-            self._reached = wait_for_all_ranks(self._run, self.timeout)
+            self._reached = wait_for_ranks(self._run, self._step_position(), self.dims.shards, self.timeout)
         return self._reached
 
     def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
-        return all_ranks(self._reachable_ranks().group)
+        reached = self._reachable_ranks()
+        if reached.savers is None or len(reached.savers.ranks) == self.world_size:
+            return all_ranks(reached.group)
+        members = reached.savers.ranks
+        return RankGroup(members.index(self.global_rank), len(members), reached.savers_group, members)
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether this rank is one of those that save. The first call after an exception is *collective*."""
+        savers = self._reachable_ranks().savers
+        return savers is None or self.global_rank in savers.ranks
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, or the first of the ranks that save after rank 0 has died."""
+        savers = None if self._reached is None else self._reached.savers
+        if savers is not None and savers.ranks and 0 not in savers.ranks:
+            return self.global_rank == savers.ranks[0]
+        return bool(super().is_global_zero)
 
     @property
     def _is_running(self) -> bool:
@@ -93,33 +116,57 @@ class Collectives(StrategyDescription):
     def _save_on_exception(
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
     ) -> None:
-        """Let `callback` save if all ranks failed. If saving fails, warn, so that the error of the run is raised."""
+        """Let `callback` save on the ranks that can. If saving fails, warn, so that the error of the run is raised."""
         self._report(exception)
+        name = type(callback).__name__
         try:
-            if self._reachable_ranks().all_reachable:
+            if self._may_save:
                 type(callback).on_exception(callback, trainer, module, exception)
             else:
-                self._warn_not_saved(f"{type(callback).__name__} saved no checkpoint")
+                self._warn_not_saved(f"{name} saved no checkpoint")
         except Exception as error:
-            rank_zero_warn(f"{type(callback).__name__} could not save after {type(exception).__name__}: {error}")
+            if self.is_global_zero:
+                reason = self._why_incomplete()
+                warnings.warn(
+                    f"{name} could not save after {type(exception).__name__}: {error}{reason and ' ' + reason}",
+                    stacklevel=2,
+                )
+
+    def _why_incomplete(self) -> str:
+        """Return a sentence about the ranks that do not save, and those whose shards are missing; empty if none."""
+        savers = self._reachable_ranks().savers
+        if savers is None or not savers.reason:
+            return ""
+        missing = f", and no rank that could save has the shards of {name_ranks(savers.missing)}"
+        return f"The reason: {savers.reason}{missing if savers.missing and savers.ranks else ''}."
 
     def _warn_not_saved(self, what: str) -> None:
-        # On every rank, because rank 0 may not be among those that failed.
-        warnings.warn(
-            f"{what} on rank {self.global_rank}: only some of the {self.world_size} ranks failed, and all ranks have "
-            "to save together.",
-            stacklevel=2,
-        )
+        savers = self._reachable_ranks().savers
+        if savers is None or not savers.ranks:  # otherwise the ranks that save report
+            # On every rank, because rank 0 may not be among those that failed.
+            warnings.warn(f"{what} on rank {self.global_rank}. {self._why_incomplete()}", stacklevel=2)
 
-    def _reachable(self) -> ReachableRanks | None:
-        """Return the ranks if all are reachable; `None` if not, or if the run has no process group."""
-        reachable = self._reachable_ranks()
-        if not dist.is_initialized() or not reachable.all_reachable or dist.get_world_size() != self.world_size:
+    def _warn_saved_by_some(self, filepath: Any) -> None:
+        """Say that a checkpoint was saved without some ranks, and which of its values are not theirs."""
+        savers = self._reachable_ranks().savers
+        if savers is not None and savers.reason and self.is_global_zero:
+            others = [rank for rank in range(self.world_size) if rank not in savers.ranks]
+            warnings.warn(
+                f"{filepath} was saved at {self._step_position()} by {name_ranks(savers.ranks)} alone: "
+                f"{savers.reason}. It is complete. The random states of {name_ranks(others)} are unknown; it has those "
+                f"of rank {savers.ranks[0]} in their place.",
+                stacklevel=2,
+            )
+
+    def _reachable(self) -> RankGroup | None:
+        """Return the ranks that can be reached; `None` if there are no others, or no process group."""
+        if not dist.is_initialized() or dist.get_world_size() != self.world_size or not self._may_save:
             return None
-        return reachable
+        ranks = self._ranks()
+        return None if ranks.world_size == 1 and ranks.members else ranks
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. *Collective*; does nothing without a process group, or if only some ranks failed."""
+        """Wait for all ranks, or after a failure for those that save. *Collective*; nothing without a process group."""
         reachable = self._reachable()
         if reachable is None:
             return
@@ -127,11 +174,16 @@ class Collectives(StrategyDescription):
         dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the `obj` of rank `src`. *Collective*; if only some ranks failed, return this rank's `obj`."""
+        """Return the `obj` of rank `src`. *Collective* over all ranks, or after a failure over those that save.
+
+        If rank `src` has died, the first of the ranks that save takes its place.
+        """
         reachable = self._reachable()
         if reachable is None:
             return obj
         objects = [obj]
+        if reachable.members and src not in reachable.members:
+            src = reachable.members[0]
         dist.broadcast_object_list(objects, src, group=reachable.group)
         return objects[0]
 
@@ -147,7 +199,7 @@ class Collectives(StrategyDescription):
 
         Returns:
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
-                samples of logged values. If only some ranks failed, `tensor` is unchanged.
+                samples of logged values. If this rank does not save after a failure, `tensor` is unchanged.
         """
         reachable = self._reachable() if isinstance(tensor, Tensor) else None
         if reachable is None:
@@ -162,7 +214,7 @@ class Collectives(StrategyDescription):
             on_cpu = tensor.cpu()
             dist.all_reduce(on_cpu, op=operation, group=reachable.group)
             tensor.copy_(on_cpu)
-            num_ranks = self.dims.num_ranks
+            num_ranks = reachable.world_size
         else:
             dist.all_reduce(tensor, op=operation, group=self._group_for(tensor) if group is None else group)
         if average:
@@ -179,10 +231,10 @@ class Collectives(StrategyDescription):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
         reachable = self._reachable()
-        if reachable is None or self.dims.data_size == self.dims.num_ranks:
-            return bool(super().reduce_boolean_decision(decision, all))
+        if reachable is None or (reachable.group is None and self.dims.data_size == self.dims.num_ranks):
+            return bool(super().reduce_boolean_decision(decision, all)) if self._may_save else decision
         # Lightning compares a sum over the data ranks with the world size.
-        decisions = all_ranks(reachable.group).gather(bool(decision))
+        decisions = reachable.gather(bool(decision))
         return False not in decisions if all else True in decisions
 
     def on_exception(self, exception: BaseException) -> None:

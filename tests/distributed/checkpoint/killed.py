@@ -31,7 +31,6 @@ from lightning_paral.distributed.agreement import RankGroup
 from tests.contract.cases import strategy_of
 from tests.models.resumable import fit
 
-
 CASES = [
     ("paral_ddp", "full", "sync"),
     ("paral_ddp", "sharded", "async"),
