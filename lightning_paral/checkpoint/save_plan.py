@@ -135,7 +135,7 @@ def _check_complete(items: list[WriteItem], ranks: RankGroup, what: str) -> None
     ]
     if missing:
         raise CheckpointError(
-            f"{what} failed: {name_ranks(ranks.members)} have only a part of {len(missing)} of {len(items)} tensors, "
+            f"{what} failed: {name_ranks(ranks.members)} only had a part of {len(missing)} of {len(items)} tensors, "
             f"such as {'.'.join(map(str, missing[0].path))}."
         )
 

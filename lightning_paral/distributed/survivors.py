@@ -33,8 +33,8 @@ class StepPosition:
     """Whether the rank has all values of this step, and none of the next. `False` inside an optimizer step."""
 
     def __str__(self) -> str:
-        inside = "" if self.is_complete else "inside the optimizer step after "
-        return f"{inside}step {self.step} (batch {self.batch} of epoch {max(0, self.epoch - 1)})"
+        where = "at" if self.is_complete else "inside the optimizer step after"
+        return f"{where} step {self.step} (batch {self.batch} of epoch {max(0, self.epoch - 1)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def _explain(positions: Mapping[int, StepPosition], world_size: int) -> str:
     parts = [f"{name_ranks(ended)} of {world_size} ended or did not answer"] if ended else []
     if len(set(positions.values())) > 1 or not all(position.is_complete for position in positions.values()):
         parts += [
-            f"{name_ranks([rank for rank in positions if positions[rank] == position])} was at {position}"
+            f"{name_ranks([rank for rank in positions if positions[rank] == position])} was {position}"
             for position in dict.fromkeys(positions.values())
         ]
     return ", ".join(parts)

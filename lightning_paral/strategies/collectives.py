@@ -152,7 +152,7 @@ class Collectives(StepBoundary):
         if savers is not None and savers.reason and self.is_global_zero:
             others = [rank for rank in range(self.world_size) if rank not in savers.ranks]
             warnings.warn(
-                f"{filepath} was saved at {self._step_position()} by {name_ranks(savers.ranks)} alone: "
+                f"{filepath} was saved {self._step_position()} by {name_ranks(savers.ranks)} alone: "
                 f"{savers.reason}. It is complete. The random states of {name_ranks(others)} are unknown; it has those "
                 f"of rank {savers.ranks[0]} in their place.",
                 stacklevel=2,

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_paral.checkpoint.state.progress import rewind_to_last_step
+from lightning_paral.checkpoint.state.progress import is_at_end_of_epoch, rewind_to_last_step
 from lightning_paral.compat.lightning.precision import call_after_closure
 from lightning_paral.distributed.rng_state import current_states
 from lightning_paral.distributed.survivors import StepPosition
@@ -101,9 +101,11 @@ class StepBoundary(StrategyDescription):
         if trainer is None or "loops" not in checkpoint or not self._is_fit:
             return checkpoint, 0
         number = self._num_accumulated(trainer)
-        if not number and not _is_in_batch(trainer):
+        is_last_batch = not number and not _is_in_batch(trainer)
+        if is_last_batch and not is_at_end_of_epoch(checkpoint["loops"]):
             return checkpoint, 0
-        return checkpoint | {"loops": rewind_to_last_step(checkpoint["loops"], number)}, number
+        loops = rewind_to_last_step(checkpoint["loops"], number, is_last_batch=is_last_batch)
+        return checkpoint | {"loops": loops}, number
 
 
 def _is_in_batch(trainer: Trainer) -> bool:

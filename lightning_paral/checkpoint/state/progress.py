@@ -4,7 +4,22 @@ from copy import deepcopy
 from typing import Any
 
 
-def rewind_to_last_step(loops: dict[str, Any], num_batches: int) -> dict[str, Any]:
+def is_at_end_of_epoch(loops: dict[str, Any]) -> bool:
+    """Return whether all batches of an epoch are completed, the epoch is not, and it has run no validation.
+
+    From such a checkpoint, Lightning would train one batch too many.
+    """
+    fit = loops["fit_loop"]
+    batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
+    return bool(
+        batches["is_last_batch"]
+        and batches["current"]["completed"] == batches["current"]["ready"]
+        and epochs["processed"] < epochs["started"]
+        and not fit["epoch_loop.val_loop.batch_progress"]["total"]["ready"]
+    )
+
+
+def rewind_to_last_step(loops: dict[str, Any], num_batches: int, *, is_last_batch: bool = False) -> dict[str, Any]:
     """Return the entry `loops` of a checkpoint as it was at the end of the batch with the last optimizer step.
 
     A checkpoint that is saved after an exception in the middle of a step has the weights of the last completed step,
@@ -14,6 +29,7 @@ def rewind_to_last_step(loops: dict[str, Any], num_batches: int) -> dict[str, An
     Args:
         loops: the entry of a checkpoint that was saved inside a fit. It is not changed.
         num_batches: the number of processed batches since the last optimizer step.
+        is_last_batch: whether the batch with the last optimizer step is the last one of the epoch.
     """
     loops = deepcopy(loops)
     fit = loops["fit_loop"]
@@ -22,7 +38,7 @@ def rewind_to_last_step(loops: dict[str, Any], num_batches: int) -> dict[str, An
         processed = counters["processed"] - num_batches
         # As in a checkpoint saved in `on_train_batch_end`, when the batch is processed and not yet completed.
         counters |= {"ready": processed, "started": processed, "processed": processed, "completed": processed - 1}
-    batches["is_last_batch"] = False
+    batches["is_last_batch"] = is_last_batch
     fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it when it resumes from such a batch
     optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     manual = fit["epoch_loop.manual_optimization.optim_step_progress"]

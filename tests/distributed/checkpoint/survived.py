@@ -23,10 +23,12 @@ from torch import Tensor
 
 from lightning_paral import CheckpointOptions
 from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.distributed import failure
 from tests.contract.cases import strategy_of
-from tests.models.resumable import NUM_BATCHES, Resumable, fit
+from tests.models.resumable import GLOBAL_BATCH_SIZE, NUM_BATCHES, Resumable, fit
 
 SECONDS_PER_RUN = 60.0
+NUM_EPOCHS = 2
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Fault:
     where: str = "forward"
     """`forward`, `backward`, `before update`, `inside update` or `batch end`."""
     batch: int = 6
+    epoch: int = 0
     kill: bool = True
     """Whether the ranks are killed, and do not only raise an exception."""
     form: str | None = None
@@ -58,6 +61,8 @@ class Told:
     seconds: float
     resumed: bool = False
     """Whether the resumed run had the losses of an uninterrupted one."""
+    first: list[int] = field(default_factory=list)
+    """The epoch and the number of the first batch of the resumed run."""
 
 
 class Faulty(Resumable):
@@ -65,20 +70,28 @@ class Faulty(Resumable):
 
     fault: Fault | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple[int, int], float] = {}
+        """The loss of each batch, by epoch and number."""
+
     def happen(self, where: str) -> None:
         fault = self.fault
         if fault is None or where != fault.where or self.global_rank not in fault.ranks:
             return
-        if self.trainer.fit_loop.epoch_loop.batch_idx == fault.batch:
+        if (self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx) == (fault.epoch, fault.batch):
             if fault.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError(f"of rank {self.global_rank}")
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.nn.functional.dropout(x, 0.3, training=self.training))
+        # Random states of dead ranks are known only if all ranks draw the same number of values.
+        even = GLOBAL_BATCH_SIZE % self.trainer.world_size == 0
+        return super().forward(torch.nn.functional.dropout(x, 0.3 * even, training=self.training))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
+        self.seen[self.current_epoch, batch_idx] = loss.item()
         self.happen("forward")
         return loss
 
@@ -142,6 +155,7 @@ def run_ranks(world_size: int, function: Callable[[int], Any], folder: Path) -> 
 
 
 def train(rank: int, fault: Fault, folder: Path, resume: Path | None, store: Path, *, fails: bool) -> Any:
+    failure.PATIENCE = timedelta(seconds=1.5)
     join(rank, fault.world_size, store)
     module = Faulty()
     module.fault = fault if fails else None
@@ -163,13 +177,14 @@ def train(rank: int, fault: Fault, folder: Path, resume: Path | None, store: Pat
                 module=module,
                 resume_from=resume,
                 accumulate_grad_batches=fault.accumulate,
+                max_epochs=NUM_EPOCHS,
                 **options,
             )
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
     kept = [str(each.message) for each in caught if "save" in str(each.message)]
     weights = {name: value.detach().cpu().clone() for name, value in module.named_parameters()} if not error else {}
-    return {"losses": module.losses, "weights": weights, "error": error, "warnings": kept}
+    return {"losses": module.seen, "weights": weights, "error": error, "warnings": kept}
 
 
 def let_fail(fault: Fault, folder: Path) -> Told:
@@ -190,12 +205,13 @@ def let_fail(fault: Fault, folder: Path) -> Told:
     )
     if saved and not fault.weights_only:
         newest = max(saved, key=lambda path: path.stat().st_mtime_ns)
-        result.resumed = is_resumed(fault, folder, newest)
+        result.first = check_resumed(fault, folder, newest)
+        result.resumed = True
     return result
 
 
-def is_resumed(fault: Fault, folder: Path, path: Path) -> bool:
-    """Resume from `path`, and return whether the run has the losses and weights of an uninterrupted one."""
+def check_resumed(fault: Fault, folder: Path, path: Path) -> list[int]:
+    """Resume from `path`, check that the run has the losses and weights of an uninterrupted one; return its start."""
     resumed, whole = (
         run_ranks(
             fault.world_size,
@@ -210,11 +226,12 @@ def is_resumed(fault: Fault, folder: Path, path: Path) -> bool:
         assert not one["error"], one["error"]
         numbers = sorted(one["losses"])
         assert numbers, "nothing was left to train"
-        assert numbers == list(range(numbers[0], NUM_BATCHES)), numbers
+        everything = [(epoch, batch) for epoch in range(NUM_EPOCHS) for batch in range(NUM_BATCHES)]
+        assert numbers == everything[everything.index(numbers[0]) :], numbers
         expected = [other["losses"][number] for number in numbers]
         torch.testing.assert_close([one["losses"][n] for n in numbers], expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(one["weights"], other["weights"], rtol=1e-5, atol=1e-6)
-    return True
+    return list(numbers[0])
 
 
 def main() -> None:
