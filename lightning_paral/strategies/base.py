@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         num_repeated = 0
         if self._is_failing:
             checkpoint, num_repeated = self._at_last_step(checkpoint)
-        with self._sharded_state.reading():
+        with self._saving_after_failure() if self._is_failing else nullcontext(), self._sharded_state.reading():
             super().save_checkpoint(self._data.with_position(checkpoint, num_repeated), filepath, storage_options)
         self._warn_saved_by_some(filepath)
 

@@ -1,41 +1,37 @@
 """The collectives of a run. After an exception they do not wait for ranks that may never join."""
 
 import logging
-import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_ranks
+from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.failure_watch import FailureWatch
+from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
-from lightning_paral.distributed.survivors import name_ranks, wait_for_savers
+from lightning_paral.distributed.reachable import new_run_name
+from lightning_paral.distributed.survivors import wait_for_savers
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
+from lightning_paral.strategies.after_failure import AfterFailure
+from lightning_paral.strategies.position import describe_position
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
-from lightning_paral.strategies.step_boundary import StepBoundary
 
 log = logging.getLogger(__name__)
 
 
-class Collectives(StepBoundary):
+class Collectives(AfterFailure):
     """Mixin, placed before the Lightning base: barrier, broadcast and reduction, during a run and after an exception.
 
     The first collective after an exception finds out which ranks failed as well. Those at the same step continue in a
     new process group, in which callbacks can save. No rank waits for ranks that died.
     """
 
-    _run: str = ""
-    """The name of the run, equal on all ranks; empty between runs."""
-    _reached: ReachableRanks | None = None
-    timeout: timedelta
-    """How long ranks wait for each other when they join, and in every collective."""
     _watch: TimeoutWatch | None = None
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
@@ -46,13 +42,39 @@ class Collectives(StepBoundary):
         self._reached, self._is_reported = None, False
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
-        self._run = self.broadcast(new_run_name())
-        if self._watcher is None and self.world_size > 1:
-            self._watcher = RankWatcher(self._run)
+        if self.world_size > 1:
+            self._begin_watching()
+        else:
+            self._run = new_run_name()
         assert self.lightning_module is not None
         replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
         if self._is_fit:
             self._begin_tracking(self.lightning_module.trainer)
+
+    def _begin_watching(self) -> None:
+        """Agree on a name for the run, and start the watcher of this rank. *Collective*."""
+        assert self.cluster_environment is not None
+        main_address, main_port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        of_others = LivenessOfOthers(main_address) if self.global_rank == 0 else None
+        self._run, address = self.broadcast((new_run_name(), of_others.address if of_others else ""))
+        launcher = self.launcher
+        how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
+        liveness = of_others or LivenessOfRankZero(self.global_rank, address)
+        self._failures = FailureWatch(self._run, main_port, liveness, how)
+        self._watcher = RankWatcher(self._run)
+        self._watcher.add(self._failures)
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
+
+        Call this while `error` is being handled, before anything else. It does nothing outside of a run.
+        """
+        trainer = trainer_of(self.lightning_module)
+        if self._failures is None or trainer is None:
+            return error
+        if isinstance(error, Exception):
+            explain_timeout(error, self.timeout, self._timeout_option)
+        return self._failures.report(error, describe_position(trainer, error))
 
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
@@ -63,6 +85,9 @@ class Collectives(StepBoundary):
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
+        if self._failures is not None:
+            self._failures.end()
+            self._failures = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)
@@ -71,92 +96,13 @@ class Collectives(StepBoundary):
         self._run, self._reached = "", None
 
     @property
-    def _is_failing(self) -> bool:
-        """Whether an exception ended the run, and the teardown is not finished."""
-        trainer = trainer_of(self.lightning_module)
-        return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
-
-    def _reachable_ranks(self) -> ReachableRanks:
-        """Return which ranks can be reached: all of them, unless an exception ended the run.
-
-        The first call after an exception is *collective*.
-        """
-        if not self._is_failing or not dist.is_initialized():
-            return ReachableRanks(all_reachable=True)
-        if self._reached is None:
-            self._reached = wait_for_ranks(self._run, self._step_position(), self.dims.shards, self.timeout)
-        return self._reached
-
-    def _ranks(self) -> RankGroup:
-        """Return the ranks that save together."""
-        reached = self._reachable_ranks()
-        if reached.savers is None or len(reached.savers.ranks) == self.world_size:
-            return all_ranks(reached.group)
-        members = reached.savers.ranks
-        return RankGroup(members.index(self.global_rank), len(members), reached.savers_group, members)
-
-    @property
-    def _may_save(self) -> bool:
-        """Whether this rank is one of those that save. The first call after an exception is *collective*."""
-        savers = self._reachable_ranks().savers
-        return savers is None or self.global_rank in savers.ranks
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0, or the first of the ranks that save after rank 0 has died."""
-        savers = None if self._reached is None else self._reached.savers
-        if savers is not None and savers.ranks and 0 not in savers.ranks:
-            return self.global_rank == savers.ranks[0]
-        return bool(super().is_global_zero)
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
+        return bool(self._run)
 
     @property
     def _is_running(self) -> bool:
-        return bool(self._run)
-
-    def _save_on_exception(
-        self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
-    ) -> None:
-        """Let `callback` save on the ranks that can. If saving fails, warn, so that the error of the run is raised."""
-        self._report(exception)
-        name = type(callback).__name__
-        try:
-            if self._may_save:
-                type(callback).on_exception(callback, trainer, module, exception)
-            else:
-                self._warn_not_saved(f"{name} saved no checkpoint")
-        except Exception as error:
-            if self.is_global_zero:
-                reason = self._why_incomplete()
-                warnings.warn(
-                    f"{name} could not save after {type(exception).__name__}: {error}{reason and ' ' + reason}",
-                    stacklevel=2,
-                )
-
-    def _why_incomplete(self) -> str:
-        """Return a sentence about the ranks that do not save, and those whose shards are missing; empty if none."""
-        savers = self._reachable_ranks().savers
-        if savers is None or not savers.reason:
-            return ""
-        missing = f", and no rank that could save has the shards of {name_ranks(savers.missing)}"
-        return f"The reason: {savers.reason}{missing if savers.missing and savers.ranks else ''}."
-
-    def _warn_not_saved(self, what: str) -> None:
-        savers = self._reachable_ranks().savers
-        if savers is None or not savers.ranks:  # otherwise the ranks that save report
-            # On every rank, because rank 0 may not be among those that failed.
-            warnings.warn(f"{what} on rank {self.global_rank}. {self._why_incomplete()}", stacklevel=2)
-
-    def _warn_saved_by_some(self, filepath: Any) -> None:
-        """Say that a checkpoint was saved without some ranks, and which of its values are not theirs."""
-        savers = self._reachable_ranks().savers
-        if savers is not None and savers.reason and self.is_global_zero:
-            others = [rank for rank in range(self.world_size) if rank not in savers.ranks]
-            warnings.warn(
-                f"{filepath} was saved {self._step_position()} by {name_ranks(savers.ranks)} alone: "
-                f"{savers.reason}. It is complete. The random states of {name_ranks(others)} are unknown; it has those "
-                f"of rank {savers.ranks[0]} in their place.",
-                stacklevel=2,
-            )
+        return self.is_in_run
 
     def _reachable(self) -> RankGroup | None:
         """Return the ranks that can be reached; `None` if there are no others, or no process group."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.distributed import failure
+from lightning_paral.distributed import reachable
 from lightning_paral.distributed.process_group import owned_group
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.regression import FEATURES, GLOBAL_BATCH_SIZE, Regression
@@ -170,7 +170,7 @@ class SavesOnException(Callback):
 
 
 def fail(strategy: str, where: str, folder: str) -> str:
-    failure.PATIENCE = timedelta(seconds=1 if where == "alone" else 30)
+    reachable.PATIENCE = timedelta(seconds=1 if where == "alone" else 30)
     torch.manual_seed(3)
     checkpoint = ModelCheckpoint(folder, "failed", save_on_exception=True, save_last="link", save_top_k=-1)
     callbacks = [checkpoint, SavesOnException(folder)]
@@ -182,7 +182,7 @@ def fail(strategy: str, where: str, folder: str) -> str:
     except KeyError as error:
         return f"{error} {sorted(path.name for path in Path(folder).iterdir())}"
     finally:
-        failure.PATIENCE = timedelta(seconds=10)
+        reachable.PATIENCE = timedelta(seconds=10)
         dist.distributed_c10d._get_default_store().set(f"{folder}/{dist.get_rank()}", "")
     return "no error"
 
