@@ -104,7 +104,7 @@ def _explain(positions: Mapping[int, StepPosition], world_size: int) -> str:
     parts = [f"{name_ranks(ended)} of {world_size} ended or did not answer"] if ended else []
     if len(set(positions.values())) > 1 or not all(position.is_complete for position in positions.values()):
         parts += [
-            f"{name_ranks([rank for rank in positions if positions[rank] == position])} was {position}"
+            f"{name_ranks([rank for rank in positions if positions[rank] == position])}: {position}"
             for position in dict.fromkeys(positions.values())
         ]
     return ", ".join(parts)

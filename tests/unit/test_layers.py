@@ -36,6 +36,7 @@ MAY_READ_THE_WORLD = {
     "strategies/description.py": "makes the dimensions of a run",
     "strategies/fsdp.py": "makes the dimensions of a run",
     "strategies/zero.py": "makes the dimensions of a run, and tells DeepSpeed about all ranks",
+    "strategies/after_failure.py": "whether ranks fail alone or together concerns all of them",
     "strategies/collectives.py": "whether ranks fail alone or together concerns all of them",
     "checkpoint/state/ended_optimizers.py": "the process group may be another one than that of the run that ended",
     "data/exact_evaluation.py": "names a rank in an error",

@@ -209,14 +209,21 @@ def test_ranks_that_fail_together_save_and_raise_the_users_error(
             torch.testing.assert_close(resumed, uninterrupted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
-def test_a_rank_that_fails_alone_raises_its_error_and_nothing_is_saved(
-    on_ranks, rank_pool, tmp_path: Path, strategy: str
+@pytest.mark.parametrize(
+    ("strategy", "saved"),
+    [("paral_ddp", ["failed.ckpt", "last.ckpt", "own.ckpt"]), ("paral_fsdp", []), ("paral_zero2", [])],
+)
+def test_a_rank_that_fails_alone_raises_its_error_and_saves_if_it_has_everything(
+    on_ranks, rank_pool, tmp_path: Path, strategy: str, saved: list[str]
 ) -> None:
     told = on_ranks(2, fail, strategy, "alone", str(tmp_path))
 
     rank_pool.renew_world()
-    assert told == [f"'of rank {rank}' []" for rank in (0, 1)]
+    assert told == [f"'of rank {rank}' {saved}" for rank in (0, 1)]
+    if saved:
+        for uninterrupted, *others in on_ranks(2, resumed_and_uninterrupted, strategy, str(tmp_path)):
+            for resumed in others:
+                torch.testing.assert_close(resumed, uninterrupted, rtol=1e-5, atol=1e-6)
 
 
 def change_groups(port: int) -> list[bool]:

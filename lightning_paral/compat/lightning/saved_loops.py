@@ -3,6 +3,18 @@
 from copy import deepcopy
 from typing import Any
 
+from lightning_paral.compat.private_name import PrivateName
+
+NAMES = (
+    PrivateName(
+        name="lightning.pytorch.loops._TrainingEpochLoop._batches_that_stepped",
+        on_instances=True,
+        purpose="to save a checkpoint of the last completed step after an exception in a later one",
+        reason="the entry of checkpoints with this name counts the steps of loggers, and has no public name",
+        seen="lightning 2.6.1 to 2.6.6",
+    ),
+)
+
 
 def is_at_end_of_epoch(loops: dict[str, Any]) -> bool:
     """Return whether all batches of an epoch are completed, the epoch is not, and it has run no validation.
