@@ -204,4 +204,6 @@ def _local_shard_of_dtensor(value: DTensor, members: Collection[int]) -> LocalSh
     )
     replicas = value.device_mesh.mesh[at].flatten().tolist()
     writer = next(rank for rank in replicas if not members or rank in members)
-    return LocalShard((chunk,), lambda: flat(value.to_local())) if writer == value.device_mesh.get_rank() else NO_SHARD
+    if writer != value.device_mesh.mesh[tuple(coordinate)].item():
+        return NO_SHARD
+    return LocalShard((chunk,), lambda: flat(value.to_local()))

@@ -35,7 +35,7 @@ def test_replicas_that_live_save_the_last_completed_step(tmp_path: Path) -> None
     forward, second_of_window, in_update, rank_0, epoch, in_background = fail(
         tmp_path,
         ddp,
-        ddp | {"batch": 7, "where": "backward", "form": "sharded"},
+        ddp | {"batch": 7, "form": "sharded"},
         ddp | {"batch": 7, "where": "inside update"},
         {"strategy": "paral_ddp", "world_size": 3, "ranks": [0], "batch": 9, "where": "batch end"},
         ddp | {"batch": 0, "epoch": 1},
@@ -62,10 +62,10 @@ def test_exceptions_let_all_ranks_save_that_are_at_the_same_step(tmp_path: Path)
         raising | {"world_size": 2, "ranks": [1], "batch": 7, "where": "inside update"},
         raising | {"world_size": 2, "ranks": [0, 1], "batch": 0, "epoch": 1},
         raising | {"world_size": 2, "ranks": [0, 1], "batch": 9},
-        raising | {"strategy": "paral_fsdp", "world_size": 2, "ranks": [1], "where": "backward", "batch": 7},
+        raising | {"strategy": "paral_fsdp", "world_size": 2, "ranks": [1], "batch": 7},
     )
 
-    assert alone["first"] == [0, 6]
+    assert alone["first"] == [0, 6], alone
     assert in_update["first"] == [0, 8]
     assert together["first"] == [1, 0]
     assert last_batch["first"] == [0, 8]
