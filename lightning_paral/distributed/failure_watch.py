@@ -72,6 +72,8 @@ class FailureWatch:
         self._liveness = liveness
         self._liveness.on_death = self._on_death
         self._learned_at: float | None = None
+        self.is_saving = False
+        """Whether the main thread saves a checkpoint after the failure, which may take long."""
         self._is_leaving = False
         self._left_at = 0.0
         self._lock = threading.Lock()
@@ -166,7 +168,7 @@ class FailureWatch:
             self._learned_at = now
             abort_nccl()
         if self._is_leaving:
-            if now - self._left_at > _TEARDOWN_SECONDS:
+            if now - self._left_at > _TEARDOWN_SECONDS and not self.is_saving:
                 self._end_process()
         elif now - self._learned_at > _END_AFTER:
             self._end_process()

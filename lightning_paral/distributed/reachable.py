@@ -1,28 +1,30 @@
-"""Find out after an exception whether all ranks failed, and create a group in which they can still communicate."""
+"""Find out after an exception which ranks failed, and create groups in which they can still communicate."""
 
 import uuid
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.distributed.store_exchange import exchange_in_store
+from lightning_paral.distributed.survivors import Savers, StepPosition, choose_savers, find_survivors, make_group
 
 PATIENCE = timedelta(seconds=3)
 """How long a rank that failed waits for the others."""
 
-_ALL, _SOME = "all", "some"
-
 
 @dataclass(frozen=True)
 class ReachableRanks:
-    """Whether all ranks can be reached, and the group in which to reach them."""
+    """Whether all ranks can be reached, the group in which to reach them, and the ranks that may save."""
 
     all_reachable: bool
     group: dist.ProcessGroup | None = None
     """A new gloo group of all ranks, because collectives may still be pending in older groups. `None`, for the default
     group, if nothing failed."""
+    savers: Savers | None = None
+    """The ranks that save together; `None` if nothing failed, for all ranks."""
+    savers_group: dist.ProcessGroup | None = None
+    """A new gloo group of the savers; `None` if there is one saver at most, and on other ranks."""
 
 
 def new_run_name() -> str:
@@ -30,7 +32,9 @@ def new_run_name() -> str:
     return uuid.uuid4().hex
 
 
-def wait_for_all_ranks(run: str, timeout: timedelta, *, has_died: bool = False) -> ReachableRanks:
+def wait_for_ranks(
+    run: str, position: StepPosition, shards: Sequence[int], timeout: timedelta, *, dead: Collection[int] = ()
+) -> ReachableRanks:
     """Wait at most `PATIENCE` until all ranks call this. *Collective*, but returns if some rank does not call it.
 
     If one rank fails alone, the others may hang in a collective, so the ranks wait through the store instead. The first
@@ -39,19 +43,25 @@ def wait_for_all_ranks(run: str, timeout: timedelta, *, has_died: bool = False) 
 
     Args:
         run: the name of the failed run, the same on all ranks.
-        timeout: the timeout of collectives in the new group.
-        has_died: whether the process of a rank has died, so that waiting is useless.
+        position: the last completed step of this rank. Only ranks with the same position save together.
+        shards: for each global rank, a number that is equal on the ranks that have the same shards.
+        timeout: the timeout of collectives in the new groups.
+        dead: global ranks that are known to have died.
     """
     world_size = dist.get_world_size()
     if world_size == 1:
-        return ReachableRanks(all_reachable=True)
-    if has_died:
-        return ReachableRanks(all_reachable=False)
+        return ReachableRanks(all_reachable=True, savers=choose_savers({0: position}, [0]))
+    rank = dist.get_rank()
     try:
-        present = exchange_in_store(f"failed/{run}", "here", PATIENCE)
-        outcome = _ALL if len(present) == world_size else _SOME
-        if default_store().compare_set(f"lightning_paral/failed/{run}/outcome", "", outcome) != _ALL.encode():
-            return ReachableRanks(all_reachable=False)
-        return ReachableRanks(all_reachable=True, group=dist.new_group(backend="gloo", timeout=timeout))
-    except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has ended
-        return ReachableRanks(all_reachable=False)
+        positions = find_survivors(run, position, PATIENCE, dead)
+        savers = choose_savers(positions, shards)
+        all_reachable = len(positions) == world_size
+        group = dist.new_group(backend="gloo", timeout=timeout) if all_reachable else None
+        if len(savers.ranks) == world_size:
+            return ReachableRanks(all_reachable, group, savers, group)
+        return ReachableRanks(
+            all_reachable, group, savers, make_group(savers.ranks, timeout) if rank in savers.ranks else None
+        )
+    except (dist.DistError, RuntimeError):
+        reason = "the process that serves the store, usually rank 0, ended, so that the other ranks cannot agree"
+        return ReachableRanks(all_reachable=False, savers=Savers(reason=reason))

@@ -1,30 +1,27 @@
 """The collectives of a run. After an exception they do not wait for ranks that may never join."""
 
 import logging
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.distributed.failure_watch import FailureWatch
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
-from lightning_paral.distributed.reachable import ReachableRanks, new_run_name, wait_for_all_ranks
+from lightning_paral.distributed.reachable import new_run_name
 from lightning_paral.distributed.stacks import StackRequests
+from lightning_paral.distributed.survivors import wait_for_savers
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.strategies.after_failure import AfterFailure
 from lightning_paral.strategies.hangs import hang_requests
 from lightning_paral.strategies.position import describe_position
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
@@ -32,23 +29,16 @@ from lightning_paral.strategies.save_on_exception import replace_on_exception, r
 log = logging.getLogger(__name__)
 
 
-class Collectives(StrategyDescription):
+class Collectives(AfterFailure):
     """Mixin, placed before the Lightning base: barrier, broadcast and reduction, during a run and after an exception.
 
-    The first collective after an exception finds out whether all ranks failed. If so, they continue in a new process
-    group, and callbacks can save. If not, no rank waits for another, and nothing is written.
+    The first collective after an exception finds out which ranks failed as well. Those at the same step continue in a
+    new process group, in which callbacks can save. No rank waits for ranks that died.
     """
 
-    _run: str = ""
-    """The name of the run, equal on all ranks; empty between runs."""
-    _reached: ReachableRanks | None = None
-    timeout: timedelta
-    """How long ranks wait for each other when they join, and in every collective."""
     _watch: TimeoutWatch | None = None
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-    _failures: FailureWatch | None = None
-    """During a run with several ranks, what ends this rank after another one has failed."""
     _stacks: StackRequests | None = None
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
@@ -66,6 +56,8 @@ class Collectives(StrategyDescription):
             self._run = new_run_name()
         assert self.lightning_module is not None
         replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
+        if self._is_fit:
+            self._begin_tracking(self.lightning_module.trainer)
 
     def _begin_watching(self) -> None:
         """Agree on a name for the run, and start the watcher of this rank. *Collective*."""
@@ -98,6 +90,9 @@ class Collectives(StrategyDescription):
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
         self._end_watch()
+        self._end_tracking()
+        if self._reached is not None and self._reached.savers is not None and dist.is_initialized():
+            wait_for_savers(self._run, self.global_rank, self._reached.savers.ranks, self.world_size)
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
@@ -129,29 +124,6 @@ class Collectives(StrategyDescription):
         watcher.add(self._stacks)
 
     @property
-    def _is_failing(self) -> bool:
-        """Whether an exception ended the run, and the teardown is not finished."""
-        trainer = trainer_of(self.lightning_module)
-        return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
-
-    def _reachable_ranks(self) -> ReachableRanks:
-        """Return which ranks can be reached: all of them, unless an exception ended the run.
-
-        The first call after an exception is *collective*.
-        """
-        if not self._is_failing or not dist.is_initialized():
-            return ReachableRanks(all_reachable=True)
-        if self._reached is None:
-            first = self._failures.first.known if self._failures is not None else None
-            has_died = first is not None and first.has_died
-            self._reached = wait_for_all_ranks(self._run, self.timeout, has_died=has_died)
-        return self._reached
-
-    def _ranks(self) -> RankGroup:
-        """Return the ranks that save together."""
-        return all_ranks(self._reachable_ranks().group)
-
-    @property
     def is_in_run(self) -> bool:
         """Whether the ranks have joined, and the run has not ended."""
         return bool(self._run)
@@ -160,35 +132,15 @@ class Collectives(StrategyDescription):
     def _is_running(self) -> bool:
         return self.is_in_run
 
-    def _save_on_exception(
-        self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
-    ) -> None:
-        """Let `callback` save if all ranks failed. If saving fails, warn, so that the error of the run is raised."""
-        try:
-            if self._reachable_ranks().all_reachable:
-                type(callback).on_exception(callback, trainer, module, exception)
-            else:
-                self._warn_not_saved(f"{type(callback).__name__} saved no checkpoint")
-        except Exception as error:
-            rank_zero_warn(f"{type(callback).__name__} could not save after {type(exception).__name__}: {error}")
-
-    def _warn_not_saved(self, what: str) -> None:
-        # On every rank, because rank 0 may not be among those that failed.
-        warnings.warn(
-            f"{what} on rank {self.global_rank}: only some of the {self.world_size} ranks failed, and all ranks have "
-            "to save together.",
-            stacklevel=2,
-        )
-
-    def _reachable(self) -> ReachableRanks | None:
-        """Return the ranks if all are reachable; `None` if not, or if the run has no process group."""
-        reachable = self._reachable_ranks()
-        if not dist.is_initialized() or not reachable.all_reachable or dist.get_world_size() != self.world_size:
+    def _reachable(self) -> RankGroup | None:
+        """Return the ranks that can be reached; `None` if there are no others, or no process group."""
+        if not dist.is_initialized() or dist.get_world_size() != self.world_size or not self._may_save:
             return None
-        return reachable
+        ranks = self._ranks()
+        return None if ranks.world_size == 1 and ranks.members else ranks
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. *Collective*; does nothing without a process group, or if only some ranks failed."""
+        """Wait for all ranks, or after a failure for those that save. *Collective*; nothing without a process group."""
         reachable = self._reachable()
         if reachable is None:
             return
@@ -196,11 +148,16 @@ class Collectives(StrategyDescription):
         dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the `obj` of rank `src`. *Collective*; if only some ranks failed, return this rank's `obj`."""
+        """Return the `obj` of rank `src`. *Collective* over all ranks, or after a failure over those that save.
+
+        If rank `src` has died, the first of the ranks that save takes its place.
+        """
         reachable = self._reachable()
         if reachable is None:
             return obj
         objects = [obj]
+        if reachable.members and src not in reachable.members:
+            src = reachable.members[0]
         dist.broadcast_object_list(objects, src, group=reachable.group)
         return objects[0]
 
@@ -216,7 +173,7 @@ class Collectives(StrategyDescription):
 
         Returns:
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
-                samples of logged values. If only some ranks failed, `tensor` is unchanged.
+                samples of logged values. If this rank does not save after a failure, `tensor` is unchanged.
         """
         reachable = self._reachable() if isinstance(tensor, Tensor) else None
         if reachable is None:
@@ -231,7 +188,7 @@ class Collectives(StrategyDescription):
             on_cpu = tensor.cpu()
             dist.all_reduce(on_cpu, op=operation, group=reachable.group)
             tensor.copy_(on_cpu)
-            num_ranks = self.dims.num_ranks
+            num_ranks = reachable.world_size
         else:
             dist.all_reduce(tensor, op=operation, group=self._group_for(tensor) if group is None else group)
         if average:
@@ -248,10 +205,10 @@ class Collectives(StrategyDescription):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
         reachable = self._reachable()
-        if reachable is None or self.dims.data_size == self.dims.num_ranks:
-            return bool(super().reduce_boolean_decision(decision, all))
+        if reachable is None or (reachable.group is None and self.dims.data_size == self.dims.num_ranks):
+            return bool(super().reduce_boolean_decision(decision, all)) if self._may_save else decision
         # Lightning compares a sum over the data ranks with the world size.
-        decisions = all_ranks(reachable.group).gather(bool(decision))
+        decisions = reachable.gather(bool(decision))
         return False not in decisions if all else True in decisions
 
     def on_exception(self, exception: BaseException) -> None:

@@ -37,6 +37,7 @@ MAY_READ_THE_WORLD = {
     "strategies/description.py": "makes the dimensions of a run",
     "strategies/fsdp.py": "makes the dimensions of a run",
     "strategies/zero.py": "makes the dimensions of a run, and tells DeepSpeed about all ranks",
+    "strategies/after_failure.py": "whether ranks fail alone or together concerns all of them",
     "strategies/collectives.py": "whether ranks fail alone or together concerns all of them",
     "callbacks/auto_resume.py": "tells the user if the number of ranks has changed",
     "callbacks/preemption.py": "several ranks have to agree, whatever they hold",
