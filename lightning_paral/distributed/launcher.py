@@ -27,6 +27,11 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             fail in every process.
     """
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether the launcher works in a notebook: it does if it starts no process."""
+        return self.num_processes == 1 or self.cluster_environment.creates_processes_externally
+
     _children: "Sequence[subprocess.Popen[Any]]" = ()
     """Processes of a failed run, which are ended when this process exits."""
 
