@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_paral.errors import ConfigurationError, RankFailedError
@@ -22,6 +24,11 @@ GRACE_SECONDS = 10.0
 
 _NO_MAIN_GUARD_STATUS = 83
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_LIBRARIES = (
+    "<frozen",
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
 _FORWARDED = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
@@ -33,11 +40,13 @@ class RankError:
     error: BaseException
     seconds: float
     """When it ended, on the monotonic clock of the node."""
+    has_died: bool = False
+    """Whether the process ended without an exception."""
 
     @property
     def is_consequence(self) -> bool:
         """Whether another rank failed first."""
-        return isinstance(self.error, RankFailedError)
+        return isinstance(self.error, RankFailedError) and not self.has_died
 
 
 def run_ranks(
@@ -168,13 +177,13 @@ class RankProcesses:
 
     def _receive(self, rank: int) -> None:
         """Read what `rank` reported, or find out how it died."""
-        connection, process = self._connections.pop(rank), self._processes[rank]
+        connection, process, seconds = self._connections.pop(rank), self._processes[rank], time.monotonic()
         try:
             succeeded, outcome = pickle.loads(connection.recv_bytes())
         except EOFError:
             process.join(GRACE_SECONDS)
             error = self._describe_death(rank, process.exitcode)
-            succeeded, outcome = False, RankError(rank=rank, error=error, seconds=time.monotonic())
+            succeeded, outcome = False, RankError(rank=rank, error=error, seconds=seconds, has_died=True)
         finally:
             connection.close()
         (self._results if succeeded else self._errors)[rank] = outcome
@@ -198,8 +207,8 @@ class RankProcesses:
 
     def _first_cause(self) -> BaseException:
         """Return the error of the rank that failed first."""
-        deaths = [each for each in self._errors.values() if not each.is_consequence]
-        return min(deaths or self._errors.values(), key=lambda each: each.seconds).error
+        causes = [each for each in self._errors.values() if not each.is_consequence]
+        return min(causes or self._errors.values(), key=lambda each: each.seconds).error
 
 
 class _Forwarding:
@@ -256,9 +265,7 @@ def _portable(error: BaseException, rank: int) -> BaseException:
     """Return `error`, or a substitute if it cannot be pickled, with its traceback on `rank` as a note."""
     if isinstance(error, SystemExit):
         error = SystemExit(error.code or 1)  # the run ended early, also if the status was 0
-    has_cause = error.__cause__ is not None or error.__context__ is not None
-    lines = traceback.format_exception(error) if has_cause else traceback.format_tb(error.__traceback__)
-    note = f"It was raised on rank {rank}:\n{''.join(lines).rstrip()}"
+    note = f"It was raised on rank {rank}:\n{''.join(_user_lines(error)).rstrip()}"
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -266,3 +273,15 @@ def _portable(error: BaseException, rank: int) -> BaseException:
     notes = getattr(error, "__notes__", [])
     copy.__notes__ = [*notes, note]
     return copy if isinstance(copy, BaseException) else RankFailedError(note)
+
+
+def _user_lines(error: BaseException) -> Iterable[str]:
+    """Return the lines of the user's own code in the traceback of `error` and of its causes; all lines if none is."""
+    described = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = described
+    while each is not None and os.environ.get("PARAL_TRACEBACK") != "full":
+        own = [frame for frame in each.stack if not frame.filename.startswith(_LIBRARIES)]
+        each.stack = traceback.StackSummary.from_list(own or each.stack)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    has_cause = described.__cause__ is not None or described.__context__ is not None
+    return described.format() if has_cause else described.stack.format()

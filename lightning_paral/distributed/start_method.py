@@ -12,6 +12,7 @@ from lightning_paral.distributed.process_group import owned_group, release_proce
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import StartMethod
 
+_PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
 
@@ -35,7 +36,7 @@ def why_script_cannot_run_again() -> str | None:
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return "an interactive session"
     if (spec is not None and spec.name.startswith("pytest.")) or Path(file or "").name in _TEST_RUNNERS:
-        return "a run of pytest"
+        return _PYTEST
     if spec is None and not file:
         return "code from `python -c` or from standard input"
     return None
@@ -45,12 +46,13 @@ def choose_start_method(given: StartMethod | None) -> StartMethod:
     """Return `given`; if it is `None`, `"popen"` in a script, and `"fork"` in a program that cannot be run again.
 
     Raises:
-        ConfigurationError: the program cannot be run again, and `given` is `"popen"` or the platform cannot fork.
+        ConfigurationError: the program cannot be run again, and `given` is `"popen"` or the platform cannot fork. With
+            `"popen"`, pytest runs again from its first test.
     """
     if given not in (None, "popen"):
         return given
     program = why_script_cannot_run_again()
-    if program is None:
+    if program is None or (given == "popen" and program == _PYTEST):
         return "popen"
     if given == "popen":
         raise ConfigurationError(

@@ -23,8 +23,8 @@ from lightning_paral.distributed.start_method import prepare_to_start
 from lightning_paral.strategies.rank_zero_state import RankZeroState, restore
 from lightning_paral.strategies.save_on_exception import replace_on_exception
 
-Settings = tuple[GlobalStates, bool, bool, bool]
-"""States of the random generators; deterministic algorithms, whether only to warn, and cuDNN's benchmark."""
+Settings = tuple[GlobalStates, bool, bool, bool, str]
+"""States of the random generators; deterministic algorithms, whether only to warn; cuDNN's benchmark; precision."""
 
 
 class ProcessLauncher:
@@ -41,6 +41,7 @@ class ProcessLauncher:
     """
 
     is_interactive_compatible = True
+    _has_warned = False
 
     def __init__(
         self, strategy: Any, method: Literal["spawn", "fork", "forkserver"], check: Callable[[Trainer], None]
@@ -67,7 +68,8 @@ class ProcessLauncher:
         address = {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
         address |= {"NODE_RANK": str(environment.node_rank())}
         one_thread = self._method == "fork" and not can_use_threads_after_fork()
-        if one_thread:
+        if one_thread and not self._has_warned:
+            self._has_warned = True
             rank_zero_info(
                 "This process has already computed with several threads, which forked ranks cannot use. Each rank "
                 "computes with one thread. To avoid this, restart, and compute nothing before the run."
@@ -115,7 +117,8 @@ def _settings(method: str) -> Settings | None:
     if method == "fork":
         return None
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    return global_states(), torch.are_deterministic_algorithms_enabled(), warn_only, torch.backends.cudnn.benchmark
+    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    return global_states(), deterministic, warn_only, benchmark, torch.get_float32_matmul_precision()
 
 
 def run_rank(
@@ -150,9 +153,11 @@ def run_rank(
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     if settings is not None:
-        states, deterministic, warn_only, torch.backends.cudnn.benchmark = settings
+        states, deterministic, warn_only, benchmark, precision = settings
         set_global_states(states)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.backends.cudnn.set_flags(_benchmark=benchmark)
+        torch.set_float32_matmul_precision(precision)
         _unshare(strategy.lightning_module)
     strategy.has_fit_in_ranks = False
     strategy.set_world_ranks()
