@@ -77,7 +77,7 @@ def prepare_to_start(method: StartMethod, device: torch.device) -> None:
     Raises:
         ConfigurationError: CUDA is initialized, or other code has created a process group, and ranks are forked.
     """
-    if method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():
+    if method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(
             "CUDA was initialized in this process before the run, so forked ranks cannot use it. Restart the kernel or "
             "the interpreter. Then, before the first run, do not move anything to a GPU, and call nothing of "
@@ -86,7 +86,7 @@ def prepare_to_start(method: StartMethod, device: torch.device) -> None:
         )
     if owned_group() is not None:
         release_process_group()  # of one rank: a forked process could neither use nor destroy it
-    elif dist.is_initialized():  # type: ignore[no-untyped-call]
+    elif dist.is_initialized():
         raise ConfigurationError(
             f"This process has a process group of {dist.get_world_size()} rank(s) that this package did not create, so "
             "it cannot start ranks. Call torch.distributed.destroy_process_group() before the run."

@@ -7,6 +7,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
+from lightning_paral.distributed.cluster_checks import check_environment, check_ranks
 from lightning_paral.distributed.launch_checks import check_device, check_local_rank
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import backend_for
@@ -43,8 +44,12 @@ class CheckedLaunch(StrategyDescription):
             PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
         """
         check_names("torch", "lightning")
+        if self.cluster_environment is not None:
+            check_environment(self.cluster_environment)
         self._check_configured()
         super().set_world_ranks()  # type: ignore[misc]
+        if self.cluster_environment is not None:
+            check_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _check_configured(self) -> None:
         """Raise a `ConfigurationError` if the strategy does not support the Trainer's settings."""

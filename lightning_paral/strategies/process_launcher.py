@@ -156,7 +156,7 @@ def run_rank(
         states, deterministic, warn_only, benchmark, precision = settings
         set_global_states(states)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cudnn.set_flags(_benchmark=benchmark)
+        torch.backends.cudnn.set_flags(_benchmark=benchmark)  # type: ignore[no-untyped-call]
         torch.set_float32_matmul_precision(precision)
         _unshare(strategy.lightning_module)
     strategy.has_fit_in_ranks = False
