@@ -23,7 +23,6 @@ _EQUIVALENTS = {
         "backward_prefetch": "prefetch=...",
         "forward_prefetch": "prefetch=...",
         "limit_all_gathers": "prefetch=...",
-        "start_method": "Leave it out: each other local rank is started by running the script again",
     },
     "ParalZeROStrategy": {
         "offload_params": "offload_parameters='cpu'",
@@ -43,7 +42,6 @@ _EQUIVALENTS = {
         "partition_activations": "activation_checkpointing=ActivationCheckpointing(...)",
         "initial_scale_power": "deepspeed_config={'fp16': {...}}",
         "load_full_weights": "Leave it out: full and sharded checkpoints are recognized",
-        "start_method": "Leave it out: each other local rank is started by running the script again",
     },
     "ParalDPStrategy": {
         "timeout": "paral_ddp, which has several processes; paral_dp has one",

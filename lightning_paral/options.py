@@ -184,6 +184,9 @@ def as_checkpoint_options(checkpoint: "CheckpointOptions | str | None") -> Check
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+"""`"popen"` runs the script again for each other local rank; the others are start methods of `multiprocessing`."""
+
 
 class RankOptions(TypedDict, total=False):
     """The keywords that every strategy with ranks takes, in addition to its own.
@@ -199,6 +202,9 @@ class RankOptions(TypedDict, total=False):
             batches of an epoch (`"drop"`), or add its first batches (`"wrap"`).
         shard_iterable: divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this
             themselves.
+        start_method: how local ranks are started if no launcher such as torchrun starts them: `"popen"` runs the script
+            again; `"fork"`, `"spawn"` and `"forkserver"` are start methods of `multiprocessing`. `None`: `"popen"` in a
+            script; `"fork"` in a notebook, in an interactive session, under `python -c` and in pytest.
     """
 
     process_group_backend: str | None
@@ -208,6 +214,7 @@ class RankOptions(TypedDict, total=False):
     split: Literal["batch", "global"]
     remainder: Literal["drop", "wrap"]
     shard_iterable: bool
+    start_method: StartMethod | None
 
 
 RANK_DEFAULTS = RankOptions(
@@ -218,6 +225,7 @@ RANK_DEFAULTS = RankOptions(
     split="batch",
     remainder="wrap",
     shard_iterable=True,
+    start_method=None,
 )
 
 

@@ -63,6 +63,11 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         self._check = check
         self._run = run
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether the launcher works in a notebook: it does if it starts no process."""
+        return self.num_processes == 1 or self.cluster_environment.creates_processes_externally
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other local ranks, then call `function` in this one.
 

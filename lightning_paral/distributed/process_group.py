@@ -78,7 +78,11 @@ def release_process_group(*, after_failure: bool = False) -> None:
     _owned, _host_group = None, None
 
 
-def _release_at_exit() -> None:
+def release_at_exit() -> None:
+    """Destroy all process groups if the default group was created here, in an order that all backends tolerate.
+
+    With NCCL, rank 0 waits for the other ranks, for two seconds at most.
+    """
     if _owned is not None and owned_group() is not None and "nccl" in _owned.backend:
         # NCCL's watchdogs poll rank 0's store every second, and print long errors if it closes before they stop.
         rank, others = dist.get_rank(), range(1, dist.get_world_size())
@@ -174,9 +178,9 @@ def join_process_group(
     group = dist.group.WORLD
     assert group is not None
     _owned = _OwnedGroup(group, store, backend, device, timeout)
-    atexit.unregister(_release_at_exit)
+    atexit.unregister(release_at_exit)
     # atexit runs this before functions that were registered earlier, which may end something that the group depends on.
-    atexit.register(_release_at_exit)
+    atexit.register(release_at_exit)
     _log_group("joined", device)
 
 

@@ -71,8 +71,8 @@ class _Routes:
     def add(self, signum: int, call: Callable[[], None], previous: Handler) -> Callable[[], None]:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
-        known, current = self._handlers.get(signum), signal.getsignal(signum)
-        if known is not None and current == known:
+        known = self._handlers.get(signum)
+        if known is not None and signal.getsignal(signum) == known:
             handler = known
         else:  # also if someone has replaced our handler
             handler = self._handlers[signum] = _Handler(signum, previous)

@@ -17,6 +17,7 @@ from lightning_paral.callbacks.preemption import add_for_requeueing
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
+from lightning_paral.distributed.start_method import check_start_method
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.option_types import as_timeout
@@ -73,6 +74,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         self.timeout = self._async_timeout = as_timeout(options["timeout"])
         self._checkpoint_options = as_checkpoint_options(options["checkpoint"])
         self._activation_checkpointing = options["activation_checkpointing"]
+        check_start_method(options["start_method"])
+        self._given_start_method = options["start_method"]
         self._data = RunData()
         return {"process_group_backend": options["process_group_backend"], "timeout": self.timeout}
 

@@ -1,10 +1,13 @@
-"""Lightning's launcher that runs the user's script again for every other local rank."""
+"""Lightning's launcher that runs the user's script again for every other local rank, and what it does on an error."""
 
 from collections.abc import Callable
 
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 
 from lightning_paral.compat.private_name import PrivateName
+
+__all__ = ["LightningSubprocessLauncher", "SubprocessScriptLauncher", "call_and_handle_interrupt"]
 
 NAMES = (
     PrivateName(
@@ -19,6 +22,13 @@ NAMES = (
         parameters=("self",),
         purpose="to take the processes over before Lightning's observer knows them",
         reason="the observer kills this process up to five seconds after another one failed, before it can say why",
+        seen="lightning 2.6.1 to 2.6.6",
+    ),
+    PrivateName(
+        name="lightning.pytorch.trainer.call._call_and_handle_interrupt",
+        parameters=("trainer", "trainer_fn"),
+        purpose="to call the hooks for exceptions and to tear down in forked and spawned ranks as in a script",
+        reason="Lightning's own launcher of such ranks does this only in the process that starts them",
         seen="lightning 2.6.1 to 2.6.6",
     ),
 )

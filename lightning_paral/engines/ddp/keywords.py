@@ -1,11 +1,11 @@
 """The keywords of `ParalDDPStrategy`, with their documentation."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from lightning_paral.comm import WireDtype
 from lightning_paral.engines.ddp.gradient_reduction import AllReduceName
-from lightning_paral.engines.ddp.options import DDPOptions, check_choice
+from lightning_paral.engines.ddp.options import DDPOptions
 from lightning_paral.option_types import check_at_least
 from lightning_paral.options import takes_options
 
@@ -25,8 +25,6 @@ class DDPKeywords(DDPOptions, total=False):
         gradient_as_bucket_view: make `.grad` a view into the communication bucket, which saves the memory of a copy of
             all gradients. Code that assigns new memory to a gradient (`p.grad.data = ...`) then trains incorrectly,
             because torch's reducer does not notice.
-        start_method: how local ranks are started: `"popen"` runs the script again; `"spawn"`, `"fork"` and
-            `"forkserver"` are start methods of `multiprocessing`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: your own communication hook, as in Lightning's `DDPStrategy`,
             but also used on CPU. Cannot be combined with `all_reduce` or `wire_dtype`.
         model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
@@ -35,7 +33,6 @@ class DDPKeywords(DDPOptions, total=False):
     all_reduce: AllReduceName
     wire_dtype: WireDtype | None
     gradient_as_bucket_view: bool
-    start_method: Literal["popen", "spawn", "fork", "forkserver"]
     ddp_comm_state: object | None
     ddp_comm_hook: Callable[..., Any] | None
     ddp_comm_wrapper: Callable[..., Any] | None
@@ -46,7 +43,6 @@ _DEFAULTS: dict[str, Any] = {
     "all_reduce": "auto",
     "wire_dtype": None,
     "gradient_as_bucket_view": False,
-    "start_method": "popen",
     "ddp_comm_state": None,
     "ddp_comm_hook": None,
     "ddp_comm_wrapper": None,
@@ -63,6 +59,5 @@ def pop_own_keywords(keywords: Any) -> dict[str, Any]:
         ConfigurationError: a value is unknown or out of range.
     """
     own = {name: keywords.pop(name, default) for name, default in _DEFAULTS.items()}
-    check_choice("start_method", own["start_method"], ("popen", "spawn", "fork", "forkserver"))
     check_at_least("ParalDDPStrategy", "model_averaging_period", own["model_averaging_period"], 1)
     return own

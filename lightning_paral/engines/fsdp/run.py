@@ -97,9 +97,9 @@ class FSDPRun:
     def print_units(self) -> None:
         """Print the units on rank 0, and warn if there is only the root."""
         replicas = f", {self.dims.replicate} replicas" if self.dims.replicate > 1 else ""
-        rank_zero_info(
-            f"FSDP: {self._num_units} units over {self.dims.num_ranks} ranks{replicas}\n{as_tree(self.units)}"
-        )
+        units = f"{self._num_units} unit{'s' if self._num_units != 1 else ''}"
+        ranks = f"{self.dims.num_ranks} rank{'s' if self.dims.num_ranks != 1 else ''}"
+        rank_zero_info(f"FSDP: {units} over {ranks}{replicas}\n{as_tree(self.units)}")
         if not self.units.inner and self.dims.shard > 1:
             rank_zero_warn(explain_single_unit(self.units))
 

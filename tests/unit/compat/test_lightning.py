@@ -81,7 +81,7 @@ def test_new_trainer_sets_ranks_and_requests_the_launcher_at_its_start(
     def launch(self: CheckedSubprocessLauncher, *args: Any, **kwargs: Any) -> None:
         raise LaunchedError
 
-    strategy = Told()
+    strategy = Told(start_method="popen")
     built = quiet_trainer(strategy=strategy, devices=2, num_nodes=3)
     monkeypatch.setattr(CheckedSubprocessLauncher, "launch", launch)
 

@@ -1,0 +1,96 @@
+"""Check what a cluster environment says about this process, before it starts or joins other processes."""
+
+import os
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_paral.errors import ConfigurationError
+
+_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "Install mpi4py, with which Lightning reads the ranks of MPI"),
+    "PMI_SIZE": ("mpiexec", "Install mpi4py, with which Lightning reads the ranks of MPI"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun", "Install mpi4py, with which Lightning reads the ranks of MPI"),
+    "SLURM_STEP_NUM_TASKS": (
+        "srun",
+        "If SLURM_JOB_NAME is bash or interactive, for which Lightning ignores SLURM, choose another --job-name",
+    ),
+    "JSM_NAMESPACE_SIZE": ("jsrun", "Set LSB_JOBID, LSB_DJOB_RANKFILE and JSM_NAMESPACE_LOCAL_RANK, as LSF does"),
+}
+"""Environment variables with the number of processes that a launcher started; the launcher; what to do."""
+
+_OTHERWISE = ", or pass a ClusterEnvironment in Trainer(plugins=...)."
+
+
+def check_environment(environment: ClusterEnvironment) -> None:
+    """Check that the ranks and the address of rank 0 are known.
+
+    Raises:
+        ConfigurationError: an environment variable is missing or has a wrong value, or a launcher started several
+            processes, each of which believes that it is alone.
+    """
+    if not environment.creates_processes_externally:
+        _check_alone(environment)
+        return
+    for name in ("world_size", "global_rank", "local_rank", "node_rank"):
+        _read(environment, name)
+    for name in ("main_address", "main_port"):
+        _read(environment, name)
+
+
+def check_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Check that the ranks fit together and fit the Trainer, after they were set.
+
+    Raises:
+        ConfigurationError: the rank is not below the world size, or the world size differs from that of the Trainer.
+    """
+    name, rank, world_size = type(environment).__name__, environment.global_rank(), environment.world_size()
+    if type(environment).validate_settings is not ClusterEnvironment.validate_settings:
+        return  # Lightning compares them before it launches
+    if world_size != num_devices * num_nodes:
+        raise ConfigurationError(
+            f"{name} has {world_size} processes, but Trainer(devices={num_devices}, num_nodes={num_nodes}) needs "
+            f"{num_devices * num_nodes}. Start as many processes as devices, or change devices or num_nodes."
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"{name} has {world_size} processes, but says that this one is rank {rank}.")
+
+
+def _read(environment: ClusterEnvironment, name: str) -> None:
+    who = type(environment).__name__
+    try:
+        value = getattr(environment, name)
+        if callable(value):
+            value()
+    except KeyError as error:
+        raise ConfigurationError(
+            f"{who} reads {name} from the environment variable {error.args[0]}, which is not set. Start the script "
+            f"with the launcher that sets it, or set it for every process{_OTHERWISE}"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{who} cannot tell {name} of this process: {error}{_given(str(error))}") from error
+
+
+def _given(message: str) -> str:
+    """Return which environment variables have the value that `message` quotes."""
+    names = [f"{name}={value!r}" for name, value in sorted(os.environ.items()) if repr(value) in message]
+    return f" ({', '.join(names)} in the environment)." if names else ""
+
+
+def _check_alone(environment: ClusterEnvironment) -> None:
+    """Raise a `ConfigurationError` if a launcher started several processes, but the environment knows of one."""
+    if type(environment) is not LightningEnvironment:
+        return
+    for variable, (launcher, remedy) in _SIZES.items():
+        size = os.environ.get(variable, "1")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigurationError(
+                f"{launcher} started {size} processes ({variable}={size}), but Lightning does not recognize it, so "
+                f"each process would train alone. {remedy}{_OTHERWISE}"
+            )
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigurationError(
+            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but LOCAL_RANK is not, so "
+            "each process would train alone. Set LOCAL_RANK as torchrun does. For the PyTorchJob of Kubeflow, with one "
+            "process per pod, pass Trainer(plugins=[KubeflowEnvironment()])."
+        )

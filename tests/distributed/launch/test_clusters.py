@@ -1,0 +1,193 @@
+"""Each strategy joins the ranks that a cluster started; missing or wrong variables are one error before training.
+
+The schedulers are simulated by the environment variables that they set.
+"""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import KubeflowEnvironment, LSFEnvironment, SLURMEnvironment
+from lightning.pytorch import Trainer
+
+from lightning_paral import ConfigurationError
+from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
+from tests.distributed.launch.test_launch import outputs, start
+from tests.network import joined_nodes, why_no_nodes
+from tests.running import quiet_trainer
+
+VARIABLES = ("SLURM_", "JSM_", "LSB_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "LOCAL_", "MASTER_", "NODE_")
+SCRIPT = ["-m", "tests.distributed.launch.joined"]
+
+
+class OwnEnvironment(ClusterEnvironment):
+    """A user's own cluster: ranks are in OWN_RANK."""
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["OWN_PORT"])
+
+    @staticmethod
+    def detect() -> bool:
+        return "OWN_RANK" in os.environ
+
+    def world_size(self) -> int:
+        return int(os.environ["OWN_SIZE"])
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return int(os.environ["OWN_RANK"])
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self.global_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(VARIABLES) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def free_port() -> str:
+    with socket.create_server(("", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def slurm(folder: Path) -> list[dict[str, str]]:
+    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    common |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
+    common |= {"SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": free_port()}
+    return [common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+
+
+def lsf(folder: Path) -> list[dict[str, str]]:
+    (folder / "hosts").write_text("\n".join(["login", *[socket.gethostname()] * 2]))
+    common = {"LSB_JOBID": "17", "LSB_DJOB_RANKFILE": str(folder / "hosts"), "JSM_NAMESPACE_SIZE": "2"}
+    common |= {"MASTER_PORT": free_port()}
+    return [common | {"JSM_NAMESPACE_RANK": rank, "JSM_NAMESPACE_LOCAL_RANK": rank} for rank in "01"]
+
+
+def kubeflow(folder: Path) -> list[dict[str, str]]:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    return [common | {"RANK": rank} for rank in "01"]
+
+
+def own(folder: Path) -> list[dict[str, str]]:
+    common = {"OWN_SIZE": "2", "OWN_PORT": free_port()}
+    return [common | {"OWN_RANK": rank} for rank in "01"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "label"),
+    [(lsf, "paral_ddp"), (kubeflow, "paral_fsdp"), (own, "paral_zero3"), (slurm, "paral_zero2")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_ranks_that_a_cluster_started_join(cluster: Any, label: str, tmp_path: Path) -> None:
+    processes = [
+        start([sys.executable, *SCRIPT, cluster.__name__, label, str(tmp_path)], **variables)
+        for variables in cluster(tmp_path)
+    ]
+
+    printed = outputs(*processes)
+
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(report["rank"], report["world_size"], report["sum"]) for report in reports] == [(0, 2, 2.0), (1, 2, 2.0)]
+    assert reports[0]["weight"] == reports[1]["weight"]
+    assert "".join(printed).count(f"{label}: 2 ranks") == 1
+
+
+def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+    reason = why_no_nodes()
+    if reason:
+        pytest.skip(reason)
+    with joined_nodes(2) as nodes:
+        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+        launcher += ["--rdzv-endpoint", f"{nodes.addresses[0]}:29577", "--local-addr"]
+        processes = [
+            start(
+                nodes.command_on(
+                    node,
+                    [
+                        *[sys.executable, *launcher, nodes.addresses[node]],
+                        *[*SCRIPT, "torchrun_on_two_nodes", "paral_fsdp", str(tmp_path)],
+                    ],
+                ),
+                GLOO_SOCKET_IFNAME="eth0",
+            )
+            for node in (0, 1)
+        ]
+        printed = outputs(*processes)
+
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(report["rank"], report["world_size"], report["sum"]) for report in reports] == [(0, 2, 2.0), (1, 2, 2.0)]
+    assert "paral_fsdp: 2 ranks (2 shards) on 2 nodes" in "".join(printed)
+
+
+KUBEFLOW = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
+MISTAKES: list[tuple[Any, dict[str, str], dict[str, Any], str]] = [
+    (KubeflowEnvironment, KUBEFLOW | {"RANK": ""}, {}, r"cannot tell global_rank.*RANK='' in the environment"),
+    (KubeflowEnvironment, {"WORLD_SIZE": "2"}, {}, r"global_rank from the environment variable RANK, which is not set"),
+    (KubeflowEnvironment, {"WORLD_SIZE": "2", "RANK": "0"}, {}, r"environment variable MASTER_ADDR, which is not set"),
+    (KubeflowEnvironment, KUBEFLOW | {"WORLD_SIZE": "two"}, {}, r"world_size.*WORLD_SIZE='two' in the environment"),
+    (KubeflowEnvironment, KUBEFLOW | {"WORLD_SIZE": "3"}, {}, r"has 3 processes, but Trainer\(devices=1, num_nodes=2"),
+    (KubeflowEnvironment, KUBEFLOW | {"RANK": "2"}, {}, r"has 2 processes, but says that this one is rank 2"),
+    (SLURMEnvironment, {"SLURM_NTASKS": "2"}, {"num_nodes": 1}, r"environment variable SLURM_PROCID, which is not set"),
+    (OwnEnvironment, {"OWN_SIZE": "2"}, {"devices": 2, "num_nodes": 1}, r"environment variable OWN_RANK"),
+    (None, {"OMPI_COMM_WORLD_SIZE": "2"}, {"num_nodes": 1}, r"mpirun started 2 processes.*mpi4py"),
+    (None, {"PMI_SIZE": "4"}, {"num_nodes": 1}, r"mpiexec started 4 processes \(PMI_SIZE=4\)"),
+    (None, {"JSM_NAMESPACE_SIZE": "2"}, {"num_nodes": 1}, r"jsrun started 2 processes.*LSB_JOBID"),
+    (None, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"}, {"num_nodes": 1}, r"srun started 2.*--job-name"),
+    (None, KUBEFLOW, {"num_nodes": 1}, r"LOCAL_RANK is not.*KubeflowEnvironment"),
+]
+
+
+@pytest.mark.parametrize(("environment", "variables", "options", "message"), MISTAKES)
+@pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE, 2)))
+def test_mistake_in_the_variables_of_a_cluster_is_one_error(
+    label: str, environment: Any, variables: dict[str, str], options: dict[str, Any], message: str, monkeypatch: Any
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    plugins = [] if environment is None else [environment()]
+
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer(strategy=strategy_of(label), plugins=plugins, **({"devices": 1, "num_nodes": 2} | options))
+
+
+def test_interactive_job_of_slurm_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    trainer: Trainer = quiet_trainer(strategy="paral_ddp", devices=2)
+
+    assert trainer.world_size == 2
+    assert not trainer.strategy.cluster_environment.creates_processes_externally
+
+
+def test_missing_rank_of_lsf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in lsf(tmp_path)[0].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("JSM_NAMESPACE_RANK")
+
+    with pytest.raises(ConfigurationError, match=r"LSFEnvironment cannot tell global_rank.*JSM_NAMESPACE_RANK"):
+        quiet_trainer(strategy="paral_ddp", devices=2, plugins=[LSFEnvironment()])

@@ -1,0 +1,354 @@
+"""Ranks that are forked or spawned, as in a notebook: state, results and errors come back. pytest forks as well."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.distributed import start_method
+from lightning_paral.errors import RankFailedError
+from lightning_paral.strategies.process_launcher import ProcessLauncher
+from tests.models.regression import FEATURES, Regression
+from tests.running import quiet_trainer
+
+ROOT = Path(__file__).parents[3]
+STRATEGIES = {
+    "ddp": lambda **options: ParalDDPStrategy(split="global", **options),
+    "fsdp": lambda **options: ParalFSDPStrategy(split="global", **options),
+    "zero2": lambda **options: ParalZeROStrategy(stage=2, split="global", **options),
+    "zero3": lambda **options: ParalZeROStrategy(stage=3, split="global", **options),
+}
+
+
+class Notes(Callback):
+    """Keeps the losses, as users of notebooks do, and what Trainer tells it about errors."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.errors: list[str] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.errors.append(str(exception))
+
+
+class Evaluated(Regression):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("error", nn.functional.l1_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class Late(Evaluated):
+    """Creates a layer only when a run begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.out
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "out"):
+            torch.manual_seed(1)
+            self.out = nn.Linear(32, 2)
+
+
+class Fails(Regression):
+    """Rank 1 fails in its second step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        if batch_idx == 1 and self.global_rank == 1:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "exit":
+                sys.exit(0)
+            raise KeyError("my mistake")
+
+
+def loader(num_samples: int = 24) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(num_samples, FEATURES, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs[:, :2].sin()), batch_size=6)
+
+
+def trained(strategy: Any, model: Evaluated, folder: Path, devices: int) -> tuple[Trainer, Notes, list[Any]]:
+    """Fit, validate, test, predict, then fit for one more epoch."""
+    torch.manual_seed(0)
+    notes, best = Notes(), ModelCheckpoint(folder, monitor="error")
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, max_epochs=2, callbacks=[notes, best], enable_checkpointing=True
+    )
+    trainer.fit(model, loader(), loader())
+    returned = [trainer.validate(model, loader()), trainer.test(model, loader())]
+    returned.append(trainer.predict(model, loader()))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, loader(), loader())
+    returned.append(torch.rand(1).item())
+    return trainer, notes, returned
+
+
+@pytest.mark.parametrize("label", STRATEGIES)
+def test_forked_ranks_leave_the_state_that_one_process_has(label: str, tmp_path: Path) -> None:
+    models = [Late() if label in ("ddp", "fsdp") else Evaluated() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    alone, alone_notes, alone_returned = trained("auto", models[0], tmp_path / "alone", 1)
+    forked, forked_notes, forked_returned = trained(STRATEGIES[label](), models[1], tmp_path / "forked", 2)
+
+    assert isinstance(forked.strategy.launcher, ProcessLauncher)
+    assert not multiprocessing.active_children()
+    assert "LOCAL_RANK" not in os.environ
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    assert (forked.global_step, forked.current_epoch) == (alone.global_step, alone.current_epoch) == (12, 3)
+    assert len(forked_notes.losses) == len(alone_notes.losses) == len(models[1].losses) == 12
+    assert models[1].trainer is forked
+    assert models[1].training == models[0].training
+    for ours, theirs in zip(forked_returned[:2], alone_returned[:2], strict=True):
+        assert ours[0]["error"] == pytest.approx(theirs[0]["error"], rel=1e-4)
+    assert [len(part) for part in forked_returned[2]] == [3, 3, 3, 3]  # rank 0's half of each batch, as in a script
+    torch.testing.assert_close(forked_returned[2][0], alone_returned[2][0][::2], rtol=1e-4, atol=1e-5)
+    assert forked_returned[3:] == alone_returned[3:]  # the generator continues
+    for name in ("loss", "error"):
+        assert forked.callback_metrics[name].item() == pytest.approx(alone.callback_metrics[name].item(), rel=1e-4)
+        assert forked.logged_metrics[name].item() == pytest.approx(alone.logged_metrics[name].item(), rel=1e-4)
+    best, alone_best = forked.checkpoint_callback, alone.checkpoint_callback
+    assert isinstance(best, ModelCheckpoint)
+    assert isinstance(alone_best, ModelCheckpoint)
+    assert Path(best.best_model_path).name == Path(alone_best.best_model_path).name
+    assert Path(best.best_model_path).exists()
+    with pytest.raises(ConfigurationError, match="state of their optimizers"):
+        forked.save_checkpoint(tmp_path / "after.ckpt")
+    forked.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    stored = torch.load(tmp_path / "weights.ckpt", weights_only=False) if label == "ddp" else None
+    assert stored is None or torch.equal(stored["state_dict"]["out.weight"], models[1].out.weight)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [("raise", KeyError, "my mistake"), ("kill", RankFailedError, "Rank 1 died.*SIGKILL"), ("exit", SystemExit, "1")],
+)
+def test_first_error_of_a_forked_rank_is_raised_and_no_process_is_left(how: str, error: Any, message: str) -> None:
+    notes, save = Notes(), ModelCheckpoint(save_on_exception=True)
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1, callbacks=[notes])
+    vars(trainer)["callbacks"].append(save)
+
+    with pytest.raises(error, match=message) as caught:
+        trainer.fit(Fails(how), loader())
+
+    assert not multiprocessing.active_children()
+    if how == "raise":
+        (note,) = caught.value.__notes__
+        assert note.startswith("It was raised on rank 1:")
+        assert 'raise KeyError("my mistake")' in note
+        assert "lightning/pytorch" not in note
+    assert notes.errors == []  # only the ranks call the callbacks: this process has nothing to save
+    assert "on_exception" not in vars(notes)
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
+    trainer.fit(Regression(), loader())
+    assert trainer.global_step == 2  # of 4 batches, each rank draws 2
+
+
+def test_spawned_ranks_train_and_send_the_weights_back() -> None:
+    results = []
+    for method in ("fork", "spawn"):
+        torch.manual_seed(0)
+        model = Evaluated()
+        trainer = quiet_trainer(strategy=STRATEGIES["ddp"](start_method=method), devices=2, max_epochs=1)
+        trainer.fit(model, loader())
+        results.append((model.out.weight, model.losses, torch.rand(1)))
+
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_objects_that_cannot_be_sent_to_spawned_ranks_are_refused() -> None:
+    class Local(Regression):
+        pass
+
+    trainer = quiet_trainer(strategy=ParalFSDPStrategy(start_method="spawn"), devices=2, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"cannot be pickled.*Local.*start_method='fork'"):
+        trainer.fit(Local(), loader())
+    assert not multiprocessing.active_children()
+
+
+def test_results_that_cannot_be_pickled_are_refused() -> None:
+    class Strange(Evaluated):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return lambda: None
+
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
+    with pytest.raises(ConfigurationError, match="returned list, which cannot be pickled"):
+        trainer.predict(Strange(), loader())
+
+
+def program(*arguments: str, stdin: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python as a user does, outside of pytest, for five minutes at most."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+CELLS = """
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, TensorDataset
+import lightning_paral
+from tests.models.regression import Regression
+from tests.running import quiet_trainer
+
+data = DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2)), batch_size=2)
+torch.ones(1 << 22).sum()  # starts the threads of OpenMP, if there are several
+
+class Own(Regression):
+    validation_step = Regression.training_step
+
+model = Own()
+trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
+trainer.fit(model, data)
+print("fitted", trainer.global_step, len(model.losses))
+trainer = quiet_trainer(strategy="paral_fsdp", devices=2, max_epochs=1)
+trainer.fit(model, data)
+print("fitted", trainer.global_step, len(model.losses))
+print("validated", trainer.validate(model, data))
+trainer = quiet_trainer(strategy="paral_fsdp", devices=1, max_epochs=1)
+trainer.fit(model, data)
+print("fitted alone", trainer.global_step)
+trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
+trainer.fit(model, data)
+print("fitted", trainer.global_step)
+"""
+
+
+@pytest.mark.parametrize("how", ["interactive", "command", "stdin"])
+def test_session_that_cannot_run_again_forks_although_it_has_used_threads(how: str) -> None:
+    arguments = {"interactive": ["-i"], "command": ["-c", CELLS], "stdin": []}[how]
+    done = program(*arguments, stdin="" if how == "command" else CELLS, OMP_NUM_THREADS="2")
+
+    printed = done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "fitted 2 2\n" in printed, done.stderr
+    assert "fitted 2 4\n" in printed
+    assert "validated [{}]\n" in printed
+    assert "fitted alone 4\n" in printed
+    assert printed.count("fitted 2\n") == 1  # after a run in this process
+    assert done.stderr.count("computes with one thread") == 3  # once per Trainer with forked ranks
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_paral import ParalDDPStrategy
+from tests.models.regression import Regression
+from tests.running import quiet_trainer
+
+print("ran")
+trainer = quiet_trainer(strategy=ParalDDPStrategy(start_method="spawn"), devices=2, max_epochs=1)
+trainer.fit(Regression(), DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2))))
+"""
+
+
+def test_missing_main_guard_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    done = program(str(tmp_path / "train.py"))
+
+    assert done.returncode == 1
+    assert done.stdout.count("ran") == 3  # this process and two ranks
+    assert done.stderr.count("Error") == 1, done.stderr
+    assert 'Put the code that starts it under `if __name__ == "__main__":`' in done.stderr
+
+
+ENDLESS = """
+import os, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import lightning_paral
+from tests.models.regression import Regression
+from tests.running import quiet_trainer
+
+class Endless(Regression):
+    def on_train_start(self):
+        print("rank", os.getpid(), flush=True)
+        time.sleep(1000)
+
+trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
+trainer.fit(Endless(), DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2))))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children together with their parent")
+def test_forked_ranks_end_with_the_process_that_started_them() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().split() for _ in range(2)]
+        ranks = [int(pid) for _, pid in lines]
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 60
+    while any(map(is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, ranks))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_script_runs_again_and_pytest_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_method.choose_start_method(None) == "fork"
+    assert start_method.choose_start_method("popen") == "popen"
+    assert start_method.choose_start_method("spawn") == "spawn"
+    monkeypatch.setattr(start_method, "why_script_cannot_run_again", lambda: None)
+    assert start_method.choose_start_method(None) == "popen"
+    monkeypatch.setattr(start_method, "why_script_cannot_run_again", lambda: "an interactive session")
+    with pytest.raises(ConfigurationError, match=r"this is an interactive session\. Leave start_method out"):
+        start_method.choose_start_method("popen")
+
+
+def test_initialized_cuda_is_refused_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    start_method.prepare_to_start("fork", torch.device("cpu"))
+    start_method.prepare_to_start("spawn", torch.device("cuda", 0))
+    with pytest.raises(ConfigurationError, match=r"CUDA was initialized.*Restart the kernel.*start_method='spawn'"):
+        start_method.prepare_to_start("fork", torch.device("cuda", 0))
