@@ -185,6 +185,16 @@ def as_checkpoint_options(checkpoint: "CheckpointOptions | str | None") -> Check
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
+def checked_interval(divergence_check_every: int | None) -> int | None:
+    """Return the option `divergence_check_every`, or raise a `ConfigurationError` if it is below 1."""
+    if divergence_check_every is not None and divergence_check_every < 1:
+        raise ConfigurationError(
+            f"divergence_check_every={divergence_check_every} has to be at least 1, a number of optimizer steps; None "
+            "turns the check off."
+        )
+    return divergence_check_every
+
+
 class RankOptions(TypedDict, total=False):
     """The keywords that every strategy with ranks takes, in addition to its own.
 
@@ -199,6 +209,8 @@ class RankOptions(TypedDict, total=False):
             batches of an epoch (`"drop"`), or add its first batches (`"wrap"`).
         shard_iterable: divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this
             themselves.
+        divergence_check_every: after each this many optimizer steps, compare the bits of all parameters of which
+            several ranks have a replica; a difference is an error that names the first parameter. `None`: never.
     """
 
     process_group_backend: str | None
@@ -208,6 +220,7 @@ class RankOptions(TypedDict, total=False):
     split: Literal["batch", "global"]
     remainder: Literal["drop", "wrap"]
     shard_iterable: bool
+    divergence_check_every: int | None
 
 
 RANK_DEFAULTS = RankOptions(
@@ -218,6 +231,7 @@ RANK_DEFAULTS = RankOptions(
     split="batch",
     remainder="wrap",
     shard_iterable=True,
+    divergence_check_every=None,
 )
 
 
