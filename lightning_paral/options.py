@@ -188,6 +188,16 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 """`"popen"` runs the script again for each other local rank; the others are start methods of `multiprocessing`."""
 
 
+def checked_interval(divergence_check_every: int | None) -> int | None:
+    """Return the option `divergence_check_every`, or raise a `ConfigurationError` if it is below 1."""
+    if divergence_check_every is not None and divergence_check_every < 1:
+        raise ConfigurationError(
+            f"divergence_check_every={divergence_check_every} has to be at least 1, a number of optimizer steps; None "
+            "turns the check off."
+        )
+    return divergence_check_every
+
+
 class RankOptions(TypedDict, total=False):
     """The keywords that every strategy with ranks takes, in addition to its own.
 
@@ -205,6 +215,8 @@ class RankOptions(TypedDict, total=False):
         start_method: how local ranks are started if no launcher such as torchrun starts them: `"popen"` runs the script
             again; `"fork"`, `"spawn"` and `"forkserver"` are start methods of `multiprocessing`. `None`: `"popen"` in a
             script; `"fork"` in a notebook, in an interactive session, under `python -c` and in pytest.
+        divergence_check_every: after each this many optimizer steps, compare the bits of all parameters of which
+            several ranks have a replica; a difference is an error that names the first parameter. `None`: never.
     """
 
     process_group_backend: str | None
@@ -215,6 +227,7 @@ class RankOptions(TypedDict, total=False):
     remainder: Literal["drop", "wrap"]
     shard_iterable: bool
     start_method: StartMethod | None
+    divergence_check_every: int | None
 
 
 RANK_DEFAULTS = RankOptions(
@@ -226,6 +239,7 @@ RANK_DEFAULTS = RankOptions(
     remainder="wrap",
     shard_iterable=True,
     start_method=None,
+    divergence_check_every=None,
 )
 
 

@@ -1,5 +1,6 @@
 """Exchange small values between the ranks of a group through host memory, without waiting for a device."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,10 +30,18 @@ def _reduce(flag: bool, op: Any, group: dist.ProcessGroup | None) -> bool:
 
 def gather_ints(number: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the `number` of each rank of `group`, ordered by rank. *Collective* over `group`."""
-    local = torch.tensor([number], device="cpu")
+    return [number for (number,) in gather_int_lists([number], group)]
+
+
+def gather_int_lists(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Return the `numbers` of each rank of `group`, ordered by rank, in one collective. *Collective* over `group`.
+
+    All ranks must give the same number of 64-bit integers.
+    """
+    local = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group or host_group())
-    return [int(each) for each in gathered]
+    return [each.tolist() for each in gathered]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -72,8 +72,8 @@ class _Routes:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
         known = self._handlers.get(signum)
-        if known is not None and signal.getsignal(signum) == known:
-            handler = known
+        if known is not None and signal.getsignal(signum) is known:
+            handler: _Handler = known
         else:  # also if someone has replaced our handler
             handler = self._handlers[signum] = _Handler(signum, previous)
             handler.calls = [] if known is None else known.calls

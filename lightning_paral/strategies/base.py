@@ -21,17 +21,18 @@ from lightning_paral.distributed.start_method import check_start_method
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.option_types import as_timeout
-from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options
+from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options, checked_interval
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.launch import CheckedLaunch
 from lightning_paral.strategies.library_warnings import RESUMED_INSIDE_EPOCH, IgnoredWarnings
+from lightning_paral.strategies.rank_agreement import RankAgreement
 from lightning_paral.strategies.run_data import RunData
 from lightning_paral.strategies.shared_buffers import SharedBuffers
 from lightning_paral.strategies.start_line import print_start_line
 
 
-class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, ParallelStrategy):
+class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, CheckpointMixin, ParallelStrategy):
     """Mixin, placed before a Lightning strategy: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
     The contract of a subclass (docs/guides/own-strategy.md shows a complete one):
@@ -76,6 +77,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         self._activation_checkpointing = options["activation_checkpointing"]
         check_start_method(options["start_method"])
         self._given_start_method = options["start_method"]
+        self.divergence_check_every = checked_interval(options["divergence_check_every"])
         self._data = RunData()
         return {"process_group_backend": options["process_group_backend"], "timeout": self.timeout}
 
@@ -85,7 +87,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         """Begin a run: join or create the process group, and distribute the loaders. *Collective* over the world.
 
         Raises:
-            ConfigurationError: the Trainer's settings do not fit the strategy; an averaging callback cannot work.
+            ConfigurationError: the Trainer's settings do not fit the strategy, or differ between ranks; an averaging
+                callback cannot work.
             PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
             ProcessGroupError: not all ranks joined within `timeout`.
         """
@@ -102,9 +105,11 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
             reset_seed()  # as Lightning does with several processes; one process continues the generators' sequence
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
+        self._check_same_settings(trainer)
         add_for_requeueing(trainer)
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
+        self._begin_agreement(trainer)
         print_start_line(trainer, self)
 
     # Model wrapping
@@ -115,7 +120,12 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
             self._undo_recomputation = checkpoint_units(self.lightning_module, self._activation_checkpointing)
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up the module; in a fit, apply the option `activation_checkpointing`. *Collective* over the world."""
+        """Set up the module; in a fit, apply the option `activation_checkpointing`. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: the ranks have different parameters or optimizers.
+        """
+        self._check_same_module()
         if self._is_fit:
             self.checkpoint_activations()
         super().setup(trainer)
@@ -199,6 +209,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
     def teardown(self) -> None:
         """End the run. The next run reuses the process group, except after a failure with several ranks."""
         self._end_buffers()
+        self._end_agreement()
         if self._averages is not None:
             self._averages.end()
             self._averages = None

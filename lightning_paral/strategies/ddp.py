@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_paral.compat.lightning.strategies import layer_sync_of
+from lightning_paral.compat.lightning.strategies import ddp_options, layer_sync_of
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
 from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
 from lightning_paral.engines.ddp.keywords import DDPKeywords, pop_own_keywords, takes_ddp_options
@@ -102,6 +102,10 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         check_embeddings(self.lightning_module, self.dims.data_size)
         self._ddp = DDPRun(self, self._reduction, super().configure_ddp, self.dims, self.timeout, self._undo)
         self._fit_buffers()
+
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        return bool(ddp_options(self).get("broadcast_buffers", True))
 
     def make_buffers(self) -> RankZeroBuffers:
         """Return the object that broadcasts buffers for validation; in training steps, DDP broadcasts them itself."""

@@ -24,6 +24,7 @@ from lightning_paral.engines.fsdp.guards import check_module
 from lightning_paral.engines.fsdp.keywords import FSDPKeywords, takes_fsdp_options
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import check_precision, sharded_precision
+from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
 from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
@@ -138,6 +139,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         evaluate_without_inference_mode(trainer)
         check_module(module)
+        self._check_same_module()
         if is_fit:
             check_before_fit(module, self.dims)
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
@@ -152,6 +154,11 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()
+
+    def _replicas(self) -> dict[str, tuple[Tensor, int]]:
+        assert self.lightning_module is not None
+        shards, replicate = self.dims.shard, self.dims.replicate
+        return local_replicas(self.lightning_module, self.dims.data_rank % shards, has_replicas=replicate > 1)
 
     def _shard(self, module: LightningModule) -> None:
         precision = self.precision_plugin

@@ -24,7 +24,12 @@ from lightning_paral.engines.zero.engine.hooks import allow_accumulation_schedul
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
 from lightning_paral.engines.zero.keywords import ZeROKeywords, as_zero_options, takes_zero_options
 from lightning_paral.engines.zero.options import averaging_obstacle
-from lightning_paral.engines.zero.parameters.partition import rejoin, show_full_shapes
+from lightning_paral.engines.zero.parameters.partition import (
+    full_shape,
+    is_stage3_parameter,
+    rejoin,
+    show_full_shapes,
+)
 from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
 from lightning_paral.engines.zero.runtime.config import PRECISIONS
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
@@ -189,6 +194,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self._restores_after_setup = self.restore_checkpoint_after_setup
         self.accelerator.setup(trainer)
         rejoin(module)
+        self._check_same_module()
         if fitting:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
         settings = RunSettings(
@@ -209,6 +215,13 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         set_forward_redirection(self, run.redirection())
         self.barrier()
 
+    def _full_shape(self, parameter: Any) -> Any:
+        return full_shape(parameter)
+
+    def _replicas(self) -> dict[str, tuple[Tensor, int]]:
+        replicas = super()._replicas()
+        return {name: each for name, each in replicas.items() if not is_stage3_parameter(each[0])}
+
     def _setup_training(self, run: ZeroRun) -> None:
         module = self.lightning_module
         assert module is not None
@@ -217,6 +230,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         run.check_size()
         with show_full_shapes(module):
             Strategy.setup_optimizers(self, module.trainer)
+            self._check_same_optimizers()
         check_optimizer_parameters(self.optimizers, module)
         self.model = run.train(self.optimizers)
         if run.trains:

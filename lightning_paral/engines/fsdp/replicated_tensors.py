@@ -30,6 +30,21 @@ def unshardable_parameters(module: Module) -> list[Parameter]:
     return [parameter for parameter in module.parameters() if cannot_be_sharded(parameter)]
 
 
+def local_replicas(module: Module, shard: int, *, has_replicas: bool) -> dict[str, tuple[Tensor, int]]:
+    """Return by name the tensors of this rank of which other ranks hold replicas, each with the number of its shard.
+
+    Args:
+        module: the sharded module.
+        shard: the number of this rank's shard of sharded parameters. Parameters in full have the number 0.
+        has_replicas: whether each shard is on several ranks.
+    """
+    return {
+        name: (parameter.to_local(), 1 + shard) if isinstance(parameter, DTensor) else (parameter, 0)
+        for name, parameter in module.named_parameters()
+        if has_replicas or not isinstance(parameter, DTensor)
+    }
+
+
 class ReplicatedParameter(Parameter):
     """A parameter that is not sharded, but whose `data` may be assigned a DTensor."""
 

@@ -1,0 +1,170 @@
+"""Notice that a rank has ended an epoch while another one continues with it, and name the ranks."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.distributed.same_on_ranks import name_ranks, values_by_rank
+from lightning_paral.distributed.watcher import RankWatcher
+from lightning_paral.errors import ConfigurationError
+
+WAITING_SECONDS = 10.0
+"""How long a rank must be in the same collective to count as waiting for the ranks that have ended the epoch."""
+_POLL_SECONDS = 0.01
+_IN_COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/")
+
+
+@dataclass
+class Progress:
+    """What this rank has done since the run began. The main thread counts, the watcher reads."""
+
+    epoch: int = 0
+    batches: int = 0
+    """Training steps that have begun."""
+    backwards: int = 0
+    """Backward passes that have begun."""
+    optimizer_steps: int = 0
+    """Optimizer steps that have ended."""
+
+
+class EpochAgreement:
+    """Compares the progress of the ranks at the end of each epoch, through the store: a `Topic` of the watcher.
+
+    A rank that ends the epoch waits for the answer of each other rank: it has ended the epoch as well, it has begun
+    another batch, or it waits in a collective. The watcher answers for a main thread that does not end the epoch.
+
+    Args:
+        watcher: the watcher of the run.
+        timeout: how long to wait for the others.
+    """
+
+    def __init__(self, watcher: RankWatcher, timeout: timedelta) -> None:
+        self.progress = Progress()
+        self._rank, self._num_ranks = watcher.rank, watcher.world_size
+        self._run, self._main_thread = watcher.run, watcher.main_thread
+        self._timeout = timeout
+        self._ended: set[int] = set()
+        self._answered: set[int] = set()
+        self._place: Any = None
+        self._place_since = 0.0
+
+    def end_epoch(self, number: int) -> None:
+        """Wait until all ranks have ended the epoch. *Collective* over the world.
+
+        Args:
+            number: a number for this end of an epoch, equal on all ranks, which the run has not used before.
+
+        Raises:
+            ConfigurationError: a rank continues with the epoch, or has run a different number of steps. The message
+                names the ranks.
+        """
+        store = PrefixStore(f"lightning_paral/run/{self._run}/epochs", default_store())
+        self._ended.add(number)
+        own = json.dumps(asdict(self.progress))
+        store.set(f"{number}/{self._rank}", own)
+        num_equal = store.add(f"{number}/equal/{own}", 1)
+        if num_equal == self._num_ranks:
+            store.set(f"{number}/all", "")
+            return
+        if num_equal == 1 and store.add(f"{number}/values", 1) > 1:
+            store.set(f"{number}/differ", "")
+        store.set("latest", json.dumps([number, self.progress.batches]))
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not store.check([f"{number}/all"]):
+            if store.check([f"{number}/differ"]) or time.monotonic() > deadline:
+                self._raise(store, number)
+            time.sleep(_POLL_SECONDS)
+
+    def poll(self, store: Store) -> None:
+        """Answer for this rank if others have ended an epoch that it has not ended."""
+        store = PrefixStore("epochs", store)
+        if not store.check(["latest"]):
+            return
+        number, batches = json.loads(store.get("latest"))
+        if number in self._ended or number in self._answered:
+            self._place = None
+            return
+        waits = self._waits_in_collective()
+        if self.progress.batches > batches or waits:
+            self._answered.add(number)
+            kind = "begun" if self.progress.batches > batches else "waits"
+            store.set(f"{number}/{self._rank}", json.dumps({"kind": kind, **asdict(self.progress)}))
+            store.set(f"{number}/differ", "")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as `None`, because it belongs to one run in one process."""
+        return type(None), ()
+
+    def _waits_in_collective(self) -> bool:
+        """Return whether the main thread has been at the same place in a collective for `WAITING_SECONDS`."""
+        frame = sys._current_frames().get(self._main_thread)
+        if frame is None:
+            return False
+        place = (id(frame), frame.f_lasti)
+        if place != self._place:
+            self._place, self._place_since = place, time.monotonic()
+        is_in_collective = any(part in frame.f_code.co_filename for part in _IN_COLLECTIVES)
+        return is_in_collective and time.monotonic() - self._place_since > WAITING_SECONDS
+
+    def _raise(self, store: Store, number: int) -> None:
+        time.sleep(2 * _POLL_SECONDS)
+        own = json.loads(store.get(f"{number}/{self._rank}"))
+        found = {
+            rank: json.loads(store.get(f"{number}/{rank}"))
+            for rank in range(self._num_ranks)
+            if store.check([f"{number}/{rank}"])
+        }
+        raise ConfigurationError(explain(own["epoch"], found, list(range(self._num_ranks))))
+
+
+def explain(epoch: int, found: dict[int, dict[str, Any]], ranks: list[int]) -> str:
+    """Return the message for ranks that did not end the epoch in the same way.
+
+    Args:
+        epoch: the epoch.
+        found: the progress of each rank that has answered, with `"kind"` if it has not ended the epoch.
+        ranks: all ranks.
+    """
+    ended = [rank for rank in ranks if rank in found and "kind" not in found[rank]]
+    begun = [rank for rank in ranks if found.get(rank, {}).get("kind") == "begun"]
+    waiting = [rank for rank in ranks if found.get(rank, {}).get("kind") == "waits"]
+    absent = [rank for rank in ranks if rank not in found]
+    describe: list[tuple[str, Callable[[dict[str, Any]], int]]] = [
+        ("training steps", lambda progress: int(progress["batches"])),
+        ("backward passes", lambda progress: int(progress["backwards"])),
+        ("optimizer steps", lambda progress: int(progress["optimizer_steps"])),
+    ]
+    if len(ended) < len(ranks):
+        others = [
+            f"{name_ranks(members)} {verb}"
+            for members, verb in (
+                (begun, "began another batch"),
+                (waiting, "waited in a collective of the last batch"),
+                (absent, "did not answer"),
+            )
+            if members
+        ]
+        what = (
+            f"In epoch {epoch}, {name_ranks(ended)} ended the epoch after {found[ended[0]]['batches']} training steps "
+            f"of this run, while {', and '.join(others)}."
+        )
+    else:
+        name, values = next(
+            (name, values)
+            for name, count in describe
+            if len(set((values := {rank: str(count(found[rank])) for rank in ended}).values())) > 1
+        )
+        what = f"Until the end of epoch {epoch}, the number of {name} is {values_by_rank(values)}."
+    return (
+        f"{what} All ranks must run the same steps, because gradients are averaged over all of them. Do not skip a "
+        "batch or end an epoch on some ranks only: give all ranks the same number of batches, return -1 from "
+        "on_train_batch_start on all ranks or on none, and in manual optimization run the backward pass of a zero "
+        "loss (0 * loss) instead of skipping it."
+    )
