@@ -71,9 +71,9 @@ class _Routes:
     def add(self, signum: int, call: Callable[[], None], previous: Handler) -> Callable[[], None]:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
-        known = self._handlers.get(signum)
-        if known is not None and signal.getsignal(signum) is known:
-            handler: _Handler = known
+        known, current = self._handlers.get(signum), signal.getsignal(signum)
+        if isinstance(current, _Handler) and current is known:
+            handler = current
         else:  # also if someone has replaced our handler
             handler = self._handlers[signum] = _Handler(signum, previous)
             handler.calls = [] if known is None else known.calls
