@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
-from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
+from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
 from lightning_paral.distributed.children import Children, describe_status
 from lightning_paral.distributed.launch_checks import check_port_is_free
 
@@ -84,6 +84,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         self._is_launching = True
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
+        except TunerExit:
+            raise  # the end of a search for a learning rate or a batch size
         except BaseException as error:
             self._has_failed = True
             raised = error if self._run is None else self._run.report_failure(error)

@@ -102,6 +102,7 @@ class LivenessOfRankZero:
                 connection = socket.create_connection((node, self.port), timeout=1.0)
                 connection.sendall(f"{self._address['token']} {self._rank}".ljust(_HELLO_BYTES).encode())
                 connection.setblocking(False)
+                _keep_alive(connection)
                 self._connection = _keep(connection)
                 return
         self._is_done = True  # only collectives will notice that a process has died
@@ -140,6 +141,7 @@ class LivenessOfOthers:
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
+                _keep_alive(connection)
                 self._unknown.append(_keep(connection))
         for connection in list(self._unknown):
             self._greet(connection)
@@ -178,15 +180,25 @@ class LivenessOfOthers:
 
 
 def _receive(connection: socket.socket) -> bytes | None:
-    """Return the bytes that have arrived, `b""` if the other end is closed, `None` if neither is the case."""
+    """Return the bytes that have arrived, `b""` if the other process closed its end, `None` if neither is the case.
+
+    If the network has lost the connection, which says nothing about the process, return a goodbye.
+    """
     try:
         return connection.recv(len(_GOODBYE))
     except BlockingIOError:
         return None
     except ConnectionError:
         return b""
-    except OSError:  # the network is down, which says nothing about the process
-        return None
+    except OSError:
+        return _GOODBYE
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Send a packet once per minute, because firewalls forget idle connections."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
 
 
 def _own_address(main_address: Any) -> str:

@@ -61,6 +61,7 @@ class Collectives(AfterFailure):
 
     def _begin_watching(self) -> None:
         """Agree on a name for the run, and start the watcher of this rank. *Collective*."""
+        self._end_watching()
         assert self.cluster_environment is not None
         main_address, main_port = self.cluster_environment.main_address, self.cluster_environment.main_port
         of_others = LivenessOfOthers(main_address) if self.global_rank == 0 else None
@@ -93,24 +94,27 @@ class Collectives(AfterFailure):
         self._end_tracking()
         if self._reached is not None and self._reached.savers is not None and dist.is_initialized():
             wait_for_savers(self._run, self.global_rank, self._reached.savers.ranks, self.world_size)
-        if self._watcher is not None:
-            self._watcher.end()
-            self._watcher = None
-        if self._stacks is not None:
-            self._stacks.end()
-            self._stacks = None
+        self._end_watching()
         if self._undo_timeout is not None:
             self._undo_timeout()
             self._undo_timeout = None
-        if self._failures is not None:
-            self._failures.end()
-            self._failures = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
         self._run, self._reached = "", None
+
+    def _end_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.end()
+            self._watcher = None
+        if self._stacks is not None:
+            self._stacks.end()
+            self._stacks = None
+        if self._failures is not None:
+            self._failures.end()
+            self._failures = None
 
     def _name_hang(self) -> None:
         """Log where all ranks are, unless they have just done so."""

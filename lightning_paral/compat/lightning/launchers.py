@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
 from lightning_paral.compat.private_name import PrivateName
 
-__all__ = ["LightningSubprocessLauncher", "SubprocessScriptLauncher", "call_and_handle_interrupt"]
+__all__ = ["LightningSubprocessLauncher", "SubprocessScriptLauncher", "TunerExit", "call_and_handle_interrupt"]
 
 NAMES = (
     PrivateName(
@@ -29,6 +30,12 @@ NAMES = (
         parameters=("trainer", "trainer_fn"),
         purpose="to call the hooks for exceptions and to tear down in forked and spawned ranks as in a script",
         reason="Lightning's own launcher of such ranks does this only in the process that starts them",
+        seen="lightning 2.6.1 to 2.6.6",
+    ),
+    PrivateName(
+        name="lightning.pytorch.utilities.exceptions._TunerExitException",
+        purpose="to tell the end of a search for a learning rate or a batch size from a failure",
+        reason="the callbacks of Lightning that search raise it to end a run",
         seen="lightning 2.6.1 to 2.6.6",
     ),
 )
