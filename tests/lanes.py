@@ -33,6 +33,7 @@ SLOW = (
     "tests/distributed/examples/",
     "tests/distributed/fsdp/test_draws.py",
     "tests/distributed/fsdp/test_writes.py",
+    "tests/distributed/hangs/",
     "tests/distributed/hugging_face/",
     "tests/distributed/launch/",
     "tests/distributed/model/test_unfreezing.py",
